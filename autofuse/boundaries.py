@@ -1,0 +1,235 @@
+"""Boundaries: the places outside autofuse where something must be flushed first.
+
+Most of PyTorch reaches a wrapped tensor through `__torch_function__`. This module covers the rest: code
+that takes tensors without asking (user autograd Functions, jit, torch.func), writes to plain
+memory that a pending op still has to read, changes of stream or of a thread's modes, and forks.
+Each patch is one test of an empty list where nothing is pending (0.1 us).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import chain as _chain
+from . import launch as _launch
+from .chain import (
+    _local,
+    close_thread,
+    flush_all,
+    flush_readers,
+    flush_tensor,
+    flush_thread,
+    reopen_thread,
+)
+from .shell import Tensor
+
+_installed = False
+
+
+def install() -> None:
+    """Patch PyTorch's boundaries; a second call does nothing."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _patch_inplace()
+    _patch_attributes()
+    _patch_calls()
+    _patch_modes()
+    _patch_cuda()
+    register_optimizer_step_pre_hook(lambda *args: flush_thread("optimizer"))
+    os.register_at_fork(
+        before=lambda: flush_all("fork"),
+        after_in_child=lambda: (_chain.forget_threads(), _launch.forget_threads()),
+    )
+
+
+def _flush_first(owner: Any, name: str, reason: str, flush: Callable[[str], None]) -> None:
+    """Replace `owner.name` by a function that flushes and then calls it."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        flush(reason)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+# --- memory of plain tensors ----------------------------------------------------------------------
+
+
+def _patch_inplace() -> None:
+    """In-place methods of plain tensors: what a pending op still has to read is read first."""
+    skipped = {"requires_grad_", "__iter__", "share_memory_", "retain_grad_", "rename_"}
+    names = [
+        name
+        for name in dir(torch._C.TensorBase)
+        if name not in skipped
+        and (
+            (name.endswith("_") and not name.startswith("_"))
+            or (name.startswith("__i") and name.endswith("__") and name[3:-2] in _OPERATORS)
+            or name == "__setitem__"
+        )
+    ]
+    for name in names:
+        setattr(torch.Tensor, name, _reads_first(getattr(torch.Tensor, name), name))
+
+
+_OPERATORS = {"add", "sub", "mul", "truediv", "div", "mod", "floordiv", "pow", "and", "or", "xor",
+              "lshift", "rshift", "matmul"}  # fmt: skip
+
+
+def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    recorders = _chain._all_recorders
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for recorder in recorders:
+            if recorder.chain and self.__class__ is not Tensor:
+                flush_readers(self, name)
+                break
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def _patch_attributes() -> None:
+    """`t.data = s` and `t.grad = s` hand a tensor to C++ without asking it."""
+    for name in ("data", "grad"):
+        base = getattr(torch.Tensor, name)
+
+        def get(self: Any, base: Any = base) -> Any:
+            return base.__get__(self)
+
+        def set_(self: Any, value: Any, base: Any = base, name: str = name) -> None:
+            if isinstance(value, Tensor):
+                flush_tensor(value, name)
+            if _pending():
+                flush_readers(self, name)
+            base.__set__(self, value)
+
+        def delete(self: Any, base: Any = base) -> None:
+            base.__delete__(self)
+
+        setattr(torch.Tensor, name, property(get, set_, delete))
+
+
+def _pending() -> bool:
+    return any(recorder.chain for recorder in _local.recorders.values())
+
+
+# --- code that takes tensors without asking -------------------------------------------------------
+
+
+def _patch_calls() -> None:
+    import torch._functorch.utils as functorch_utils
+    from torch._functorch import eager_transforms, vmap
+    from torch.autograd import graph
+
+    def of_arguments(owner: Any, name: str) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            flush_thread(name)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    # every autograd.Function.apply passes its arguments through this module attribute
+    of_arguments(functorch_utils, "unwrap_dead_wrappers")
+    of_arguments(eager_transforms, "_create_differentiable")
+    of_arguments(eager_transforms, "_wrap_all_tensors")
+    of_arguments(vmap, "_add_batch_dim")
+    of_arguments(torch._C.ScriptFunction, "__call__")
+    of_arguments(torch._C.ScriptMethod, "__call__")
+    of_arguments(torch.jit, "trace")
+    of_arguments(graph, "_engine_run_backward")
+    of_arguments(torch.autograd, "_engine_run_backward")
+
+    make = torch.nn.Parameter.__new__
+
+    def new(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, Tensor):
+            data = _plain(data)
+        return make(cls, data, *args, **kwargs)
+
+    torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[assignment]
+
+
+def _plain(tensor: Tensor) -> torch.Tensor:
+    from .api import unwrap
+
+    return unwrap(tensor).detach()
+
+
+# --- a thread's modes -------------------------------------------------------------------------------
+
+
+def _patch_modes() -> None:
+    """Inside these nothing is recorded: they see, or change, every single op."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    for owner in (TorchFunctionMode, TorchDispatchMode, torch.autocast):
+        _closed_inside(owner, keep=DeviceContext)
+    for name in ("__enter__", "__exit__"):
+        _flush_first(torch.inference_mode, name, "inference mode", flush_thread)
+    _flush_first(torch, "set_default_dtype", "default dtype", _forget_default)
+
+
+def _forget_default(reason: str) -> None:
+    """The default dtype decides what integer ops give: start over with an empty trie."""
+    flush_all(reason)
+    for recorder in _chain._all_recorders:
+        _chain.forget(recorder)
+
+
+def _closed_inside(owner: Any, keep: type) -> None:
+    enter, leave = owner.__enter__, owner.__exit__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        if not isinstance(self, keep):
+            close_thread("mode")
+        return enter(self)
+
+    @functools.wraps(leave)
+    def left(self: Any, *args: Any) -> Any:
+        try:
+            return leave(self, *args)
+        finally:
+            if not isinstance(self, keep):
+                reopen_thread()
+
+    owner.__enter__, owner.__exit__ = entered, left
+
+
+# --- streams, events, graphs ---------------------------------------------------------------------
+
+
+def _patch_cuda() -> None:
+    """Work that is pending when a stream, an event or a graph is used belongs before it."""
+    cuda = torch.cuda
+    for owner, names in (
+        (cuda, ("set_stream", "synchronize")),
+        (cuda.StreamContext, ("__enter__", "__exit__")),
+        (cuda.Event, ("record", "wait", "synchronize", "query", "elapsed_time")),
+        (cuda.Stream, ("wait_event", "wait_stream", "record_event", "synchronize", "query")),
+        (cuda.CUDAGraph, ("capture_begin", "capture_end", "replay")),
+        (cuda, ("set_device",)),
+    ):
+        for name in names:
+            _flush_first(owner, name, "stream", flush_thread)

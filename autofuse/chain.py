@@ -1,0 +1,566 @@
+"""Chains: recording ops, reading liveness from reference counts, and flushing.
+
+One open chain per thread and device. A chain is the list of its shells in recording order, so the
+one thing that recording mutates last is that list, and another thread can take the whole chain
+away at any moment: recording notices that it is no longer the open one and starts again.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from sys import getrefcount
+from threading import get_ident
+from typing import Any
+from weakref import getweakrefcount
+
+import torch
+
+from . import shell as _shell
+from .config import config
+from .errors import StaleInputError
+from .launch import CpuRunner, CudaRunner, FailedRunner, Runner, current_stream
+from .ops import CASTS, Op
+from .plan import CONST, make_pieces
+from .shell import (
+    UNKNOWN,
+    Held,
+    Lost,
+    Meta,
+    NoTorchFunction,
+    Tensor,
+    become,
+    concrete_meta,
+    meta_of,
+)
+from .trie import Node, eager_node, extend
+
+_Parameter = torch.nn.Parameter
+_INT64 = 1 << 63
+
+
+def _dead_count() -> int:
+    """The count that `_counts` reports for a shell that only its chain holds."""
+    return _counts([object()])[0]
+
+
+def _counts(shells: list[Any]) -> tuple[int, ...]:
+    return tuple(map(getrefcount, shells))
+
+
+DEAD = _dead_count()
+
+
+class Chain(list):  # type: ignore[type-arg]
+    """The open chain: its shells in order, and what they read."""
+
+    __slots__ = ("bumps", "consts", "inputs", "largest", "marks", "pinned", "slots", "stream",
+                 "tip")  # fmt: skip
+
+    def __init__(self, tip: Node) -> None:
+        self.tip = tip
+        self.inputs: list[torch.Tensor] = []
+        self.slots: dict[int, int] = {}  # id of an Input -> ~its position
+        self.marks: list[int] = []  # version and address of each Input when it was recorded
+        self.consts: list[Any] = []
+        self.bumps: dict[int, int] = {}  # node index -> in-place ops its handle has seen
+        self.pinned = self.largest = 0  # bytes of Inputs since the last look at who holds them
+        self.stream = 0
+
+
+class Recorder:
+    """What one thread records on one device."""
+
+    def __init__(self, device: torch.device, ident: int) -> None:
+        self.device, self.ident = device, ident
+        self.lock = threading.RLock()
+        self.root = Node(self, None, None)
+        self.closed = Node(self, None, None)  # nothing is ever recorded after it
+        self.home = self.closed if _local.closed else self.root
+        self.size = 0  # nodes in the trie
+        self.runners: list[Runner] = []
+        self.chain = Chain(self.home)
+
+    def open(self, home: Node) -> None:
+        """Start over from `home`: the root, or `closed` for plain eager."""
+        self.home = home
+        self.chain = Chain(home)
+
+
+class _Local(threading.local):
+    """This thread's recorders, and how many reasons it has to record nothing."""
+
+    def __init__(self) -> None:
+        self.recorders: dict[torch.device, Recorder] = {}
+        self.closed = 0 if config.enabled else 1
+        self.depth = 0  # fused calls on the stack
+
+
+_local = _Local()
+_all_recorders: list[Recorder] = []
+
+
+class Counts:
+    """Counters that are not kept per runner."""
+
+    def __init__(self) -> None:
+        self.flushes: Counter[str] = Counter()
+        self.eager: Counter[tuple[str, str]] = Counter()
+        self.replays = 0
+        self.forgotten: Counter[str] = Counter()  # totals of runners that are gone
+
+
+counts = Counts()
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """This thread's recorder for `device`."""
+    recorder = _local.recorders.get(device)
+    if recorder is None:
+        recorder = _local.recorders[device] = Recorder(device, get_ident())
+        _all_recorders.append(recorder)
+    return recorder
+
+
+# --- hot path: per recorded op, budget 0.5 us ------------------------------------------------
+
+
+def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
+    """Record `op` over tensors and Python scalars; None if it has to run as eager PyTorch."""
+    ident = get_ident()
+    recorder: Recorder | None = None
+    for x in operands:
+        if x.__class__ is Tensor:
+            found = x._af.recorder
+            if found is not None:
+                if found.ident != ident:
+                    flush(found, "another thread")
+                elif recorder is None:
+                    recorder = found
+    if recorder is None:
+        recorder = _concrete_recorder(operands)
+        if recorder is None:
+            return None
+    chain = recorder.chain
+    tip = chain.tip
+    slots = chain.slots
+    edge: list[Any] = [op]
+    fresh: list[tuple[torch.Tensor, Meta]] = []
+    consts: list[Any] = []
+    for x in operands:
+        cls = x.__class__
+        if cls is Tensor:
+            state = x._af
+            if state.recorder is recorder:
+                edge.append(state.index)
+                continue
+        elif cls is float or cls is bool:
+            edge.append(cls)
+            consts.append(x)
+            continue
+        elif cls is int:
+            if not -_INT64 <= x < _INT64:
+                return None
+            edge.append(cls)
+            consts.append(x)
+            continue
+        slot = slots.get(id(x))
+        if slot is not None:
+            edge.append(slot)
+            continue
+        for position, (other, _) in enumerate(fresh):
+            if other is x:
+                edge.append(~(len(chain.inputs) + position))
+                break
+        else:
+            x, meta = _input(x, recorder)
+            if meta is None:
+                return None
+            if meta is _SCALAR:
+                edge.append(x.__class__)
+                consts.append(x)
+            else:
+                edge.append(meta)
+                fresh.append((x, meta))
+    key = tuple(edge)
+    node = tip.next.get(key)
+    if node is None:
+        node = _miss(recorder, chain, op, key)
+        if node is None:  # the chain had to be cut first
+            return record(op, operands)
+    if node.reason:
+        counts.eager[op.name, node.reason] += 1
+        return None
+    if fresh:
+        if node.checks_grad and torch.is_grad_enabled():
+            counts.eager[op.name, "requires grad"] += 1
+            return None
+        _add_inputs(chain, fresh)
+    if consts:
+        chain.consts += consts
+    shell = node.shell()
+    chain.append(shell)
+    chain.tip = node
+    if recorder.chain is not chain:
+        return record(op, operands)
+    if fresh and chain.pinned > max(config.pinned_bytes, 4 * chain.largest):
+        _relieve(recorder, chain)
+    return shell
+
+
+def _add_inputs(chain: Chain, fresh: list[tuple[torch.Tensor, Meta]]) -> None:
+    if not chain.inputs:
+        chain.stream = current_stream(fresh[0][1].device)
+    with NoTorchFunction():
+        for x, meta in fresh:
+            chain.slots[id(x)] = ~len(chain.inputs)
+            chain.inputs.append(x)
+            chain.marks.append(0 if meta.inference else x._version)
+            chain.marks.append(x.data_ptr())
+            chain.pinned += meta.nbytes
+            chain.largest = max(chain.largest, meta.nbytes)
+
+
+# --- end of the hot path ---------------------------------------------------------------------
+
+_SCALAR: Any = object()
+
+
+def _concrete_recorder(operands: Sequence[Any]) -> Recorder | None:
+    """The recorder for operands none of which is pending; a CPU scalar follows the others."""
+    chosen = None
+    for x in operands:
+        if isinstance(x, torch.Tensor):
+            state = x._af if x.__class__ is Tensor else None
+            meta = state if state.__class__ is Meta else _input(x, None)[1]
+            if meta is None:
+                return None
+            if chosen is None or chosen.ndim == 0 and meta.device != chosen.device:
+                chosen = meta
+    return None if chosen is None else recorder_for(chosen.device)
+
+
+def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
+    """(tensor to read, its Meta), (Python number, _SCALAR), or (x, None) where x is unreadable."""
+    cls = x.__class__
+    meta: Meta | None
+    if cls is Tensor:
+        state = x._af
+        if state.__class__ is Meta:
+            meta = state
+        elif state.__class__ is Lost:
+            raise state.error
+        elif state.__class__ is Held:
+            x = state.real
+            meta = meta_of(x)
+        elif state.recorder is not None:  # pending on another device
+            flush(state.recorder, "another device")
+            return (x, None) if x._af is state else _input(x, recorder)
+        else:
+            meta = concrete_meta(x)
+    elif cls is torch.Tensor or cls is _Parameter:
+        meta = meta_of(x)
+    else:
+        return x, None
+    if meta is None or recorder is None or meta.device == recorder.device:
+        return x, meta
+    if meta.ndim == 0 and meta.device.type == "cpu" and not meta.requires_grad:
+        # torch reads such an operand on the host; its dtype only matters within its category
+        default = meta.dtype is torch.get_default_dtype() or meta.dtype in (torch.int64, torch.bool)
+        return (x.item(), _SCALAR) if default else (x, None)
+    return x, None
+
+
+def _miss(recorder: Recorder, chain: Chain, op: Op, key: tuple[Any, ...]) -> Node | None:
+    """A new edge at the chain's tip, or None after cutting a chain that is full."""
+    tip = chain.tip
+    if tip is recorder.closed:
+        return eager_node(recorder, tip, op, "recording is off")
+    new_inputs = sum(isinstance(operand, Meta) for operand in key[1:])
+    full = len(chain) >= config.max_nodes or (
+        len(tip.inputs) + new_inputs > config.max_inputs and len(chain) > 0
+    )
+    looped = len(chain) >= config.loop_nodes and chain[0]._af.op is op
+    if full or looped:
+        flush(recorder, "limit")
+        return None
+    if recorder.size >= config.max_trie and not len(chain):
+        forget(recorder)
+        return None
+    metas = [shell._af.meta for shell in chain]
+    node = extend(recorder, tip, op, key[1:], metas)
+    dtypes_checked = op.result == "bool" and int in key and node.common not in ("f32", "f64")
+    if dtypes_checked and node.common not in ("i64", "f16", "bf16"):
+        node = eager_node(recorder, tip, op, "an integer that may not fit the dtype")
+    tip.next[key] = node
+    recorder.size += 1
+    return node
+
+
+def _relieve(recorder: Recorder, chain: Chain) -> None:
+    """Flush if Inputs that only this chain keeps alive have come to much memory."""
+    alive = _counts(chain.inputs)
+    metas = chain.tip.inputs
+    dead = [meta.nbytes for meta, held in zip(metas, alive, strict=False) if held <= DEAD]
+    chain.pinned = sum(dead)
+    if chain.pinned > max(config.pinned_bytes, 4 * max(dead, default=0)):
+        flush(recorder, "memory")
+
+
+def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
+    """Record an in-place op on a pending `target`: a new node, which the handle then names.
+
+    False if that is not possible; nothing has then changed.
+    """
+    node = target._af
+    recorder = node.recorder
+    if recorder is None or recorder.ident != get_ident():
+        return False
+    result = record(op, operands)
+    if result is None or target._af is not node:
+        return False
+    meta, new = node.meta, result._af
+    if new.recorder is not recorder or new.meta.shape != meta.shape:
+        return False
+    if new.meta.dtype is not meta.dtype:
+        if not torch.can_cast(new.meta.dtype, meta.dtype):
+            return False
+        result = record(CASTS[meta.dtype], (result,))
+        if result is None or target._af is not node:
+            return False
+        new = result._af
+    if new.recorder is not recorder or new.meta is not meta:
+        return False
+    with recorder.lock:
+        chain = recorder.chain
+        if target._af is not node or result._af is not new:
+            return False
+        chain[node.index], chain[new.index] = result, target
+        _shell._set(target, "_af", new)
+        _shell._set(result, "_af", node)
+        chain.bumps[new.index] = chain.bumps.pop(node.index, 0) + 1
+    return True
+
+
+def version_of(tensor: Tensor) -> int:
+    """The version counter that eager would show for `tensor`."""
+    state = tensor._af
+    if state.recorder is not None:
+        return state.recorder.chain.bumps.get(state.index, 0)
+    with NoTorchFunction():
+        return torch.Tensor._version.__get__(tensor)  # type: ignore[attr-defined]
+
+
+# --- flushing ------------------------------------------------------------------------------------
+
+
+def flush(recorder: Recorder, reason: str) -> None:
+    """Run what `recorder` has pending: live values get memory, dead ones go back to the pool."""
+    if not recorder.chain:
+        return
+    with recorder.lock:
+        ident, recorder.ident = recorder.ident, 0  # a recording thread goes to the slow path
+        try:
+            chain = recorder.chain
+            recorder.chain = Chain(recorder.home)
+            if chain:
+                _run(recorder, chain, reason)
+        finally:
+            recorder.ident = ident
+
+
+def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
+    node = chain[-1]._af
+    alive = _counts(chain)
+    runner = node.runners.get(alive)
+    if runner is None:
+        runner = _runner_for(recorder, node, alive)
+    counts.flushes[reason] += 1
+    try:
+        reals = runner.run(chain)
+    except StaleInputError as error:
+        _lose(chain, runner, error)
+        raise
+    except Exception as error:
+        reals = _replay(recorder, chain, node, runner.live, error)
+    runner.runs += 1
+    nodes = runner.nodes
+    for index, real in zip(runner.live, reals, strict=True):
+        shell, owner = chain[index], nodes[index]
+        if chain.bumps:
+            for _ in range(chain.bumps.get(index, 0)):
+                torch.autograd.graph.increment_version(real)
+        spare = become(shell, real, owner.meta, owner)
+        if spare is not None:
+            owner.pool.append(spare)
+        chain[index] = None
+    for shell, owner in zip(chain, nodes, strict=True):
+        if shell is not None and not getweakrefcount(shell):
+            owner.pool.append(shell)
+
+
+def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...]) -> Runner:
+    live = tuple(index for index, held in enumerate(alive) if held > DEAD)
+    mask = (-1, *live)  # no reference count is negative: one dict serves both
+    runner = node.runners.get(mask)
+    if runner is None:
+        device = recorder.device
+        nodes = node.path()
+        pieces = make_pieces(node.program(), live, device.type)
+        build = CudaRunner if device.type == "cuda" else CpuRunner
+        try:
+            runner = build(device, nodes, node.inputs, live, pieces)
+        except Exception as error:
+            runner = FailedRunner(device, nodes, node.inputs, live, pieces, error=error)
+        recorder.runners.append(runner)
+        node.runners[mask] = runner
+    if len(node.runners) > 256:  # a value may be held in any number of places
+        node.runners = {key: kept for key, kept in node.runners.items() if key[0] == -1}
+    node.runners[alive] = runner
+    return runner
+
+
+def _lose(chain: Chain, runner: Runner, error: StaleInputError) -> None:
+    for index in runner.live:
+        _shell._set(chain[index], "_af", Lost(error))
+
+
+def _replay(
+    recorder: Recorder, chain: Chain, node: Node, live: tuple[int, ...], error: Exception
+) -> list[torch.Tensor]:
+    """Compute the live-outs with the eager ops the chain was recorded from."""
+    values: list[torch.Tensor] = []
+    nodes = node.path()
+    last = [0] * len(nodes)
+    for index, step in enumerate(nodes):
+        for ref in step.args:
+            if 0 <= ref < CONST:
+                last[ref] = index
+    try:
+        with torch.no_grad(), NoTorchFunction():
+            for index, step in enumerate(nodes):
+                assert step.op is not None and step.op.eager is not None and step.meta is not None
+                args = [
+                    chain.consts[ref - CONST]
+                    if ref >= CONST
+                    else values[ref]
+                    if ref >= 0
+                    else chain.inputs[~ref]
+                    for ref in step.args
+                ]
+                value = step.op.eager(*args)
+                if value.dtype is not step.meta.dtype:
+                    value = value.to(step.meta.dtype)
+                values.append(value)
+                for ref in step.args:
+                    if 0 <= ref < CONST and last[ref] == index and ref not in live:
+                        values[ref] = None  # type: ignore[call-overload]
+    except Exception as failure:
+        recorder.chain = chain  # nothing is lost: the next flush tries again
+        raise failure from error
+    counts.replays += 1
+    print_once(f"autofuse: a chain runs as eager ops because its kernel failed: {error!r}")
+    return [values[index] for index in live]
+
+
+_said: set[str] = set()
+
+
+def print_once(message: str) -> None:
+    """Warn on stderr, once per message."""
+    if message not in _said:
+        _said.add(message)
+        print(message, file=sys.stderr)
+
+
+def flush_tensor(tensor: Tensor, reason: str) -> None:
+    """Make `tensor` concrete."""
+    state = tensor._af
+    if state.recorder is not None:
+        flush(state.recorder, reason)
+    elif state.__class__ is Held:
+        if torch.Tensor._use_count(tensor) == 1:  # type: ignore[attr-defined]
+            become(tensor, state.real, UNKNOWN, None)  # type: ignore[arg-type]
+    elif state.__class__ is Lost:
+        raise state.error
+
+
+def flush_thread(reason: str) -> None:
+    """Flush everything this thread has pending."""
+    for recorder in _local.recorders.values():
+        if recorder.chain:
+            flush(recorder, reason)
+
+
+def flush_all(reason: str) -> None:
+    """Flush everything that any thread has pending."""
+    for recorder in list(_all_recorders):
+        if recorder.chain:
+            flush(recorder, reason)
+
+
+def flush_readers(tensor: torch.Tensor, reason: str) -> None:
+    """Flush this thread's chains that read the memory of `tensor`, which is about to change."""
+    for recorder in _local.recorders.values():
+        chain = recorder.chain
+        if chain:
+            with NoTorchFunction():
+                try:
+                    storage = tensor.untyped_storage()._cdata
+                    reads = any(x.untyped_storage()._cdata == storage for x in chain.inputs)
+                except (RuntimeError, NotImplementedError):  # no storage: sparse, functorch
+                    reads = True
+            if reads:
+                flush(recorder, reason)
+
+
+def close_thread(reason: str) -> None:
+    """Record nothing in this thread until the matching `reopen_thread`."""
+    flush_thread(reason)
+    _local.closed += 1
+    for recorder in _local.recorders.values():
+        recorder.open(recorder.closed)
+
+
+def reopen_thread() -> None:
+    """Undo one `close_thread`."""
+    flush_thread("reopen")
+    _local.closed -= 1
+    if not _local.closed:
+        for recorder in _local.recorders.values():
+            recorder.open(recorder.root)
+
+
+def totals(recorder: Recorder) -> Counter[str]:
+    """What the runners of `recorder` have done so far."""
+    total: Counter[str] = Counter()
+    for runner in recorder.runners:
+        runs = runner.runs
+        total["ops_recorded"] += runs * len(runner.nodes)
+        total["kernels_launched"] += runs * len(runner.kernels[: len(runner.pieces)])
+        total["kernels_compiled"] += runner.compiled
+        total["cache_hits"] += max(0, runs - 1) * bool(runner.pieces) + runner.hits
+        total["nodes_elided"] += runs * runner.elided
+        total["bytes_elided"] += runs * runner.elided_bytes
+        total["live_outs_stored"] += runs * len(runner.live)
+    return total
+
+
+def forget(recorder: Recorder) -> None:
+    """Drop the trie of `recorder`; kernels stay."""
+    counts.forgotten.update(totals(recorder))
+    recorder.runners.clear()
+    recorder.root = Node(recorder, None, None)
+    recorder.size = 0
+    recorder.open(recorder.closed if _local.closed else recorder.root)
+
+
+def forget_threads() -> None:
+    """After a fork: what other threads had pending does not exist here."""
+    ident = get_ident()
+    _all_recorders[:] = [recorder for recorder in _all_recorders if recorder.ident == ident]
+
+
+_shell._leave_pending = lambda tensor: flush_tensor(tensor, "attribute")

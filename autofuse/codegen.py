@@ -1,0 +1,113 @@
+"""Kernel source: from a Plan to the text of its element function.
+
+Pure. The text is a small subset of Python, one statement per op, and it is what gets compiled:
+
+    def af_mul_tanh(x0: f32, x1: f32):  # 4 lanes, 32-bit index
+        v0: f32 = x0 * x1  # mul
+        v1: f32 = tanh(v0)  # tanh
+        return v1
+
+An annotated statement is one op: its value is rounded to the annotated type and never contracts
+with another op. A call such as `bf16(x0)` converts. Any emitter that reads this text will do.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+
+from .dtypes import carried
+from .ops import Op
+from .plan import BROADCAST, CONST, Line, Operand, Plan
+
+
+def render(plan: Plan) -> str:
+    """The kernel's source text; the same for equal Plans."""
+    params = [f"x{k}: {load.code}" for k, load in enumerate(plan.loads)]
+    params += [f"c{k}: {const_code(plan, k)}" for k in range(len(plan.consts))]
+    width = "64" if plan.wide else "32"
+    text = [
+        f"def {plan.name}({', '.join(params)}):"
+        f"  # {plan.device}, {plan.lanes} lanes, {width}-bit index"
+    ]
+    text += [f"    # x{k} {_walk(load)}" for k, load in enumerate(plan.loads) if plan.rank > 1]
+    for index, line in enumerate(plan.lines):
+        text += _statements(plan, index, line)
+    text.append("    return " + ", ".join(f"v{line}" for line, _ in plan.stores))
+    return "\n".join(text) + "\n"
+
+
+def const_code(plan: Plan, const: int) -> str:
+    """Type of a Const parameter: the compute type of the op that reads it."""
+    for line in plan.lines:
+        if CONST + const in line.refs:
+            code = carried(line.common)
+            return code if code in ("f32", "f64") else "i64"
+    raise AssertionError("every Const of a Plan is read")
+
+
+def _walk(operand: Operand) -> str:
+    names = {BROADCAST: "repeats", 1: "unit", 2: "strided"}
+    return "x".join(names[axis] for axis in operand.axes)
+
+
+def _statements(plan: Plan, index: int, line: Line) -> list[str]:
+    op = line.op
+    own = carried(line.common)
+    names: dict[str, str] = {}
+    text = []
+    for name, role, ref in zip(op.names, op.roles, line.refs, strict=True):
+        if ref >= CONST:
+            value, code = f"c{ref - CONST}", const_code(plan, ref - CONST)
+            exact = op.scalar if plan.device == "cuda" else op.cpu_scalar
+            keep = role == "opmath" or (role == "promote" and exact == "opmath")
+            target = own if keep else line.common
+        else:
+            value = f"v{ref}" if ref >= 0 else f"x{~ref}"
+            code = plan.lines[ref].result if ref >= 0 else plan.loads[~ref].code
+            target = code if role == "bool" else line.common
+        if code != target:
+            text.append(f"    v{index}_{name} = {target}({value})")
+            value = f"v{index}_{name}"
+        names[name] = value
+    integer = own not in ("f32", "f64")
+    *parts, result = parse(op, integer)
+    for part in parts:
+        assert isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name)
+        target = part.targets[0].id
+        value = _substituted(part.value, names, line.common)
+        names[target] = f"v{index}_{target}"
+        text.append(f"    {names[target]} = {value}")
+    assert isinstance(result, ast.Expr)
+    value = _substituted(result.value, names, line.common)
+    text.append(f"    v{index}: {line.result} = {value}  # {op.name}")
+    return text
+
+
+@lru_cache(maxsize=None)
+def parse(op: Op, integer: bool) -> tuple[ast.stmt, ...]:
+    """The statements of an op's expression; the last is its value."""
+    source = op.integer if integer and op.integer else op.expr
+    return tuple(ast.parse(source.replace(";", "\n").replace("\n ", "\n")).body)
+
+
+class _Substitute(ast.NodeTransformer):
+    def __init__(self, names: dict[str, str], common: str) -> None:
+        self.names, self.common = names, common
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self.names.get(node.id, node.id), node.ctx)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        assert isinstance(node.func, ast.Name)
+        args = [self.visit(arg) for arg in node.args]
+        if node.func.id == "rnd":  # rounds to the op's dtype where that is narrower
+            if self.common not in ("f16", "bf16"):
+                return args[0]
+            return ast.Call(ast.Name(self.common, ast.Load()), args, [])
+        return ast.Call(node.func, args, [])
+
+
+def _substituted(tree: ast.expr, names: dict[str, str], common: str) -> str:
+    copy = ast.parse(ast.unparse(tree), mode="eval").body
+    return ast.unparse(_Substitute(names, common).visit(copy))

@@ -1,0 +1,39 @@
+"""Settings: their types, defaults and environment names. Imports nothing of autofuse."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass
+class Config:
+    """Settings of this process; assign to a field of `autofuse.config` to change one.
+
+    enabled: record ops at all (`AUTOFUSE=0` starts a process with plain eager).
+    max_nodes: a chain is cut at this many ops.
+    loop_nodes: from this many ops on, a chain is cut where the op that began it comes again, so
+        that an unrolled loop settles on one chain instead of one per phase.
+    max_inputs: a chain is cut at this many Inputs; 32 pointers and their strides stay far below
+        the 4 KB of a kernel's parameters.
+    pinned_bytes: Inputs that nobody but the chain may still hold are tolerated up to this size,
+        or up to four times the largest of them, whichever is more.
+    max_trie: recorded ops remembered per thread and device before the memory of them is dropped.
+    """
+
+    enabled: bool = True
+    max_nodes: int = 64
+    loop_nodes: int = 30
+    max_inputs: int = 30
+    pinned_bytes: int = 2 << 20
+    max_trie: int = 8192
+
+
+def _from_environment() -> Config:
+    value = os.environ.get("AUTOFUSE", "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"AUTOFUSE={value!r} is not valid; use 0 (plain eager) or 1 (the default)")
+    return Config(enabled=value == "1")
+
+
+config = _from_environment()

@@ -1,0 +1,159 @@
+"""Shapes and strides: broadcasting, TensorIterator's output layout, and loop collapsing.
+
+Pure integer arithmetic on tuples; strides are in elements. Knows nothing of torch or kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Ints = tuple[int, ...]
+
+
+def broadcast(shapes: list[Ints]) -> Ints | None:
+    """The common shape of `shapes`, or None where they do not broadcast."""
+    first = shapes[0]
+    if all(shape == first for shape in shapes):
+        return first
+    ndim = max(map(len, shapes))
+    out = [1] * ndim
+    for shape in shapes:
+        for axis, size in enumerate(shape, ndim - len(shape)):
+            if size != 1:
+                if out[axis] != 1 and out[axis] != size:
+                    return None
+                out[axis] = size
+    return tuple(out)
+
+
+def contiguous(shape: Ints) -> Ints:
+    """Strides of a contiguous tensor, as torch gives them (a size of 0 counts as 1)."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def numel(shape: Ints) -> int:
+    """Number of elements."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def expand(shape: Ints, stride: Ints, to: Ints) -> Ints:
+    """Strides of a tensor broadcast to shape `to`: 0 on every axis that repeats."""
+    if shape == to:
+        return stride
+    lead = len(to) - len(shape)
+    own = (0 if n == 1 != to[lead + i] else stride[i] for i, n in enumerate(shape))
+    return (0,) * lead + tuple(own)
+
+
+def _is_packed(shape: Ints, stride: Ints, axes: Iterable[int]) -> bool:
+    """Whether the elements lie without a gap, `axes` naming the order, innermost first."""
+    step = 1
+    for axis in axes:
+        if shape[axis] != 1:
+            if stride[axis] != step:
+                return False
+            step *= shape[axis]
+    return True
+
+
+def _is_contiguous(shape: Ints, stride: Ints) -> bool:
+    return 0 in shape or _is_packed(shape, stride, range(len(shape) - 1, -1, -1))
+
+
+def _is_channels_last(shape: Ints, stride: Ints) -> bool:
+    return len(shape) == 4 and _is_packed(shape, stride, (1, 3, 2, 0))
+
+
+def _is_dense(shape: Ints, stride: Ints) -> bool:
+    """Non-overlapping and dense: some order of the axes makes it contiguous."""
+    axes = sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1)
+    step = 1
+    for s, n in axes:
+        if s != step:
+            return False
+        step *= n
+    return True
+
+
+def result_stride(shape: Ints, operands: list[tuple[Ints, Ints]]) -> Ints:
+    """Strides that TensorIterator gives to a new result of `shape`.
+
+    operands: (shape, stride) of each operand in order, a Python scalar as ((), ()).
+    Source: at::TensorIteratorBase::{reorder_dimensions, compute_fast_setup_type}.
+    """
+    if all(op_shape == shape for op_shape, _ in operands):
+        if all(_is_contiguous(*op) for op in operands):
+            return contiguous(shape)
+        if all(_is_channels_last(*op) for op in operands):
+            n, c, h, w = shape
+            return (h * w * c, 1, w * c, c)
+        stride = operands[0][1]
+        if all(op[1] == stride for op in operands) and _is_dense(shape, stride):
+            return stride
+    return _ordered_stride(shape, [expand(s, t, shape) for s, t in operands])
+
+
+def _ordered_stride(shape: Ints, strides: list[Ints]) -> Ints:
+    """Dense strides in the axis order that the operands' strides ask for, innermost first."""
+    ndim = len(shape)
+    order = list(range(ndim - 1, -1, -1))
+    for i in range(1, ndim):  # insertion sort: the comparison is not transitive
+        moving = i
+        for other in range(i - 1, -1, -1):
+            verdict = _compare_axes(shape, strides, order[other], order[moving])
+            if verdict > 0:
+                order[other], order[moving] = order[moving], order[other]
+                moving = other
+            elif verdict < 0:
+                break
+    out, step = [0] * ndim, 1
+    for axis in order:
+        out[axis] = step
+        step *= shape[axis]
+    return contiguous(shape) if order == list(range(ndim - 1, -1, -1)) else tuple(out)
+
+
+def _compare_axes(shape: Ints, strides: list[Ints], inner: int, outer: int) -> int:
+    """1 if the two axes should change places, -1 if not, 0 if the operands leave it open."""
+    for stride in strides:
+        a, b = stride[inner], stride[outer]
+        if a == 0 or b == 0:
+            continue
+        if a != b:
+            return 1 if a > b else -1
+        if shape[inner] > shape[outer]:
+            return 1
+    return 0
+
+
+def collapse(shape: Ints, strides: list[Ints]) -> tuple[Ints, list[Ints]]:
+    """Merge axes that every operand walks as one; returns (sizes, strides), outermost first.
+
+    strides: one tuple per operand, already broadcast to `shape` (`expand`), the operand that
+    decides the axis order first. The result has at least one axis.
+    """
+    lead = strides[0]
+    axes = [axis for axis in range(len(shape)) if shape[axis] != 1]
+    axes.sort(key=lambda axis: -lead[axis])  # stable: broadcast axes keep their place
+    sizes: list[int] = []
+    merged: list[list[int]] = [[] for _ in strides]
+    for axis in axes:
+        size = shape[axis]
+        if sizes and all(m[-1] == s[axis] * size for m, s in zip(merged, strides, strict=True)):
+            sizes[-1] *= size
+            for m, s in zip(merged, strides, strict=True):
+                m[-1] = s[axis]
+        else:
+            sizes.append(size)
+            for m, s in zip(merged, strides, strict=True):
+                m.append(s[axis])
+    if not sizes:
+        return (1,), [(1,) for _ in strides]
+    return tuple(sizes), [tuple(m) for m in merged]

@@ -1,0 +1,638 @@
+"""The op table: what each pointwise op computes, for which dtypes, and how torch spells it.
+
+An `Op` is a scalar function; its expression is Python over carried values (float16 and bfloat16
+are computed in float32 and rounded once, at the end, unless the expression says `rnd`); `name =
+value;` in front of it names a part. A spelling
+is a torch function: it takes torch's own arguments and names the Op and its operands, or returns
+None where only eager PyTorch knows what to do. Adding an op is one row; a name that torch has in
+`torch`, `torch.Tensor`, `torch.nn.functional` or `torch.special` is found by itself.
+
+The expressions keep the order of PyTorch's CUDA kernels (aten/src/ATen/native/cuda); a product
+and a sum inside one expression contract as they do there, never across expressions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from .dtypes import CODES, kind, result_type
+
+Operand = object  # a tensor or a Python scalar
+Chosen = tuple["Op", tuple[Operand, ...]] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One row: a scalar function and its dtype rule.
+
+    params: the operands' names, in order. A suffix takes an operand out of type promotion:
+        `c:bool` must be a bool tensor, `s:opmath` is a scalar in the compute type, `v:common` is
+        converted to the dtype of the others.
+    result: "common" (the promoted dtype), "float" (the same, integers first become the default
+        float dtype), "bool", or the dtype itself (a cast).
+    accepts: categories the promoted dtype may have: f(loat), i(nteger), b(ool). Others are eager.
+    scalar: whether a promoting Python scalar is first rounded to the "common" dtype or stays in
+        the "opmath" type: on CUDA; `cpu_scalar` is the same for the CPU.
+    by_scalar: the Op that stands in on CUDA when the last operand is a scalar.
+    eager: the torch function of the same operands, for chains that run without their kernel.
+    """
+
+    name: str
+    params: str
+    expr: str
+    result: str | torch.dtype = "common"
+    accepts: str = "f"
+    scalar: str = "common"
+    cpu_scalar: str = "common"
+    integer: str = ""  # the expression for integer and bool dtypes, if it is another
+    contiguous: bool = False  # the result's layout; otherwise TensorIterator decides
+    by_scalar: Op | None = None
+    eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given
+    names: tuple[str, ...] = field(init=False)
+    roles: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        split = [param.partition(":") for param in self.params.split()]
+        object.__setattr__(self, "names", tuple(name for name, _, _ in split))
+        object.__setattr__(self, "roles", tuple(role or "promote" for _, _, role in split))
+
+        if self.eager is None:
+            object.__setattr__(self, "eager", getattr(torch, self.name, None))
+
+    def __repr__(self) -> str:
+        return f"Op({self.name})"
+
+    def resolve(
+        self, operands: tuple[tuple[torch.dtype | type, int], ...]
+    ) -> tuple[torch.dtype, torch.dtype] | None:
+        """(dtype the operands are converted to, dtype of the result), or None for "eager".
+
+        operands: (dtype, ndim) per operand, a Python scalar as (its class, 0).
+        """
+        promoting = []
+        for (dtype, ndim), role in zip(operands, self.roles, strict=True):
+            scalar = isinstance(dtype, type)
+            if role == "bool":
+                if dtype is not torch.bool:
+                    return None
+            elif role == "promote":
+                promoting.append((dtype, ndim))
+            elif not scalar:
+                return None
+        common = result_type(tuple(promoting))
+        if self.result == "float" and not common.is_floating_point:
+            common = torch.get_default_dtype() if kind(common) in self.accepts else torch.bool
+        category = kind(common)
+        if category not in self.accepts or common not in CODES:
+            return None
+        for (dtype, _), role in zip(operands, self.roles, strict=True):
+            if role in ("opmath", "common") and category != "f" and dtype is float:
+                return None
+        if isinstance(self.result, torch.dtype):
+            return common, self.result
+        return common, torch.bool if self.result == "bool" else common
+
+
+OPS: dict[str, Op] = {}
+SPELLINGS: dict[str, Callable[..., Chosen]] = {}  # torch name -> chooser, beyond the plain rows
+PLAIN: dict[str, Op] = {}  # torch name -> Op of one or two operands with no options
+
+
+def _op(name: str, params: str, expr: str, **columns: object) -> Op:
+    row = OPS[name] = Op(name, params, expr, **columns)  # type: ignore[arg-type]
+    return row
+
+
+def _plain(name: str, params: str, expr: str, *aliases: str, **columns: object) -> Op:
+    row = _op(name, params, expr, **columns)
+    for spelling in (name, *aliases):
+        PLAIN[spelling] = row
+    return row
+
+
+def _spelled(*names: str) -> Callable[[Callable[..., Chosen]], Callable[..., Chosen]]:
+    def register(chooser: Callable[..., Chosen]) -> Callable[..., Chosen]:
+        for name in names or (chooser.__name__.strip("_"),):
+            SPELLINGS[name] = chooser
+        return chooser
+
+    return register
+
+
+# --- one operand ---------------------------------------------------------------------------------
+
+for _name in (
+    "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh "
+    "atanh sqrt rsqrt erf erfc"
+).split():
+    _alias = "arc" + _name[1:]
+    _aliases = (_alias,) if hasattr(torch, _alias) else ()
+    _plain(_name, "x", f"{_name}(x)", *_aliases, result="float", accepts="fib")
+
+_plain("reciprocal", "x", "1 / x", result="float", accepts="fib")
+_plain("sigmoid", "x", "1 / (1 + exp(-x))", "expit", result="float", accepts="fib")
+_plain("neg", "x", "-x", "negative", accepts="fi")
+_plain("abs", "x", "abs(x)", "absolute", integer="x if x >= 0 else -x", accepts="fi")
+_plain("sign", "x", "(1 if 0 < x else 0) - (1 if x < 0 else 0)", accepts="f")
+_plain("floor", "x", "floor(x)")
+_plain("ceil", "x", "ceil(x)")
+_plain("trunc", "x", "trunc(x)", "fix")
+_plain("frac", "x", "x - trunc(x)")
+_plain("square", "x", "x * x", accepts="fi")
+_plain("isnan", "x", "x != x", result="bool")
+_plain("isinf", "x", "abs(x) == inf", result="bool")
+_plain("isfinite", "x", "abs(x) < inf", result="bool")
+_plain("logical_not", "x", "x == 0", result="bool", accepts="fib")
+_plain("bitwise_not", "x", "~x", accepts="ib")
+
+_op("round", "x", "round(x)")
+_op("relu", "x", "x if x != x else fmax(x, 0)", integer="x if x > 0 else 0", accepts="fi")
+_op("silu", "x", "x / (1 + exp(-x))", eager=F.silu)
+_op("mish", "x", "x * tanh(log1p(exp(x)))", eager=F.mish)
+_op("hardswish", "x", "x * clip(x + 3, 0, 6) * 0.16666667163372", eager=F.hardswish)
+_op("hardsigmoid", "x", "clip(x + 3, 0, 6) * 0.16666667163372", eager=F.hardsigmoid)
+_op("gelu", "x", "x * 0.5 * (1 + erf(x * 0.70710678118654752440))", eager=F.gelu)
+_op(
+    "gelu_tanh",
+    "x",
+    "0.5 * x * (1 + tanh(0.79788456080286535588 * (x + 0.044715 * (x * x * x))))",
+    eager=partial(F.gelu, approximate="tanh"),
+)
+_op("leaky_relu", "x s:opmath", "x if x > 0 else x * s", eager=F.leaky_relu)
+_op(
+    "softplus", "x b:opmath t:opmath", "x if x * b > t else log1p(exp(x * b)) / b", eager=F.softplus
+)
+_op(
+    "elu",
+    "x a:opmath s:opmath i:opmath",
+    "x * s if x > 0 else expm1(x * i) * (a * s)",
+    eager=torch._C._nn.elu,
+)
+_op("clone", "x", "x", accepts="fib")
+
+CASTS = {
+    dtype: _op(
+        f"to_{code}",
+        "x",
+        "x",
+        result=dtype,
+        accepts="fib",
+        eager=partial(torch.Tensor.to, dtype=dtype),
+    )
+    for dtype, code in CODES.items()
+}
+
+
+@_spelled()
+def relu(input, inplace=False):
+    return None if inplace else (OPS["relu"], (input,))
+
+
+@_spelled()
+def silu(input, inplace=False):
+    return None if inplace else (OPS["silu"], (input,))
+
+
+@_spelled()
+def mish(input, inplace=False):
+    return None if inplace else (OPS["mish"], (input,))
+
+
+@_spelled()
+def hardswish(input, inplace=False):
+    return None if inplace else (OPS["hardswish"], (input,))
+
+
+@_spelled()
+def hardsigmoid(input, inplace=False):
+    return None if inplace else (OPS["hardsigmoid"], (input,))
+
+
+@_spelled()
+def gelu(input, *, approximate="none"):
+    row = {"none": OPS["gelu"], "tanh": OPS["gelu_tanh"]}.get(approximate)
+    return None if row is None else (row, (input,))
+
+
+@_spelled()
+def leaky_relu(input, negative_slope=0.01, inplace=False):
+    return None if inplace else (OPS["leaky_relu"], (input, negative_slope))
+
+
+@_spelled()
+def softplus(input, beta=1, threshold=20):
+    return OPS["softplus"], (input, beta, threshold)
+
+
+def _elu(input, alpha, scale, input_scale, inplace):
+    if inplace or not all(type(s) in (int, float) for s in (alpha, scale, input_scale)):
+        return None
+    return OPS["elu"], (input, float(alpha), float(scale), float(input_scale))
+
+
+@_spelled()
+def elu(input, alpha=1.0, inplace=False):
+    return _elu(input, alpha, 1.0, 1.0, inplace)
+
+
+@_spelled()
+def celu(input, alpha=1.0, inplace=False):
+    return None if alpha == 0 else _elu(input, alpha, 1.0, 1.0 / alpha, inplace)
+
+
+@_spelled()
+def selu(input, inplace=False):
+    alpha, scale = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+    return _elu(input, alpha, scale, 1.0, inplace)
+
+
+@_spelled("round")
+def _round(input, *, decimals=0):
+    return (OPS["round"], (input,)) if decimals == 0 else None
+
+
+@_spelled()
+def clone(input, *, memory_format=torch.preserve_format):
+    return (OPS["clone"], (input,)) if memory_format is torch.preserve_format else None
+
+
+# --- two operands --------------------------------------------------------------------------------
+
+_ARITHMETIC = {"scalar": "opmath", "accepts": "fi"}
+_plain("add", "x y", "x + y", **_ARITHMETIC)
+_plain("sub", "x y", "x - y", "subtract", **_ARITHMETIC)
+_plain("rsub", "x y", "y - x", **_ARITHMETIC)
+_plain("mul", "x y", "x * y", "multiply", cpu_scalar="opmath", **_ARITHMETIC)
+_op("div_by_scalar", "x y", "x * (1 / y)", scalar="opmath", result="float", accepts="fib")
+_plain(
+    "div",
+    "x y",
+    "x / y",
+    "divide",
+    "true_divide",
+    scalar="opmath",
+    cpu_scalar="opmath",
+    result="float",
+    accepts="fib",
+    by_scalar=OPS["div_by_scalar"],
+)
+_op(
+    "add_scaled",
+    "x y s:opmath",
+    "fma(s, y, x)",
+    integer="x + s * y",
+    **_ARITHMETIC,
+    eager=lambda x, y, s: torch.add(x, y, alpha=s),
+)
+_op(
+    "sub_scaled",
+    "x y s:opmath",
+    "fma(-s, y, x)",
+    integer="x - s * y",
+    **_ARITHMETIC,
+    eager=lambda x, y, s: torch.sub(x, y, alpha=s),
+)
+_op(
+    "rsub_scaled",
+    "x y s:opmath",
+    "fma(-s, x, y)",
+    integer="y - s * x",
+    **_ARITHMETIC,
+    eager=lambda x, y, s: torch.rsub(x, y, alpha=s),
+)
+_op("div_trunc_by_scalar", "x y", "trunc(rnd(x * (1 / y)))", scalar="opmath")
+_op(
+    "div_trunc",
+    "x y",
+    "trunc(rnd(x / y))",
+    by_scalar=OPS["div_trunc_by_scalar"],
+    eager=partial(torch.div, rounding_mode="trunc"),
+)
+_op(
+    "div_floor",
+    "x y",
+    "m = fmod(x, y);"
+    "d = rnd(rnd(x - m) / y);"
+    "d = rnd(d - 1) if m != 0 and (y < 0) != (m < 0) else d;"
+    "f = floor(d);"
+    "x / y if y == 0 else copysign(0, x / y) if d == 0 else f + 1 if d - f > 0.5 else f",
+    eager=torch.floor_divide,
+)
+for _name, _sign in (
+    ("eq", "=="),
+    ("ne", "!="),
+    ("lt", "<"),
+    ("le", "<="),
+    ("gt", ">"),
+    ("ge", ">="),
+):
+    _long = {
+        "eq": (),
+        "ne": ("not_equal",),
+        "lt": ("less",),
+        "le": ("less_equal",),
+        "gt": ("greater",),
+        "ge": ("greater_equal",),
+    }[_name]
+    _plain(_name, "x y", f"x {_sign} y", *_long, result="bool", accepts="fi")
+_plain("logical_and", "x y", "x != 0 and y != 0", result="bool", accepts="fib")
+_plain("logical_or", "x y", "x != 0 or y != 0", result="bool", accepts="fib")
+_plain("logical_xor", "x y", "(x != 0) != (y != 0)", result="bool", accepts="fib")
+_plain("bitwise_and", "x y", "x & y", accepts="ib")
+_plain("bitwise_or", "x y", "x | y", accepts="ib")
+_plain("bitwise_xor", "x y", "x ^ y", accepts="ib")
+_plain(
+    "maximum",
+    "x y",
+    "x if x != x else y if y != y else fmax(x, y)",
+    integer="x if x > y else y",
+    accepts="fi",
+)
+_plain(
+    "minimum",
+    "x y",
+    "x if x != x else y if y != y else fmin(x, y)",
+    integer="x if x < y else y",
+    accepts="fi",
+)
+_plain("fmax", "x y", "fmax(x, y)", integer="x if x > y else y", accepts="fi")
+_plain("fmin", "x y", "fmin(x, y)", integer="x if x < y else y", accepts="fi")
+_plain("fmod", "x y", "fmod(x, y)")
+_plain(
+    "remainder",
+    "x y",
+    "m = fmod(x, y); m + y if m != 0 and (y < 0) != (m < 0) else m",
+)
+_plain("atan2", "x y", "atan2(x, y)", "arctan2", result="float", accepts="fi")
+_plain("hypot", "x y", "hypot(x, y)")
+_plain("copysign", "x y", "copysign(x, y)", result="float")
+_op("pow", "x y", "pow(x, y)")
+_op("pow_half", "x", "sqrt(x)", eager=partial(torch.pow, exponent=0.5))
+_op("pow_2", "x", "x * x", accepts="fi", eager=partial(torch.pow, exponent=2))
+_op(
+    "pow_3",
+    "x",
+    "rnd(x * x) * x",
+    integer="x * x * x",
+    accepts="fi",
+    eager=partial(torch.pow, exponent=3),
+)
+_op("pow_minus_half", "x", "rsqrt(x)", eager=partial(torch.pow, exponent=-0.5))
+_op("pow_minus_1", "x", "1 / x", eager=partial(torch.pow, exponent=-1))
+_op("pow_minus_2", "x", "1 / rnd(x * x)", eager=partial(torch.pow, exponent=-2))
+_op("clamp_min", "x y", "x if x != x else fmax(x, y)", integer="x if x > y else y", accepts="fi")
+_op("clamp_max", "x y", "x if x != x else fmin(x, y)", integer="x if x < y else y", accepts="fi")
+
+_POWERS = {0.5: "half", 2.0: "2", 3.0: "3", -0.5: "minus_half", -1.0: "minus_1", -2.0: "minus_2"}
+
+
+def _is_number(value: Operand) -> bool:
+    return type(value) in (int, float)
+
+
+def _same(value: Operand, number: float) -> bool:
+    return _is_number(value) and value == number
+
+
+@_spelled()
+def add(input, other, *, alpha=1):
+    if _same(alpha, 1):
+        return OPS["add"], (input, other)
+    return OPS["add_scaled"], (input, other, alpha)
+
+
+@_spelled("sub", "subtract")
+def _sub(input, other, *, alpha=1):
+    if _same(alpha, 1):
+        return OPS["sub"], (input, other)
+    return OPS["sub_scaled"], (input, other, alpha)
+
+
+@_spelled()
+def rsub(input, other, *, alpha=1):
+    if _same(alpha, 1):
+        return OPS["rsub"], (input, other)
+    return OPS["rsub_scaled"], (input, other, alpha)
+
+
+@_spelled("div", "divide")
+def _div(input, other, *, rounding_mode=None):
+    name = {None: "div", "trunc": "div_trunc", "floor": "div_floor"}.get(rounding_mode)
+    if name == "div_floor" and not isinstance(other, torch.Tensor):
+        return None  # eager divides by the scalar's reciprocal
+    return None if name is None else (OPS[name], (input, other))
+
+
+@_spelled()
+def floor_divide(input, other):
+    return _div(input, other, rounding_mode="floor")
+
+
+@_spelled("pow")
+def _pow(input, exponent):
+    if not isinstance(input, torch.Tensor):
+        return None if _same(input, 1) else (OPS["pow"], (input, exponent))
+    if not _is_number(exponent):
+        return None if type(exponent) is bool else (OPS["pow"], (input, exponent))
+    if exponent in (0, 1) or not math.isfinite(exponent):
+        return None
+    if not input.is_floating_point() and type(exponent) is float:
+        return None  # the exponent promotes
+    special = _POWERS.get(exponent)
+    if special is None:
+        return OPS["pow"], (input, exponent)
+    return OPS[f"pow_{special}"], (input,)
+
+
+def _bounds(input, low, high):
+    if low is None and high is None:
+        return None
+    if high is None:
+        return OPS["clamp_min"], (input, low)
+    if low is None:
+        return OPS["clamp_max"], (input, high)
+    return OPS["clamp"], (input, low, high)
+
+
+# --- three operands ------------------------------------------------------------------------------
+
+_op(
+    "clamp",
+    "x l h",
+    "x if x != x else l if l != l else h if h != h else fmin(fmax(x, l), h)",
+    integer="h if (x if x > l else l) > h else (x if x > l else l)",
+    accepts="fi",
+)
+_op("where", "c:bool x y", "x if c else y", accepts="fib")
+_op(
+    "masked_fill", "x m:bool v:common", "v if m else x", accepts="fib", contiguous=True
+)
+_LERP = "d = y - x; fma(w, d, x) if abs(w) < 0.5 else fma(-d, 1 - w, y)"
+_op("lerp", "x y w", _LERP)
+_op("lerp_scalar", "x y w:opmath", _LERP, eager=torch.lerp)
+_op("addcmul", "x y z", "fma(y, z, x)", integer="x + y * z", accepts="fi")
+_op(
+    "addcmul_scaled",
+    "x y z s:opmath",
+    "fma(s, y * z, x)",
+    integer="x + s * y * z",
+    accepts="fi",
+    eager=lambda x, y, z, s: torch.addcmul(x, y, z, value=s),
+)
+_op("addcdiv", "x y z", "x + y / z")
+_op(
+    "addcdiv_scaled",
+    "x y z s:opmath",
+    "fma(s, y / z, x)",
+    eager=lambda x, y, z, s: torch.addcdiv(x, y, z, value=s),
+)
+
+
+@_spelled("clamp", "clip")
+def _clamp(input, min=None, max=None):
+    return _bounds(input, min, max)
+
+
+@_spelled()
+def clamp_min(input, min):
+    return OPS["clamp_min"], (input, min)
+
+
+@_spelled()
+def clamp_max(input, max):
+    return OPS["clamp_max"], (input, max)
+
+
+@_spelled()
+def hardtanh(input, min_val=-1.0, max_val=1.0, inplace=False):
+    if inplace or not input.is_floating_point() or not min_val <= max_val:
+        return None
+    return OPS["clamp"], (input, min_val, max_val)
+
+
+@_spelled()
+def relu6(input, inplace=False):
+    return hardtanh(input, 0.0, 6.0, inplace)
+
+
+@_spelled()
+def where(condition, input, other):
+    return OPS["where"], (condition, input, other)
+
+
+@_spelled()
+def masked_fill(input, mask, value):
+    if not _is_number(value) or input.dtype is torch.bool:
+        return None
+    limits = torch.finfo if input.is_floating_point() else torch.iinfo
+    fits = limits(input.dtype).min <= value <= limits(input.dtype).max
+    if not fits and math.isfinite(value):
+        return None  # torch's error
+    return OPS["masked_fill"], (input, mask, value)
+
+
+@_spelled()
+def lerp(input, end, weight):
+    if not (isinstance(end, torch.Tensor) and input.dtype is end.dtype):
+        return None
+    if _is_number(weight):
+        return OPS["lerp_scalar"], (input, end, float(weight))
+    return (OPS["lerp"], (input, end, weight)) if weight.dtype is input.dtype else None
+
+
+def _addc(name, input, tensor1, tensor2, value):
+    if not input.dtype is tensor1.dtype is tensor2.dtype:
+        return None
+    if _same(value, 1):
+        return OPS[name], (input, tensor1, tensor2)
+    return OPS[f"{name}_scaled"], (input, tensor1, tensor2, value)
+
+
+@_spelled()
+def addcmul(input, tensor1, tensor2, *, value=1):
+    return _addc("addcmul", input, tensor1, tensor2, value)
+
+
+@_spelled()
+def addcdiv(input, tensor1, tensor2, *, value=1):
+    return _addc("addcdiv", input, tensor1, tensor2, value)
+
+
+# --- casts: `x.to(dtype)`, `x.float()` and so on; one to the dtype x has is x itself ------------
+
+CAST_METHODS = {
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "long": torch.int64,
+    "int": torch.int32,
+    "short": torch.int16,
+    "char": torch.int8,
+    "byte": torch.uint8,
+    "bool": torch.bool,
+}
+_OPTIONS = {"non_blocking", "copy", "memory_format", "dtype"}
+
+
+@_spelled()
+def to(input, *args, **options):
+    dtype = options.get("dtype") if not args else args[0]
+    plain = len(args) <= 1 and options.keys() <= {"dtype"} and bool(args) != bool(options)
+    row = CASTS.get(dtype) if plain and isinstance(dtype, torch.dtype) else None
+    return None if row is None or dtype is input.dtype else (row, (input,))
+
+
+@_spelled("type")
+def _type(input, dtype=None, non_blocking=False):
+    return to(input, dtype) if isinstance(dtype, torch.dtype) else None
+
+
+@_spelled()
+def type_as(input, other):
+    return to(input, other.dtype)
+
+
+# --- Python's operators -------------------------------------------------------------------------
+
+BINARY_OPERATORS = {
+    "__add__": "add",
+    "__radd__": "add",
+    "__sub__": "sub",
+    "__rsub__": "rsub",
+    "__mul__": "mul",
+    "__rmul__": "mul",
+    "__truediv__": "div",
+    "__mod__": "remainder",
+    "__eq__": "eq",
+    "__ne__": "ne",
+    "__lt__": "lt",
+    "__le__": "le",
+    "__gt__": "gt",
+    "__ge__": "ge",
+    "__and__": "bitwise_and",
+    "__or__": "bitwise_or",
+    "__xor__": "bitwise_xor",
+    "__rand__": "bitwise_and",
+    "__ror__": "bitwise_or",
+    "__rxor__": "bitwise_xor",
+}
+UNARY_OPERATORS = {"__neg__": "neg", "__abs__": "abs", "__invert__": "bitwise_not"}
+SPELLED_OPERATORS = {"__pow__": "pow", "__floordiv__": "floor_divide"}
+INPLACE_OPERATORS = {
+    "__iadd__": "add",
+    "__isub__": "sub",
+    "__imul__": "mul",
+    "__itruediv__": "div",
+    "__idiv__": "div",
+    "__imod__": "remainder",
+    "__iand__": "bitwise_and",
+    "__ior__": "bitwise_or",
+    "__ixor__": "bitwise_xor",
+}

@@ -1,0 +1,127 @@
+"""The trie of recorded ops: recording walks it, and a node of it is a whole program.
+
+Every thread and device has its own trie. An edge is (op, operands): a pending operand as its
+index, a known Input as ~k, a new Input as its Meta, a Python scalar as its class. Sizes are part of a
+Meta, so a node knows every shape, stride and dtype exactly and a flush has nothing left to compute;
+sizes and scalar values are not part of a kernel, so that a new size costs a few new nodes and no
+compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import layout
+from .dtypes import CODES
+from .ops import Op
+from .plan import CONST, Program, Ref, Step
+from .shell import Meta, Tensor, make_meta, make_shell
+
+if TYPE_CHECKING:
+    from .chain import Recorder
+
+
+class Node:
+    """One recorded op at one place of one program. Also the state of the shells it hands out."""
+
+    __slots__ = ("args", "checks_grad", "common", "consts", "index", "inputs", "meta", "next", "op",
+                 "parent", "pool", "reason", "recorder", "runners")  # fmt: skip
+
+    def __init__(self, recorder: Recorder, parent: Node | None, op: Op | None) -> None:
+        self.recorder, self.parent, self.op = recorder, parent, op
+        self.index: int = -1 if parent is None else parent.index + 1
+        self.args: tuple[Ref, ...] = ()
+        self.common = ""
+        self.meta: Meta | None = None
+        self.inputs: tuple[Meta, ...] = () if parent is None else parent.inputs
+        self.consts: tuple[type, ...] = () if parent is None else parent.consts
+        self.checks_grad = False  # a new Input requires grad: recording depends on grad mode
+        self.next: dict[tuple[Any, ...], Node] = {}
+        self.pool: list[Tensor] = []  # shells that nobody else holds
+        self.runners: dict[tuple[int, ...], Any] = {}  # by reference counts, then by live-outs
+        self.reason = ""  # why this op is eager here, if it is
+
+    def shell(self) -> Tensor:
+        """A shell for the value of this node."""
+        assert self.meta is not None
+        return self.pool.pop() if self.pool else make_shell(self.meta, self)
+
+    def path(self) -> list[Node]:
+        """The nodes of the program that ends here, in order."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.op is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def program(self) -> Program:
+        """The program that ends here."""
+        steps = []
+        for node in self.path():
+            assert node.op is not None and node.meta is not None
+            steps.append(Step(node.op, node.args, node.common, node.meta.view))
+        return Program(tuple(steps), tuple(meta.view for meta in self.inputs), self.consts)
+
+
+def eager_node(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:
+    """A node that says: run this op as eager PyTorch."""
+    node = Node(recorder, None, op)
+    node.index = tip.index
+    node.reason = reason
+    return node
+
+
+def extend(
+    recorder: Recorder, tip: Node, op: Op, operands: Sequence[int | Meta | type], metas: list[Meta]
+) -> Node:
+    """The node for `op` after `tip`; not yet an edge of it.
+
+    operands: as in an edge. metas: the Metas of the program's pending values, by index.
+    """
+    args: list[Ref] = []
+    inputs, consts = list(tip.inputs), list(tip.consts)
+    views: list[Meta | type] = []
+    for operand in operands:
+        if isinstance(operand, int):
+            args.append(operand)
+            views.append(metas[operand] if operand >= 0 else inputs[~operand])
+        elif isinstance(operand, Meta):
+            args.append(~len(inputs))
+            inputs.append(operand)
+            views.append(operand)
+        else:
+            args.append(CONST + len(consts))
+            consts.append(operand)
+            views.append(operand)
+    tensors = [view for view in views if isinstance(view, Meta)]
+    device = recorder.device
+    if any(meta.device != device for meta in tensors):
+        return eager_node(recorder, tip, op, "operands on several devices")
+    shape = layout.broadcast([meta.shape for meta in tensors])
+    if shape is None:
+        return eager_node(recorder, tip, op, "shapes that do not broadcast")
+    dtypes = tuple(
+        (view.dtype, view.ndim) if isinstance(view, Meta) else (view, 0) for view in views
+    )
+    resolved = op.resolve(dtypes)
+    if resolved is None:
+        return eager_node(recorder, tip, op, "dtypes that are not fused")
+    common, result = resolved
+    if op.contiguous:
+        stride = layout.contiguous(shape)
+    else:
+        strides = [(v.shape, v.stride) if isinstance(v, Meta) else ((), ()) for v in views]
+        stride = layout.result_stride(shape, strides)
+    node = Node(recorder, tip, op)
+    node.args, node.common = tuple(args), CODES[common]
+    node.meta = make_meta(result, shape, stride, device)
+    node.inputs, node.consts = tuple(inputs), tuple(consts)
+    fresh = node.inputs[len(tip.inputs) :]
+    node.checks_grad = any(meta.requires_grad for meta in fresh)
+    return node
+
