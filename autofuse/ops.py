@@ -155,8 +155,8 @@ _op("round", "x", "round(x)")
 _op("relu", "x", "x if x != x else fmax(x, 0)", integer="x if x > 0 else 0", accepts="fi")
 _op("silu", "x", "x / (1 + exp(-x))", eager=F.silu)
 _op("mish", "x", "x * tanh(log1p(exp(x)))", eager=F.mish)
-_op("hardswish", "x", "x * clip(x + 3, 0, 6) * 0.16666667163372", eager=F.hardswish)
-_op("hardsigmoid", "x", "clip(x + 3, 0, 6) * 0.16666667163372", eager=F.hardsigmoid)
+_op("hardswish", "x", "x * clip(x + 3, 0, 6) * sixth", eager=F.hardswish)
+_op("hardsigmoid", "x", "clip(x + 3, 0, 6) * sixth", eager=F.hardsigmoid)
 _op("gelu", "x", "x * 0.5 * (1 + erf(x * 0.70710678118654752440))", eager=F.gelu)
 _op(
     "gelu_tanh",
@@ -311,6 +311,8 @@ _op(
     "div_trunc",
     "x y",
     "trunc(rnd(x / y))",
+    scalar="opmath",
+    cpu_scalar="opmath",
     by_scalar=OPS["div_trunc_by_scalar"],
     eager=partial(torch.div, rounding_mode="trunc"),
 )

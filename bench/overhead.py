@@ -1,0 +1,146 @@
+"""What recording, flushing and launching cost, against eager, on the device at hand.
+
+    python bench/overhead.py [--device cuda] [--rounds 9] [--iterations 1000] [--large 67108864]
+
+Chains of 1 to 20 ops on 64x256 and 1x64 float32 in operator form and in torch.* form, the RNN
+step (one matmul and five pointwise ops), and the bandwidth of a 5-op chain. Variants are
+interleaved; figures are medians with the 20th and 80th percentile in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import autofuse
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import Series, interleaved, machine
+
+Chain = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def operator_chain(length: int) -> Chain:
+    """`length` ops as operators and methods, cycling through the five of the design figures."""
+    ops = ["t = t.sigmoid()", "t = t * y", "t = t + x", "t = -t", "t = t.tanh()"]
+    return _chain([ops[k % 5] for k in range(length)])
+
+
+def function_chain(length: int) -> Chain:
+    """The same ops in torch.* form."""
+    ops = ["t = torch.sigmoid(t)", "t = torch.mul(t, y)", "t = torch.add(t, x)",
+           "t = torch.neg(t)", "t = torch.tanh(t)"]  # fmt: skip
+    return _chain([ops[k % 5] for k in range(length)])
+
+
+def _chain(lines: list[str]) -> Chain:
+    space: dict[str, object] = {"torch": torch}
+    exec("def chain(x, y):\n    t = x\n" + "".join(f"    {s}\n" for s in lines) + "    return t\n", space)
+    return space["chain"]  # type: ignore[return-value]
+
+
+def row(name: str, series: dict[str, Series]) -> None:
+    eager, fused = series["eager"], series["fused"]
+    print(f"{name:34s} eager {eager}   fused {fused}   ratio {fused.median / eager.median:.3f}")
+
+
+@torch.no_grad()
+def chains(device: str, rounds: int, iterations: int) -> None:
+    materialize = autofuse.materialize
+    for shape in ((64, 256), (1, 64)):
+        x, y = torch.randn(shape, device=device), torch.randn(shape, device=device)
+        wx, wy = autofuse.wrap(x), autofuse.wrap(y)
+        for form, make in (("operators", operator_chain), ("torch.*", function_chain)):
+            for length in (1, 2, 5, 10, 20):
+                chain = make(length)
+                calls = {
+                    "eager": lambda chain=chain: chain(x, y),
+                    "fused": lambda chain=chain: materialize(chain(wx, wy)),
+                }
+                name = f"{length} ops, {form}, {shape[0]}x{shape[1]}"
+                row(name, interleaved(calls, device, rounds, iterations))
+
+
+@torch.no_grad()
+def rnn_step(device: str, rounds: int, iterations: int) -> None:
+    h, w = torch.randn(64, 256, device=device), torch.randn(256, 256, device=device) / 16
+    b = torch.randn(256, device=device)
+
+    def step(h: torch.Tensor) -> torch.Tensor:
+        z = h @ w
+        return torch.tanh(torch.sigmoid(z) * b + z * 0.5)
+
+    state = {"eager": h, "fused": autofuse.wrap(h)}
+
+    def run(which: str) -> None:
+        state[which] = step(state[which])
+
+    calls = {"eager": lambda: run("eager"), "fused": lambda: run("fused")}
+    row("RNN step (1 mm + 5 ops)", interleaved(calls, device, rounds, iterations))
+
+
+@torch.no_grad()
+def parts(device: str, iterations: int) -> None:
+    """us per recorded op, per flush with launch, and the hit rate."""
+    x, y = (autofuse.wrap(torch.randn(64, 256, device=device)) for _ in range(2))
+    lengths = (5, 45)
+    times = []
+    autofuse.reset_stats()
+    for length in lengths:
+        for make in (operator_chain, function_chain):
+            chain = make(length)
+            series = interleaved(
+                {"chain": lambda chain=chain: autofuse.materialize(chain(x, y))},
+                device, 5, iterations // 4,
+            )  # fmt: skip
+            times.append(series["chain"].median)
+    operator, function = ((times[k + 2] - times[k]) / (lengths[1] - lengths[0]) for k in (0, 1))
+    stats = autofuse.stats()
+    needed = stats.cache_hits + stats.kernels_compiled
+    print(f"per recorded op: {operator:.2f} us as operators, {function:.2f} us as torch.*")
+    print(f"a flush with its launch and two Inputs: {times[0] - 5 * operator:.2f} us")
+    print(f"hit rate {stats.cache_hits / needed:.5f} ({stats.kernels_compiled} compiled)")
+
+
+@torch.no_grad()
+def bandwidth(device: str, numel: int, rounds: int) -> None:
+    x, y = torch.randn(numel, device=device), torch.randn(numel, device=device)
+    out = torch.empty_like(x)
+    wx, wy = autofuse.wrap(x), autofuse.wrap(y)
+    chain = operator_chain(5)
+    iterations = 20 if device == "cuda" else 1
+    series = interleaved(
+        {
+            "copy": lambda: out.copy_(x),
+            "eager": lambda: chain(x, y),
+            "fused": lambda: autofuse.materialize(chain(wx, wy)),
+        },
+        device, rounds, iterations,
+    )  # fmt: skip
+    nbytes = {"copy": 8 * numel, "fused": 12 * numel, "eager": (8 + 12 + 12 + 8 + 8) * numel}
+    rates = {name: nbytes[name] / series[name].median / 1e6 for name in series}
+    for name, rate in rates.items():
+        print(f"5-op chain on {numel} float32: {name:6s} {series[name]} us, {rate:.3f} TB/s")
+    print(f"fused bytes/s against copy: {rates['fused'] / rates['copy']:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--iterations", type=int, default=1000)
+    parser.add_argument("--large", type=int, default=1 << 26)
+    args = parser.parse_args()
+    print(machine(args.device))
+    chains(args.device, args.rounds, args.iterations)
+    rnn_step(args.device, args.rounds, args.iterations)
+    parts(args.device, args.iterations)
+    bandwidth(args.device, args.large, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

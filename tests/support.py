@@ -1,0 +1,143 @@
+"""What the tests share: devices, inputs, and the comparison with eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import autofuse
+from autofuse.api import _mapped
+
+HAS_CUDA = torch.cuda.is_available()
+NO_GPU = "needs a CUDA device; torch.cuda.is_available() is False here"
+needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason=NO_GPU)
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+DTYPES = (*FLOATS, *INTS, torch.bool)
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 3.0, -2.5, 1e-3, 7.25, 88.0, -88.0, 1e30, -1e30, 1e-41,
+           float("inf"), float("-inf"), float("nan"))  # fmt: skip
+
+
+def random_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", seed: int = 0, wild: bool = False
+) -> torch.Tensor:
+    """Values of every sign and size; with `wild` any bit pattern of the dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool().to(device)
+    if not dtype.is_floating_point:
+        low, high = (0, 100) if dtype is torch.uint8 else (-50, 50)
+        if wild:
+            info = torch.iinfo(dtype)
+            low, high = max(info.min, -(2**62)), min(info.max, 2**62)
+        return torch.randint(low, high, shape, generator=generator).to(dtype).to(device)
+    if wild:
+        bits = _BITS[dtype.itemsize]
+        info = torch.iinfo(bits)
+        low, high = (info.min, info.max) if bits is not torch.int64 else (-(2**62), 2**62)
+        raw = torch.randint(low, high, shape, generator=generator).to(bits).view(dtype)
+        flat = raw.view(-1)
+        special = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
+        flat[: min(len(special), flat.numel())] = special[: flat.numel()]
+        return raw.to(device)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64) * 2
+    return values.to(dtype).to(device)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Elementwise: equal bit patterns, or both NaN."""
+    if not a.dtype.is_floating_point:
+        return a == b
+    bits = _BITS[a.dtype.itemsize]
+    a, b = a.contiguous(), b.contiguous()
+    return (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
+
+
+def assert_same(got: Any, want: Any, rtol: float | None, what: str = "") -> None:
+    """Equal values (bit for bit unless rtol is given), dtype, shape and strides, in containers too."""
+    if isinstance(want, torch.Tensor):
+        assert isinstance(got, torch.Tensor), f"{what}: {type(got)} is not a tensor"
+        got = autofuse.unwrap(got)
+        assert got.dtype is want.dtype, f"{what}: dtype {got.dtype} is not {want.dtype}"
+        assert got.shape == want.shape, f"{what}: shape {got.shape} is not {want.shape}"
+        assert got.stride() == want.stride(), f"{what}: stride {got.stride()} not {want.stride()}"
+        assert got.device == want.device
+        assert got.requires_grad == want.requires_grad
+        got, want = got.detach(), want.detach()
+        if rtol is not None and got.dtype.is_floating_point:
+            torch.testing.assert_close(got, want, rtol=rtol, atol=rtol, equal_nan=True)
+            return
+        same = same_bits(got, want)
+        if not bool(same.all()):
+            where = (~same).nonzero()[0].tolist()
+            raise AssertionError(
+                f"{what}: {int((~same).sum())} of {same.numel()} elements differ, first at {where}: "
+                f"{got[tuple(where)].item()!r} is not {want[tuple(where)].item()!r}"
+            )
+    elif isinstance(want, (tuple, list)):
+        assert len(got) == len(want)
+        for a, b in zip(got, want, strict=True):
+            assert_same(a, b, rtol, what)
+    else:
+        assert got == want, f"{what}: {got!r} is not {want!r}"
+
+
+def copied(value: Any) -> Any:
+    """An independent copy with the same strides."""
+
+    def copy(t: torch.Tensor) -> torch.Tensor:
+        size = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n)
+        base = torch.empty(max(size, 0), dtype=t.dtype, device=t.device)
+        out = base.as_strided(t.shape, t.stride())
+        if t.numel():
+            base.copy_(t.as_strided((size,), (1,)))
+        return out
+
+    return _mapped(value, copy)
+
+
+def outcome(fn: Callable[..., Any], args: Any) -> tuple[Any, BaseException | None]:
+    """(result, None) or (None, error)."""
+    try:
+        result = fn(*args)
+        autofuse.materialize(result)
+        return result, None
+    except Exception as error:  # compared with eager's by the caller
+        return None, error
+
+
+def assert_same_as_eager(
+    fn: Callable[..., Any], *args: Any, rtol: float | None = None, fused: bool = False
+) -> None:
+    """`fn` of wrapped tensors does what it does of plain ones: results, mutations, errors.
+
+    rtol: relative tolerance on the CPU, where transcendental functions are not torch's; on CUDA
+        every bit counts. fused: also demand that every op was recorded.
+    """
+    plain, mirror = copied(args), copied(args)
+    wrapped = _mapped(mirror, autofuse.wrap)
+    want, error = outcome(fn, plain)
+    before = autofuse.stats().ops_eager
+    got, failure = outcome(fn, wrapped)
+    if error is not None:
+        assert type(failure) is type(error), f"{failure!r} is not {error!r}"
+        assert str(failure) == str(error)
+        return
+    if failure is not None:
+        raise failure
+    if fused:
+        ran = {k: n for k, n in autofuse.stats().eager_ops.items()}
+        assert autofuse.stats().ops_eager == before, f"ran eagerly: {ran}"
+    on_cuda = any(t.is_cuda for t in plain if isinstance(t, torch.Tensor))
+    assert_same(got, want, None if on_cuda else rtol)
+    for ours, theirs in zip(mirror, plain, strict=True):
+        if isinstance(ours, torch.Tensor):
+            assert_same(ours, theirs, None if on_cuda else rtol, "argument")
+            assert ours._version == theirs._version, "version counter of an argument"

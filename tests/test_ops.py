@@ -1,0 +1,99 @@
+"""Every op of the table against eager: bits on CUDA, the stated tolerance on the CPU."""
+
+import pytest
+import torch
+
+import autofuse
+from cases import (
+    ARITHMETIC,
+    FLOAT_CALLS,
+    FLOAT_TO_INT,
+    INT_CALLS,
+    INT_PAIR_CALLS,
+    PAIR_CALLS,
+    TRIPLE_CALLS,
+)
+from support import DEVICES, FLOATS, INTS, assert_same_as_eager, random_tensor
+
+RTOL = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def tolerance(name, dtype):
+    return None if name in ARITHMETIC and dtype.itemsize > 2 else RTOL[dtype]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def inputs(count, dtype, device, size=1003):
+    wild = device == "cuda"
+    return [random_tensor((size,), dtype, device, seed, wild) for seed in range(count)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", FLOAT_CALLS)
+def test_one_float(name, dtype, device):
+    (x,) = inputs(1, dtype, device)
+    assert_same_as_eager(FLOAT_CALLS[name], x, rtol=tolerance(name, dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", PAIR_CALLS)
+def test_two_floats(name, dtype, device):
+    x, y = inputs(2, dtype, device)
+    assert_same_as_eager(PAIR_CALLS[name], x, y, rtol=tolerance(name, dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", TRIPLE_CALLS)
+def test_three_floats(name, dtype, device):
+    assert_same_as_eager(TRIPLE_CALLS[name], *inputs(3, dtype, device), rtol=RTOL[dtype])
+
+
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+@pytest.mark.parametrize("name", INT_CALLS)
+def test_one_integer(name, dtype, device):
+    (x,) = inputs(1, dtype, device)
+    assert_same_as_eager(INT_CALLS[name], x, rtol=RTOL[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", (*INTS, torch.bool), ids=str)
+@pytest.mark.parametrize("name", INT_PAIR_CALLS)
+def test_two_integers(name, dtype, device):
+    x, y = inputs(2, dtype, device)
+    assert_same_as_eager(INT_PAIR_CALLS[name], x, y)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", FLOAT_TO_INT)
+def test_float_to_integer(name, dtype, device):
+    """Values that fit the target: beyond it C++ leaves the result open."""
+    x = (random_tensor((500,), torch.float64, device) * 20).abs().clamp(max=120).to(dtype)
+    assert_same_as_eager(FLOAT_TO_INT[name], x)
+
+
+FUSED_FLOAT = sorted(set(FLOAT_CALLS) - {"to_float", "to_half", "to_bfloat16", "to_double"})
+
+
+@pytest.mark.parametrize("calls", [FLOAT_CALLS, PAIR_CALLS, TRIPLE_CALLS], ids=["1", "2", "3"])
+def test_every_float_spelling_is_recorded(calls, device):
+    """Counted, not assumed: one op or more recorded, none run eagerly."""
+    operands = inputs(3, torch.float32, device)
+    for name, call in calls.items():
+        args = [autofuse.wrap(x) for x in operands[: call.__code__.co_argcount]] if hasattr(
+            call, "__code__"
+        ) else None
+        if args is None:
+            count = 1 if calls is FLOAT_CALLS else 2 if calls is PAIR_CALLS else 3
+            args = [autofuse.wrap(x) for x in operands[:count]]
+        if calls is FLOAT_CALLS:
+            args = args[:1]
+        autofuse.reset_stats()
+        result = call(*args)
+        if name == "to_float":  # x itself
+            assert result is args[0]
+            continue
+        assert autofuse.is_pending(result), f"{name}: {autofuse.stats().eager_ops}"
+        assert autofuse.stats().ops_eager == 0, f"{name}: {autofuse.stats().eager_ops}"
