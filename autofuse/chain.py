@@ -21,7 +21,7 @@ import torch
 from . import shell as _shell
 from .config import config
 from .errors import StaleInputError
-from .launch import CpuRunner, CudaRunner, FailedRunner, Runner, current_stream
+from .launch import CpuRunner, CudaRunner, FailedRunner, Runner, stream_reader
 from .ops import CASTS, Op
 from .plan import CONST, make_pieces
 from .shell import (
@@ -31,9 +31,12 @@ from .shell import (
     Meta,
     NoTorchFunction,
     Tensor,
+    address_of,
     become,
     concrete_meta,
+    make_shell,
     meta_of,
+    version_of,
 )
 from .trie import Node, eager_node, extend
 
@@ -42,7 +45,7 @@ _INT64 = 1 << 63
 
 
 def _dead_count() -> int:
-    """The count that `_counts` reports for a shell that only its chain holds."""
+    """The count that `_counts` reports for an object that only the list holds."""
     return _counts([object()])[0]
 
 
@@ -50,14 +53,14 @@ def _counts(shells: list[Any]) -> tuple[int, ...]:
     return tuple(map(getrefcount, shells))
 
 
-DEAD = _dead_count()
+ALONE = _dead_count()
+DEAD = ALONE + 1  # its trie node holds it too
 
 
 class Chain(list):  # type: ignore[type-arg]
     """The open chain: its shells in order, and what they read."""
 
-    __slots__ = ("bumps", "consts", "inputs", "largest", "marks", "pinned", "slots", "stream",
-                 "tip")  # fmt: skip
+    __slots__ = ("bumps", "consts", "inputs", "marks", "pinned", "slots", "stream", "tip")
 
     def __init__(self, tip: Node) -> None:
         self.tip = tip
@@ -65,8 +68,8 @@ class Chain(list):  # type: ignore[type-arg]
         self.slots: dict[int, int] = {}  # id of an Input -> ~its position
         self.marks: list[int] = []  # version and address of each Input when it was recorded
         self.consts: list[Any] = []
-        self.bumps: dict[int, int] = {}  # node index -> in-place ops its handle has seen
-        self.pinned = self.largest = 0  # bytes of Inputs since the last look at who holds them
+        self.bumps: dict[int, int] | None = None  # node index -> in-place ops its handle has seen
+        self.pinned = 0  # bytes of Inputs since the last look at who holds them
         self.stream = 0
 
 
@@ -76,6 +79,7 @@ class Recorder:
     def __init__(self, device: torch.device, ident: int) -> None:
         self.device, self.ident = device, ident
         self.lock = threading.RLock()
+        self.stream = stream_reader(device)
         self.root = Node(self, None, None)
         self.closed = Node(self, None, None)  # nothing is ever recorded after it
         self.home = self.closed if _local.closed else self.root
@@ -94,6 +98,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.recorders: dict[torch.device, Recorder] = {}
+        self.current: Recorder | None = None  # the one used last
         self.closed = 0 if config.enabled else 1
         self.depth = 0  # fused calls on the stack
 
@@ -119,6 +124,7 @@ def recorder_for(device: torch.device) -> Recorder:
     """This thread's recorder for `device`."""
     recorder = _local.recorders.get(device)
     if recorder is None:
+        device = _shell.same_device(device)
         recorder = _local.recorders[device] = Recorder(device, get_ident())
         _all_recorders.append(recorder)
     return recorder
@@ -129,26 +135,14 @@ def recorder_for(device: torch.device) -> Recorder:
 
 def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     """Record `op` over tensors and Python scalars; None if it has to run as eager PyTorch."""
-    ident = get_ident()
-    recorder: Recorder | None = None
-    for x in operands:
-        if x.__class__ is Tensor:
-            found = x._af.recorder
-            if found is not None:
-                if found.ident != ident:
-                    flush(found, "another thread")
-                elif recorder is None:
-                    recorder = found
-    if recorder is None:
-        recorder = _concrete_recorder(operands)
-        if recorder is None:
-            return None
+    recorder = _local.current
+    if recorder is None or not recorder.ident:
+        return _record_elsewhere(op, operands)
     chain = recorder.chain
-    tip = chain.tip
     slots = chain.slots
     edge: list[Any] = [op]
-    fresh: list[tuple[torch.Tensor, Meta]] = []
-    consts: list[Any] = []
+    fresh: list[Any] | None = None
+    consts: list[Any] | None = None
     for x in operands:
         cls = x.__class__
         if cls is Tensor:
@@ -156,76 +150,104 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             if state.recorder is recorder:
                 edge.append(state.index)
                 continue
-        elif cls is float or cls is bool:
-            edge.append(cls)
-            consts.append(x)
-            continue
-        elif cls is int:
-            if not -_INT64 <= x < _INT64:
+        elif cls is float or cls is int or cls is bool:
+            if cls is int and not -_INT64 <= x < _INT64:
                 return None
             edge.append(cls)
-            consts.append(x)
+            consts = [x] if consts is None else [*consts, x]
             continue
+        else:
+            state = None
         slot = slots.get(id(x))
         if slot is not None:
             edge.append(slot)
             continue
-        for position, (other, _) in enumerate(fresh):
-            if other is x:
-                edge.append(~(len(chain.inputs) + position))
-                break
-        else:
-            x, meta = _input(x, recorder)
-            if meta is None:
-                return None
-            if meta is _SCALAR:
+        if state.__class__ is not Meta or state.device is not recorder.device:
+            x, state = _input(x, recorder)
+            if state is _SCALAR:
                 edge.append(x.__class__)
-                consts.append(x)
-            else:
-                edge.append(meta)
-                fresh.append((x, meta))
+                consts = [x] if consts is None else [*consts, x]
+                continue
+            if state is None or state.device is not recorder.device:
+                return _record_elsewhere(op, operands)
+        if fresh is None:
+            fresh = [x, state]
+        else:
+            again = _position(fresh, x)
+            if again is not None:
+                edge.append(~(len(chain.inputs) + again))
+                continue
+            fresh += (x, state)
+        edge.append(state)
     key = tuple(edge)
-    node = tip.next.get(key)
+    node = chain.tip.next.get(key)
     if node is None:
         node = _miss(recorder, chain, op, key)
         if node is None:  # the chain had to be cut first
             return record(op, operands)
-    if node.reason:
-        counts.eager[op.name, node.reason] += 1
-        return None
-    if fresh:
+    shell = node.shell
+    if shell is None:
+        if node.reason:
+            counts.eager[op.name, node.reason] += 1
+            return None
+        shell = node.shell = make_shell(node.meta, node)
+    if fresh is not None:
         if node.checks_grad and torch.is_grad_enabled():
             counts.eager[op.name, "requires grad"] += 1
             return None
-        _add_inputs(chain, fresh)
-    if consts:
+        inputs, marks = chain.inputs, chain.marks
+        if not inputs:
+            chain.stream = recorder.stream()
+        with NoTorchFunction():
+            for x in fresh[::2]:
+                slots[id(x)] = ~len(inputs)
+                inputs.append(x)
+                marks += (version_of(x), address_of(x))
+        chain.pinned += node.fresh_bytes
+    if consts is not None:
         chain.consts += consts
-    shell = node.shell()
     chain.append(shell)
     chain.tip = node
     if recorder.chain is not chain:
         return record(op, operands)
-    if fresh and chain.pinned > max(config.pinned_bytes, 4 * chain.largest):
+    if chain.pinned > node.pinned_limit:
         _relieve(recorder, chain)
     return shell
-
-
-def _add_inputs(chain: Chain, fresh: list[tuple[torch.Tensor, Meta]]) -> None:
-    if not chain.inputs:
-        chain.stream = current_stream(fresh[0][1].device)
-    with NoTorchFunction():
-        for x, meta in fresh:
-            chain.slots[id(x)] = ~len(chain.inputs)
-            chain.inputs.append(x)
-            chain.marks.append(0 if meta.inference else x._version)
-            chain.marks.append(x.data_ptr())
-            chain.pinned += meta.nbytes
-            chain.largest = max(chain.largest, meta.nbytes)
 
 
 # --- end of the hot path ---------------------------------------------------------------------
 
 _SCALAR: Any = object()
+
+
+def _position(fresh: list[Any], x: torch.Tensor) -> int | None:
+    """Where `x` stands among the (tensor, Meta) pairs of `fresh`."""
+    for k in range(0, len(fresh), 2):
+        if fresh[k] is x:
+            return k // 2
+    return None
+
+
+def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:
+    """Record with another recorder than the one used last, or None."""
+    ident = get_ident()
+    chosen: Recorder | None = None
+    for x in operands:
+        if x.__class__ is Tensor:
+            found = x._af.recorder
+            if found is not None:
+                if found.ident != ident:
+                    flush(found, "another thread")
+                    if x._af.recorder is not None:  # from a finalizer, in the middle of a flush
+                        return None
+                elif chosen is None:
+                    chosen = found
+    if chosen is None:
+        chosen = _concrete_recorder(operands)
+    if chosen is None or chosen is _local.current or not chosen.ident:
+        return None
+    _local.current = chosen
+    return record(op, operands)
 
 
 def _concrete_recorder(operands: Sequence[Any]) -> Recorder | None:
@@ -264,7 +286,7 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
         meta = meta_of(x)
     else:
         return x, None
-    if meta is None or recorder is None or meta.device == recorder.device:
+    if meta is None or recorder is None or meta.device is recorder.device:
         return x, meta
     if meta.ndim == 0 and meta.device.type == "cpu" and not meta.requires_grad:
         # torch reads such an operand on the host; its dtype only matters within its category
@@ -303,9 +325,9 @@ def _relieve(recorder: Recorder, chain: Chain) -> None:
     """Flush if Inputs that only this chain keeps alive have come to much memory."""
     alive = _counts(chain.inputs)
     metas = chain.tip.inputs
-    dead = [meta.nbytes for meta, held in zip(metas, alive, strict=False) if held <= DEAD]
+    dead = [meta.nbytes for meta, held in zip(metas, alive, strict=False) if held <= ALONE]
     chain.pinned = sum(dead)
-    if chain.pinned > max(config.pinned_bytes, 4 * max(dead, default=0)):
+    if chain.pinned > chain.tip.pinned_limit:
         flush(recorder, "memory")
 
 
@@ -344,11 +366,11 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     return True
 
 
-def version_of(tensor: Tensor) -> int:
+def pending_version(tensor: Tensor) -> int:
     """The version counter that eager would show for `tensor`."""
     state = tensor._af
     if state.recorder is not None:
-        return state.recorder.chain.bumps.get(state.index, 0)
+        return (state.recorder.chain.bumps or {}).get(state.index, 0)
     with NoTorchFunction():
         return torch.Tensor._version.__get__(tensor)  # type: ignore[attr-defined]
 
@@ -357,7 +379,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def flush(recorder: Recorder, reason: str) -> None:
-    """Run what `recorder` has pending: live values get memory, dead ones go back to the pool."""
+    """Run what `recorder` has pending: live values get memory, dead ones are forgotten."""
     if not recorder.chain:
         return
     with recorder.lock:
@@ -373,7 +395,7 @@ def flush(recorder: Recorder, reason: str) -> None:
 
 def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
     node = chain[-1]._af
-    alive = _counts(chain)
+    alive = tuple(map(getrefcount, chain))
     runner = node.runners.get(alive)
     if runner is None:
         runner = _runner_for(recorder, node, alive)
@@ -386,19 +408,18 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
     except Exception as error:
         reals = _replay(recorder, chain, node, runner.live, error)
     runner.runs += 1
-    nodes = runner.nodes
-    for index, real in zip(runner.live, reals, strict=True):
-        shell, owner = chain[index], nodes[index]
-        if chain.bumps:
+    if chain.bumps is not None:
+        for index, real in zip(runner.live, reals, strict=True):
             for _ in range(chain.bumps.get(index, 0)):
                 torch.autograd.graph.increment_version(real)
-        spare = become(shell, real, owner.meta, owner)
-        if spare is not None:
-            owner.pool.append(spare)
-        chain[index] = None
-    for shell, owner in zip(chain, nodes, strict=True):
-        if shell is not None and not getweakrefcount(shell):
-            owner.pool.append(shell)
+    with NoTorchFunction():
+        for owner, real in zip(runner.owners, reals):  # noqa: B905 - hot, equal by construction
+            owner.shell = become(chain[owner.index], real, owner.meta, owner)
+            chain[owner.index] = None
+    if any(map(getweakrefcount, chain)):
+        for shell in chain:
+            if shell is not None and getweakrefcount(shell):
+                shell._af.shell = None  # the weak reference dies with the shell
 
 
 def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...]) -> Runner:
@@ -423,8 +444,9 @@ def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...]) -> Runne
 
 
 def _lose(chain: Chain, runner: Runner, error: StaleInputError) -> None:
-    for index in runner.live:
-        _shell._set(chain[index], "_af", Lost(error))
+    for owner in runner.owners:
+        _shell._set(chain[owner.index], "_af", Lost(error))
+        owner.shell = None
 
 
 def _replay(

@@ -75,11 +75,11 @@ def _statements(plan: Plan, index: int, line: Line) -> list[str]:
     for part in parts:
         assert isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name)
         target = part.targets[0].id
-        value = _substituted(part.value, names, line.common)
+        value = _substituted(part.value, names, line.common, plan.device)
         names[target] = f"v{index}_{target}"
         text.append(f"    {names[target]} = {value}")
     assert isinstance(result, ast.Expr)
-    value = _substituted(result.value, names, line.common)
+    value = _substituted(result.value, names, line.common, plan.device)
     text.append(f"    v{index}: {line.result} = {value}  # {op.name}")
     return text
 
@@ -92,8 +92,8 @@ def parse(op: Op, integer: bool) -> tuple[ast.stmt, ...]:
 
 
 class _Substitute(ast.NodeTransformer):
-    def __init__(self, names: dict[str, str], common: str) -> None:
-        self.names, self.common = names, common
+    def __init__(self, names: dict[str, str], common: str, device: str) -> None:
+        self.names, self.common, self.device = names, common, device
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
         return ast.Name(self.names.get(node.id, node.id), node.ctx)
@@ -105,9 +105,14 @@ class _Substitute(ast.NodeTransformer):
             if self.common not in ("f16", "bf16"):
                 return args[0]
             return ast.Call(ast.Name(self.common, ast.Load()), args, [])
+        if node.func.id == "by" and self.device == "cuda":
+            reciprocal = ast.BinOp(ast.Constant(1), ast.Div(), args[1])
+            return ast.BinOp(args[0], ast.Mult(), reciprocal)
+        if node.func.id in ("by", "divide"):
+            return ast.BinOp(args[0], ast.Div(), args[1])
         return ast.Call(node.func, args, [])
 
 
-def _substituted(tree: ast.expr, names: dict[str, str], common: str) -> str:
+def _substituted(tree: ast.expr, names: dict[str, str], common: str, device: str) -> str:
     copy = ast.parse(ast.unparse(tree), mode="eval").body
-    return ast.unparse(_Substitute(names, common).visit(copy))
+    return ast.unparse(_Substitute(names, common, device).visit(copy))

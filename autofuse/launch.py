@@ -12,6 +12,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from .codegen import render
 from .errors import KernelError, StaleInputError
 from .lower import THREADS_PER_BLOCK, Parameters
 from .plan import Piece, Plan, unvectorised
-from .shell import Meta, NoTorchFunction
+from .shell import Meta, NoTorchFunction, address_of, version_of, _version_of
 
 if TYPE_CHECKING:
     from .chain import Chain
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 _FORMATS = {"u64": "Q", "i64": "q", "i32": "i4x", "f32": "f4x", "f64": "d"}
 
 
-def current_stream(device: torch.device) -> int:
-    """The raw handle of the current stream; 0 on the CPU."""
+def stream_reader(device: torch.device) -> Callable[[], int]:
+    """A function that gives the raw handle of the current stream; 0 on the CPU."""
     if device.type != "cuda":
-        return 0
-    return torch._C._cuda_getCurrentRawStream(device.index)
+        return int
+    return partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 class Runner:
@@ -51,6 +52,7 @@ class Runner:
         pieces: tuple[Piece, ...],
     ) -> None:
         self.device, self.nodes, self.inputs, self.live = device, nodes, inputs, live
+        self.owners = [nodes[index] for index in live]
         self.pieces = pieces
         self.runs = 0
         self.kernels: list[Kernel] = []
@@ -77,10 +79,10 @@ class Runner:
         """Raise StaleInputError if an Input changed since it was recorded."""
         marks = chain.marks
         with NoTorchFunction():
-            for k, meta in enumerate(self.inputs):
+            for k in range(len(self.inputs)):
                 x = chain.inputs[k]
-                version = 0 if meta.inference else x._version
-                if version != marks[2 * k] or x.data_ptr() != marks[2 * k + 1]:
+                version = version_of(x)
+                if version != marks[2 * k] or address_of(x) != marks[2 * k + 1]:
                     raise StaleInputError(self._stale(k, marks[2 * k], version))
 
     def _stale(self, position: int, before: int, now: int) -> str:
@@ -200,9 +202,10 @@ class CudaRunner(Runner):
         several = torch.cuda.device_count() > 1
         lines = ["inputs = chain.inputs; marks = chain.marks; stream = chain.stream"]
         lines += [f"i{k} = inputs[{k}]" for k in range(len(self.inputs))]
-        versions = ["0" if meta.inference else "i{}._version" for meta in self.inputs]
+        space["version"], space["address"] = _version_of, address_of
+        versions = ["-1" if meta.inference else "version(i{})" for meta in self.inputs]
         fresh = ", ".join(
-            f"{version.format(k)}, i{k}.data_ptr()" for k, version in enumerate(versions)
+            f"{version.format(k)}, address(i{k})" for k, version in enumerate(versions)
         )
         lines += ["with NoTorchFunction():", f"    same = marks == [{fresh}]"]
         lines += ["if not same: check(chain)"]

@@ -79,10 +79,7 @@ class Cuda:
         """float32 `value` rounded to bfloat16 or float16, as float32."""
         builder = self.builder
         if code == "f16":
-            half = builder.asm(
-                ir.FunctionType(I16, [F32]), "cvt.rn.f16.f32 $0, $1;", "=h,f", [value], False
-            )
-            return builder.fpext(builder.bitcast(half, F16), F32)
+            return self.from_half(self.to_half(value))
         if self.capability < (8, 0):
             return _round_bf16(builder, value)
         # one F2FP instruction; the scalar conversion compiles to two slower ones
@@ -98,6 +95,12 @@ class Cuda:
     def to_half(self, value: Any) -> Any:
         return self.builder.asm(
             ir.FunctionType(I16, [F32]), "cvt.rn.f16.f32 $0, $1;", "=h,f", [value], False
+        )
+
+    def from_half(self, bits: Any) -> Any:
+        # LLVM's own fpext would be looked through: copysign would then see the sign of a NaN
+        return self.builder.asm(
+            ir.FunctionType(F32, [I16]), "cvt.f32.f16 $0, $1;", "=f,h", [bits], False
         )
 
     def pointer(self, address: Any, pointee: ir.Type) -> Any:
@@ -143,6 +146,9 @@ class Cpu:
 
     def to_half(self, value: Any) -> Any:
         return self.builder.bitcast(self.builder.fptrunc(value, F16), I16)
+
+    def from_half(self, bits: Any) -> Any:
+        return self.builder.fpext(self.builder.bitcast(bits, F16), F32)
 
     def pointer(self, address: Any, pointee: ir.Type) -> Any:
         return self.builder.inttoptr(address, pointee.as_pointer())
@@ -355,7 +361,7 @@ class Element:
         if code == "bf16":
             return Value(builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32), "f32")
         if code == "f16":
-            return Value(builder.fpext(builder.bitcast(bits, F16), F32), "f32")
+            return Value(self.target.from_half(bits), "f32")
         if code == "b1":
             return Value(builder.icmp_unsigned("!=", bits, I8(0)), "b1")
         return Value(bits, code)

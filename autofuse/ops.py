@@ -39,7 +39,8 @@ class Op:
     accepts: categories the promoted dtype may have: f(loat), i(nteger), b(ool). Others are eager.
     scalar: whether a promoting Python scalar is first rounded to the "common" dtype or stays in
         the "opmath" type: on CUDA; `cpu_scalar` is the same for the CPU.
-    by_scalar: the Op that stands in on CUDA when the last operand is a scalar.
+    by_scalar: the Op that stands in when the last operand is a scalar. Its `by(x, y)` divides as
+        torch does then: by multiplying with the reciprocal on CUDA, truly on the CPU.
     eager: the torch function of the same operands, for chains that run without their kernel.
     """
 
@@ -269,7 +270,15 @@ _plain("add", "x y", "x + y", **_ARITHMETIC)
 _plain("sub", "x y", "x - y", "subtract", **_ARITHMETIC)
 _plain("rsub", "x y", "y - x", **_ARITHMETIC)
 _plain("mul", "x y", "x * y", "multiply", cpu_scalar="opmath", **_ARITHMETIC)
-_op("div_by_scalar", "x y", "x * (1 / y)", scalar="opmath", result="float", accepts="fib")
+_op(
+    "div_by_scalar",
+    "x y",
+    "by(x, y)",
+    scalar="opmath",
+    cpu_scalar="opmath",
+    result="float",
+    accepts="fib",
+)
 _plain(
     "div",
     "x y",
@@ -306,24 +315,29 @@ _op(
     **_ARITHMETIC,
     eager=lambda x, y, s: torch.rsub(x, y, alpha=s),
 )
-_op("div_trunc_by_scalar", "x y", "trunc(rnd(x * (1 / y)))", scalar="opmath")
+_op("div_trunc_by_scalar", "x y", "trunc(by(x, y))", scalar="opmath", cpu_scalar="opmath")
 _op(
     "div_trunc",
     "x y",
     "trunc(rnd(x / y))",
-    scalar="opmath",
-    cpu_scalar="opmath",
     by_scalar=OPS["div_trunc_by_scalar"],
     eager=partial(torch.div, rounding_mode="trunc"),
 )
+_FLOORED = (
+    "m = fmod(x, y);"
+    "d = {by}(x - m, y);"
+    "d = d - 1 if m != 0 and (y < 0) != (m < 0) else d;"
+    "f = rnd(floor(d));"
+    "f = rnd(f + 1) if d - f > 0.5 else f;"
+    "{by}(x, y) if y == 0 else copysign(0, {by}(x, y)) if d == 0 else f"
+)
+_op("div_floor_by_scalar", "x y", _FLOORED.format(by="by"), scalar="opmath", cpu_scalar="opmath")
 _op(
     "div_floor",
     "x y",
-    "m = fmod(x, y);"
-    "d = rnd(rnd(x - m) / y);"
-    "d = rnd(d - 1) if m != 0 and (y < 0) != (m < 0) else d;"
-    "f = floor(d);"
-    "x / y if y == 0 else copysign(0, x / y) if d == 0 else f + 1 if d - f > 0.5 else f",
+    _FLOORED.format(by="divide"),
+    scalar="opmath",
+    by_scalar=OPS["div_floor_by_scalar"],
     eager=torch.floor_divide,
 )
 for _name, _sign in (
@@ -388,8 +402,8 @@ _op(
 _op("pow_minus_half", "x", "rsqrt(x)", eager=partial(torch.pow, exponent=-0.5))
 _op("pow_minus_1", "x", "1 / x", eager=partial(torch.pow, exponent=-1))
 _op("pow_minus_2", "x", "1 / rnd(x * x)", eager=partial(torch.pow, exponent=-2))
-_op("clamp_min", "x y", "x if x != x else fmax(x, y)", integer="x if x > y else y", accepts="fi")
-_op("clamp_max", "x y", "x if x != x else fmin(x, y)", integer="x if x < y else y", accepts="fi")
+_op("clamp_min", "x y", "x if x != x else y if y != y else fmax(x, y)", integer="x if x > y else y", accepts="fi")
+_op("clamp_max", "x y", "x if x != x else y if y != y else fmin(x, y)", integer="x if x < y else y", accepts="fi")
 
 _POWERS = {0.5: "half", 2.0: "2", 3.0: "3", -0.5: "minus_half", -1.0: "minus_1", -2.0: "minus_2"}
 
@@ -426,8 +440,6 @@ def rsub(input, other, *, alpha=1):
 @_spelled("div", "divide")
 def _div(input, other, *, rounding_mode=None):
     name = {None: "div", "trunc": "div_trunc", "floor": "div_floor"}.get(rounding_mode)
-    if name == "div_floor" and not isinstance(other, torch.Tensor):
-        return None  # eager divides by the scalar's reciprocal
     return None if name is None else (OPS[name], (input, other))
 
 

@@ -139,7 +139,7 @@ def _make_piece(program: Program, outs: list[int], stored: set[int], device: str
         step = steps[node]
         refs = tuple(map(local, step.args))
         op = step.op
-        if device == "cuda" and op.by_scalar is not None and refs[-1] >= CONST:
+        if op.by_scalar is not None and refs[-1] >= CONST:
             op = op.by_scalar
         lines.append(Line(op, refs, step.common, step.out.code))
     views = [steps[ref].out if ref >= 0 else program.inputs[~ref] for ref in loads]

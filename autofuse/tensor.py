@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from . import chain as _chain
 from . import ops
-from .chain import counts, flush_tensor, flush_thread, record, record_inplace, version_of
+from .chain import counts, flush_tensor, flush_thread, record, record_inplace, pending_version
 from .ops import OPS, Op
 from .shell import UNKNOWN, Held, NoTorchFunction, Tensor
 
@@ -26,7 +26,8 @@ _Plain = torch.Tensor
 _set = _Plain.__setattr__
 Handler = Callable[..., Any]
 
-HANDLERS: dict[Any, Handler] = {}  # torch function -> what to call instead
+HANDLERS: dict[Any, Handler] = {}  # torch function -> what to call instead, arguments by position
+OPTIONS: dict[Any, Handler] = {}  # the same for calls with keywords
 
 
 # --- ops that autofuse does not record ------------------------------------------------------
@@ -61,7 +62,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     if _writes(name, func, kwargs):
         flush_thread(name)
         for tensor in wrapped:
-            if tensor._af.recorder is None and not isinstance(tensor._af, Held):
+            if not isinstance(tensor._af, Held):
                 _set(tensor, "_af", UNKNOWN)
     held = [tensor for tensor in wrapped if isinstance(tensor._af, Held)]
     if held:
@@ -99,9 +100,6 @@ def _writes(name: str, func: Handler, kwargs: Any) -> bool:
     return "batch_norm" in name or module.startswith("torch._ops")
 
 
-_SOLE = sys.getrefcount(object()) + 1  # of a result: the call's temporary and one local name
-
-
 def _lifted(result: Any) -> Any:
     """Wrap results that nobody else holds: the same objects, of the wrapped class."""
     if result.__class__ is _Plain:
@@ -135,17 +133,16 @@ _LIFT_COUNT = _calibrate()
 
 
 def _torch_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    handler = HANDLERS.get(func)
-    if handler is None or not all(issubclass(cls, (Tensor, torch.nn.Parameter)) or cls is _Plain
-                                  for cls in types):  # fmt: skip
-        if any(cls not in (Tensor, _Plain) and not issubclass(cls, _KNOWN) for cls in types):
-            return NotImplemented  # another subclass knows better
-        return run_eager(func, args, kwargs)
+    if types != _ONLY and not all(issubclass(cls, _KNOWN) or cls is _Plain for cls in types):
+        return NotImplemented  # another subclass knows better
     if kwargs:
-        return handler(*args, **kwargs)
-    return handler(*args)
+        handler = OPTIONS.get(func)
+        return run_eager(func, args, kwargs) if handler is None else handler(*args, **kwargs)
+    handler = HANDLERS.get(func)
+    return run_eager(func, args) if handler is None else handler(*args)
 
 
+_ONLY = (Tensor,)
 _KNOWN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -169,85 +166,74 @@ Tensor.__torch_dispatch__ = staticmethod(_torch_dispatch)  # type: ignore[assign
 # --- recording handlers, generated per op: the hot path ---------------------------------------
 
 _UNARY = """
-def handler(self, *args, **kwargs):
-    if self.__class__ is Tensor and not args and not kwargs:
+def handler(self):
+    if self.__class__ is Tensor:
         node = self._af
         recorder = node.recorder
         if recorder is not None and recorder.ident == get_ident():
             chain = recorder.chain
             nxt = chain.tip.next.get((OP, node.index))
-            if nxt is not None and nxt.pool:
-                shell = nxt.pool.pop()
-                chain.append(shell)
-                chain.tip = nxt
-                if recorder.chain is chain:
-                    return shell
-        shell = record(OP, (self,))
-        if shell is not None:
-            return shell
-    return run_eager(FUNC, (self, *args), kwargs)
+            if nxt is not None:
+                shell = nxt.shell
+                if shell is not None:
+                    chain.append(shell)
+                    chain.tip = nxt
+                    if recorder.chain is chain:
+                        return shell
+    shell = record(OP, (self,))
+    return run_eager(FUNC, (self,)) if shell is None else shell
 """
 
 _BINARY = """
-def handler(self, other{options}):
-    if {guard}self.__class__ is Tensor:
+def handler(self, other{more}):
+    if self.__class__ is Tensor{plain}:
         node = self._af
         recorder = node.recorder
         if recorder is not None and recorder.ident == get_ident():
             chain = recorder.chain
             cls = other.__class__
-            scalar = False
-            if cls is Tensor and other._af.recorder is recorder:
-                key = (OP, node.index, other._af.index)
-            elif cls is float:
-                key = (OP, node.index, float)
-                scalar = True
+            if cls is float:
+                nxt = chain.tip.next.get((OP, node.index, float))
+                if nxt is not None:
+                    shell = nxt.shell
+                    if shell is not None:
+                        chain.consts.append(other)
+                        chain.append(shell)
+                        chain.tip = nxt
+                        if recorder.chain is chain:
+                            return shell
             else:
-                key = (OP, node.index, chain.slots.get(id(other)))
-            nxt = chain.tip.next.get(key)
-            if nxt is not None and nxt.pool:
-                if scalar:
-                    chain.consts.append(other)
-                shell = nxt.pool.pop()
-                chain.append(shell)
-                chain.tip = nxt
-                if recorder.chain is chain:
-                    return shell
-    {indent}shell = record(OP, (self, other))
-    {indent}if shell is not None:
-    {indent}    return shell
-    return run_eager(FUNC, (self, other{forward}){keywords})
+                if cls is Tensor and other._af.recorder is recorder:
+                    nxt = chain.tip.next.get((OP, node.index, other._af.index))
+                else:
+                    nxt = chain.tip.next.get((OP, node.index, chain.slots.get(id(other))))
+                if nxt is not None:
+                    shell = nxt.shell
+                    if shell is not None:
+                        chain.append(shell)
+                        chain.tip = nxt
+                        if recorder.chain is chain:
+                            return shell
+    {otherwise}shell = record(OP, (self, other))
+    return run_eager(FUNC, (self, other)) if shell is None else shell
 """
 
 
-def _generate(template: str, op: Op, func: Handler, name: str, **parts: str) -> Handler:
+def _generate(template: str, op: Op, func: Handler, rest: Handler | None = None) -> Handler:
+    """A handler for `func`, which computes `op`; calls with options go to `rest`."""
     space: dict[str, Any] = {
         "Tensor": Tensor, "get_ident": get_ident, "record": record, "run_eager": run_eager,
-        "OP": op, "FUNC": func,
+        "OP": op, "FUNC": func, "REST": rest,
     }  # fmt: skip
+    parts = {"more": "", "plain": "", "otherwise": ""}
+    if rest is not None:
+        parts["more"] = ", *more, **options"
+        parts["otherwise"] = "if more or options: return REST(self, other, *more, **options)\n    "
+        parts["plain"] = " and not more and not options"
     exec(template.format(**parts), space)
     handler = space["handler"]
-    handler.__name__ = name
+    handler.__name__ = getattr(func, "__name__", op.name)
     return handler
-
-
-def _unary(op: Op, func: Handler, name: str) -> Handler:
-    return _generate(_UNARY, op, func, name)
-
-
-def _binary(op: Op, func: Handler, name: str) -> Handler:
-    """`func(self, other)` and whatever options it has; any option is left to eager."""
-    return _generate(
-        _BINARY, op, func, name,
-        options=", *args, **kwargs", guard="not args and not kwargs and ", indent="",
-        forward=", *args", keywords=", kwargs",
-    )  # fmt: skip
-
-
-def _operator(op: Op, func: Handler, name: str) -> Handler:
-    return _generate(
-        _BINARY, op, func, name, options="", guard="", indent="", forward="", keywords=""
-    )
 
 
 def _spelled(choose: Handler, func: Handler) -> Handler:
@@ -296,25 +282,20 @@ _PLACES = (torch, F, torch._C._nn, torch.special, torch._C._VariableFunctions)
 
 def _install_ops() -> None:
     """Find every torch spelling of every row, and put a handler in its place."""
-    for name, op in ops.PLAIN.items():
-        if name in ops.SPELLINGS:
-            continue
-        make = _unary if len(op.names) == 1 else _binary
-        _install(name, lambda func, make=make, op=op, name=name: make(op, func, name))
-    for name, choose in ops.SPELLINGS.items():
-        _install(name, lambda func, choose=choose: _spelled(choose, func))
-    inplace = {name: _plain_choice(op) for name, op in ops.PLAIN.items()} | ops.SPELLINGS
-    for name, choose in inplace.items():
-        _install(name + "_", lambda func, choose=choose: _inplace(choose, func))
-    for table, make in ((ops.BINARY_OPERATORS, _operator), (ops.UNARY_OPERATORS, _unary)):
+    choices = {name: _plain_choice(op) for name, op in ops.PLAIN.items()} | ops.SPELLINGS
+    for name, choose in choices.items():
+        _install(name, choose)
+        _install(name + "_", choose, inplace=True)
+    for table in (ops.BINARY_OPERATORS, ops.UNARY_OPERATORS):
         for name, row in table.items():
-            _override(name, make(OPS[row], getattr(_Plain, name), name))
+            op = OPS[row]
+            template = _UNARY if len(op.names) == 1 else _BINARY
+            _override(name, _generate(template, op, getattr(_Plain, name)))
     for name, row in ops.SPELLED_OPERATORS.items():
         _override(name, _spelled(ops.SPELLINGS[row], getattr(_Plain, name)))
     for name, row in ops.INPLACE_OPERATORS.items():
         if hasattr(_Plain, name):
-            choose = ops.SPELLINGS.get(row) or _plain_choice(OPS[row])
-            _override(name, _inplace(choose, getattr(_Plain, name)))
+            _override(name, _inplace(choices[row], getattr(_Plain, name)))
     for name, dtype in ops.CAST_METHODS.items():
         _override(name, _cast(dtype, getattr(_Plain, name)))
     _override("__rtruediv__", lambda self, other: self.reciprocal() * other)
@@ -323,18 +304,27 @@ def _install_ops() -> None:
     _override("__hash__", _Plain.__hash__)
 
 
-def _install(name: str, make: Callable[[Handler], Handler]) -> None:
-    for place in _PLACES:
+def _install(name: str, choose: Handler, inplace: bool = False) -> None:
+    """Handlers for the functions and the method called `name`."""
+    op = ops.PLAIN.get(name)
+    for place in (*_PLACES, _Plain):
         func = getattr(place, name, None)
-        if callable(func) and func not in HANDLERS:
-            HANDLERS[func] = make(func)
-    method = getattr(_Plain, name, None)
-    if callable(method):
-        _override(name, make(method))
+        if not callable(func) or func in HANDLERS:
+            continue
+        with_options = (_inplace if inplace else _spelled)(choose, func)
+        handler = with_options
+        if op is not None:
+            template = _UNARY if len(op.names) == 1 else _BINARY
+            takes_options = name in ops.SPELLINGS and place is _Plain
+            handler = _generate(template, op, func, with_options if takes_options else None)
+        HANDLERS[func], OPTIONS[func] = handler, with_options
+        if place is _Plain:
+            setattr(Tensor, name, handler)
 
 
 def _override(name: str, handler: Handler) -> None:
-    HANDLERS[getattr(_Plain, name)] = handler
+    func = getattr(_Plain, name)
+    HANDLERS[func] = OPTIONS[func] = handler
     setattr(Tensor, name, handler)
 
 
@@ -364,7 +354,6 @@ _METHODS = (
     "is_floating_point is_complex is_signed is_conj is_neg is_inference get_device dim_order "
     "is_same_size __len__"
 ).split()
-_RESULT_TYPE = ("result_type", "can_cast", "promote_types", "is_tensor", "broadcast_tensors")
 
 
 def _install_metadata() -> None:
@@ -382,7 +371,7 @@ def _install_metadata() -> None:
         def set_(self: Any, value: Any, setter: Any = setter) -> None:
             run_eager(setter, (self, value))
 
-        HANDLERS[getter] = get
+        HANDLERS[getter] = get  # type: ignore[index]
         setattr(Tensor, name, property(get, set_ if setter is not None else None))
     for name in _METHODS:
         base = getattr(_Plain, name, None)
@@ -395,9 +384,10 @@ def _install_metadata() -> None:
 
         _override(name, method)
     for place_name in ("is_floating_point", "is_complex", "numel", "is_signed"):
-        HANDLERS[getattr(torch, place_name)] = getattr(Tensor, place_name)
-    Tensor._version = property(version_of)  # type: ignore[assignment]
-    HANDLERS[_Plain._version.__get__] = version_of  # type: ignore[attr-defined]
+        func = getattr(torch, place_name)
+        HANDLERS[func] = OPTIONS[func] = getattr(Tensor, place_name)
+    Tensor._version = property(pending_version)  # type: ignore[assignment]
+    HANDLERS[_Plain._version.__get__] = pending_version  # type: ignore[attr-defined]
 
 
 _install_ops()

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import layout
+from .config import config
 from .dtypes import CODES
 from .ops import Op
 from .plan import CONST, Program, Ref, Step
-from .shell import Meta, Tensor, make_meta, make_shell
+from .shell import Meta, Tensor, make_meta
 
 if TYPE_CHECKING:
     from .chain import Recorder
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "checks_grad", "common", "consts", "index", "inputs", "meta", "next", "op",
-                 "parent", "pool", "reason", "recorder", "runners")  # fmt: skip
+    __slots__ = ("args", "checks_grad", "common", "consts", "fresh_bytes", "index", "inputs", "meta",
+                 "next", "op", "parent", "pinned_limit", "reason", "recorder", "runners",
+                 "shell")  # fmt: skip
 
     def __init__(self, recorder: Recorder, parent: Node | None, op: Op | None) -> None:
         self.recorder, self.parent, self.op = recorder, parent, op
@@ -38,16 +40,13 @@ class Node:
         self.meta: Meta | None = None
         self.inputs: tuple[Meta, ...] = () if parent is None else parent.inputs
         self.consts: tuple[type, ...] = () if parent is None else parent.consts
+        self.fresh_bytes = 0  # of the Inputs that this op brings
+        self.pinned_limit = 0  # bytes that only the chain may keep alive
         self.checks_grad = False  # a new Input requires grad: recording depends on grad mode
         self.next: dict[tuple[Any, ...], Node] = {}
-        self.pool: list[Tensor] = []  # shells that nobody else holds
+        self.shell: Tensor | None = None  # free unless it stands in the open chain
         self.runners: dict[tuple[int, ...], Any] = {}  # by reference counts, then by live-outs
         self.reason = ""  # why this op is eager here, if it is
-
-    def shell(self) -> Tensor:
-        """A shell for the value of this node."""
-        assert self.meta is not None
-        return self.pool.pop() if self.pool else make_shell(self.meta, self)
 
     def path(self) -> list[Node]:
         """The nodes of the program that ends here, in order."""
@@ -100,7 +99,7 @@ def extend(
             views.append(operand)
     tensors = [view for view in views if isinstance(view, Meta)]
     device = recorder.device
-    if any(meta.device != device for meta in tensors):
+    if any(meta.device is not device for meta in tensors):
         return eager_node(recorder, tip, op, "operands on several devices")
     shape = layout.broadcast([meta.shape for meta in tensors])
     if shape is None:
@@ -122,6 +121,9 @@ def extend(
     node.meta = make_meta(result, shape, stride, device)
     node.inputs, node.consts = tuple(inputs), tuple(consts)
     fresh = node.inputs[len(tip.inputs) :]
+    node.fresh_bytes = sum(meta.nbytes for meta in fresh)
+    largest = max((meta.nbytes for meta in inputs), default=0)
+    node.pinned_limit = max(config.pinned_bytes, 4 * largest)
     node.checks_grad = any(meta.requires_grad for meta in fresh)
     return node
 

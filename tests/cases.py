@@ -60,6 +60,8 @@ FLOAT_CALLS: dict[str, Call] = {
     "lt_scalar": lambda x: x < 0.3,
     "eq_int": lambda x: x == 1,
     "div_trunc_scalar": lambda x: torch.div(x, 0.3, rounding_mode="trunc"),
+    "floordiv_scalar": lambda x: x // 0.3,
+    "floordiv_negative": lambda x: x // -3,
     "masked_fill": lambda x: x.masked_fill(x > 0, -2.0),
     "where_scalar": lambda x: torch.where(x > 0, x, 0.1),
     **{
