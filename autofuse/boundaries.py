@@ -25,6 +25,8 @@ from .chain import (
     flush_readers,
     flush_tensor,
     flush_thread,
+    reopen,
+    reopen_all,
     reopen_thread,
 )
 from .shell import Tensor
@@ -132,7 +134,6 @@ def _pending() -> bool:
 
 def _patch_calls() -> None:
     import torch._functorch.utils as functorch_utils
-    from torch._functorch import eager_transforms, vmap
     from torch.autograd import graph
 
     def of_arguments(owner: Any, name: str) -> None:
@@ -149,9 +150,6 @@ def _patch_calls() -> None:
 
     # every autograd.Function.apply passes its arguments through this module attribute
     of_arguments(functorch_utils, "unwrap_dead_wrappers")
-    of_arguments(eager_transforms, "_create_differentiable")
-    of_arguments(eager_transforms, "_wrap_all_tensors")
-    of_arguments(vmap, "_add_batch_dim")
     of_arguments(torch._C.ScriptFunction, "__call__")
     of_arguments(torch._C.ScriptMethod, "__call__")
     of_arguments(torch.jit, "trace")
@@ -179,6 +177,7 @@ def _plain(tensor: Tensor) -> torch.Tensor:
 
 def _patch_modes() -> None:
     """Inside these nothing is recorded: they see, or change, every single op."""
+    from torch._functorch import eager_transforms, vmap
     from torch.overrides import TorchFunctionMode
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,15 +185,47 @@ def _patch_modes() -> None:
     for owner in (TorchFunctionMode, TorchDispatchMode, torch.autocast):
         _closed_inside(owner, keep=DeviceContext)
     for name in ("__enter__", "__exit__"):
-        _flush_first(torch.inference_mode, name, "inference mode", flush_thread)
-    _flush_first(torch, "set_default_dtype", "default dtype", _forget_default)
+        _reopened_after(torch.inference_mode, name, "inference mode", reopen)
+    _reopened_after(torch, "set_default_dtype", "default dtype", reopen_all)
+    for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
+        for kind in ("grad", "jvp", "vmap", "func"):
+            _closed_between(module, f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting")
 
 
-def _forget_default(reason: str) -> None:
-    """The default dtype decides what integer ops give: start over with an empty trie."""
-    flush_all(reason)
-    for recorder in _chain._all_recorders:
-        _chain.forget(recorder)
+def _reopened_after(owner: Any, name: str, reason: str, reopen: Callable[[str], None]) -> None:
+    """Flush before `owner.name`, and start new chains under the modes it leaves."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        flush_all(reason)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            reopen(reason)
+
+    setattr(owner, name, call)
+
+
+def _closed_between(module: Any, start: str, end: str) -> None:
+    begin, finish = getattr(module, start, None), getattr(module, end, None)
+    if begin is None or finish is None:
+        return
+
+    @functools.wraps(begin)
+    def begun(*args: Any) -> Any:
+        close_thread("torch.func")
+        return begin(*args)
+
+    @functools.wraps(finish)
+    def finished(*args: Any) -> Any:
+        try:
+            return finish(*args)
+        finally:
+            reopen_thread()
+
+    setattr(module, start, begun)
+    setattr(module, end, finished)
 
 
 def _closed_inside(owner: Any, keep: type) -> None:

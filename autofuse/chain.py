@@ -76,21 +76,24 @@ class Chain(list):  # type: ignore[type-arg]
 class Recorder:
     """What one thread records on one device."""
 
-    def __init__(self, device: torch.device, ident: int) -> None:
-        self.device, self.ident = device, ident
+    def __init__(self, device: torch.device, ident: int, off: bool) -> None:
+        self.device, self.ident, self.off = device, ident, off
         self.lock = threading.RLock()
         self.stream = stream_reader(device)
-        self.root = Node(self, None, None)
         self.closed = Node(self, None, None)  # nothing is ever recorded after it
-        self.home = self.closed if _local.closed else self.root
+        self.roots: dict[object, Node] = {}  # by what decides results besides the operands
         self.size = 0  # nodes in the trie
         self.runners: list[Runner] = []
-        self.chain = Chain(self.home)
+        self.open()
 
-    def open(self, home: Node) -> None:
-        """Start over from `home`: the root, or `closed` for plain eager."""
-        self.home = home
-        self.chain = Chain(home)
+    def open(self) -> None:
+        """Start an empty chain where the modes of this moment say: the trie is theirs alone."""
+        modes = (torch.is_inference_mode_enabled(), torch.get_default_dtype())
+        root = self.roots.get(modes)
+        if root is None:
+            root = self.roots[modes] = Node(self, None, None)
+        self.home = self.closed if self.off else root
+        self.chain = Chain(self.home)
 
 
 class _Local(threading.local):
@@ -125,7 +128,7 @@ def recorder_for(device: torch.device) -> Recorder:
     recorder = _local.recorders.get(device)
     if recorder is None:
         device = _shell.same_device(device)
-        recorder = _local.recorders[device] = Recorder(device, get_ident())
+        recorder = _local.recorders[device] = Recorder(device, get_ident(), _local.closed > 0)
         _all_recorders.append(recorder)
     return recorder
 
@@ -540,19 +543,30 @@ def flush_readers(tensor: torch.Tensor, reason: str) -> None:
 
 def close_thread(reason: str) -> None:
     """Record nothing in this thread until the matching `reopen_thread`."""
-    flush_thread(reason)
     _local.closed += 1
-    for recorder in _local.recorders.values():
-        recorder.open(recorder.closed)
+    reopen(reason)
 
 
 def reopen_thread() -> None:
     """Undo one `close_thread`."""
-    flush_thread("reopen")
     _local.closed -= 1
-    if not _local.closed:
-        for recorder in _local.recorders.values():
-            recorder.open(recorder.root)
+    reopen("reopen")
+
+
+def reopen(reason: str) -> None:
+    """Flush this thread's chains and start new ones under the modes of this moment."""
+    for recorder in _local.recorders.values():
+        flush(recorder, reason)
+        recorder.off = _local.closed > 0
+        recorder.open()
+
+
+def reopen_all(reason: str) -> None:
+    """The same for every thread, where a mode of the process has changed."""
+    for recorder in list(_all_recorders):
+        with recorder.lock:
+            flush(recorder, reason)
+            recorder.open()
 
 
 def totals(recorder: Recorder) -> Counter[str]:
@@ -561,7 +575,7 @@ def totals(recorder: Recorder) -> Counter[str]:
     for runner in recorder.runners:
         runs = runner.runs
         total["ops_recorded"] += runs * len(runner.nodes)
-        total["kernels_launched"] += runs * len(runner.kernels[: len(runner.pieces)])
+        total["kernels_launched"] += runs * len(runner.pieces)
         total["kernels_compiled"] += runner.compiled
         total["cache_hits"] += max(0, runs - 1) * bool(runner.pieces) + runner.hits
         total["nodes_elided"] += runs * runner.elided
@@ -571,12 +585,12 @@ def totals(recorder: Recorder) -> Counter[str]:
 
 
 def forget(recorder: Recorder) -> None:
-    """Drop the trie of `recorder`; kernels stay."""
+    """Drop the trie of `recorder`, whose chain is empty; kernels stay."""
     counts.forgotten.update(totals(recorder))
     recorder.runners.clear()
-    recorder.root = Node(recorder, None, None)
+    recorder.roots.clear()
     recorder.size = 0
-    recorder.open(recorder.closed if _local.closed else recorder.root)
+    recorder.open()
 
 
 def forget_threads() -> None:

@@ -68,6 +68,9 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     if held:
         args, kwargs = _released(args), _released(kwargs or {})
         wrapped = [tensor for tensor in wrapped if tensor not in held]
+    if name in _COPIES:
+        for tensor in wrapped:
+            tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
     counts.eager[name, "not in the table"] += 1
     for tensor in wrapped:
         tensor.__class__ = _Plain
@@ -77,6 +80,9 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
         for tensor in wrapped:
             tensor.__class__ = Tensor
     return _lifted(result)
+
+
+_COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
 
 
 def _released(value: Any) -> Any:
@@ -106,9 +112,9 @@ def _lifted(result: Any) -> Any:
         if sys.getrefcount(result) <= _LIFT_COUNT and result.layout is torch.strided:
             result.__class__ = Tensor
         return result
-    if result.__class__ is tuple or result.__class__ is list or hasattr(result, "_fields"):
+    if isinstance(result, (tuple, list)):  # the container's, the loop's and the call's reference
         for item in result:
-            if item.__class__ is _Plain and sys.getrefcount(item) <= _LIFT_COUNT + 1:
+            if item.__class__ is _Plain and sys.getrefcount(item) <= _LIFT_COUNT:
                 item.__class__ = Tensor
     return result
 

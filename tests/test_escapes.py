@@ -1,0 +1,295 @@
+"""Every way a pending value is seen from outside: it runs first, and the result is eager's."""
+
+import copy
+import io
+import operator
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import autofuse
+from support import DEVICES, assert_same, assert_same_as_eager, needs_cuda
+
+READS = {
+    "item": lambda t: t.sum().item(),
+    "tolist": lambda t: t.tolist(),
+    "bool": lambda t: bool(t.max() > 100),
+    "float": lambda t: float(t.sum()),
+    "int": lambda t: int(t.abs().sum()),
+    "format": lambda t: f"{t.mean():.3f}",
+    "repr": repr,
+    "str": str,
+    "len": len,
+    "iter": lambda t: [row.tolist() for row in t],
+    "contains": lambda t: 0.0 in t,
+    "numpy": lambda t: t.cpu().numpy().tolist(),
+    "asarray": lambda t: np.asarray(t.cpu()).tolist(),
+    "index": lambda t: [1, 2, 3][(t[0, 0] * 0).int()],
+    "equal": lambda t: torch.equal(t, t),
+    "allclose": lambda t: torch.allclose(t, t),
+    "storage": lambda t: t.untyped_storage().nbytes(),
+    "grad": lambda t: t.grad,
+    "grad_fn": lambda t: t.grad_fn,
+    "is_leaf": lambda t: t.is_leaf,
+    "version": lambda t: t._version,
+    "metadata": lambda t: (t.shape, t.stride(), t.dtype, t.device, t.ndim, t.numel(), t.size(0),
+                           t.is_contiguous(), t.storage_offset(), t.layout, t.requires_grad,
+                           t.nbytes, t.itemsize, t.is_floating_point(), t.dim(), len(t)),
+    "hash": lambda t: len({t, t}),
+}  # fmt: skip
+
+OPS = {
+    "mm": lambda t: t @ t.T,
+    "torch.mm": lambda t: torch.mm(t, t.t()),
+    "linear": lambda t: F.linear(t, t, None),
+    "sum": lambda t: t.sum(0),
+    "softmax": lambda t: F.softmax(t, -1),
+    "layer_norm": lambda t: F.layer_norm(t, t.shape[-1:]),
+    "cat": lambda t: torch.cat([t, t], 1),
+    "stack": lambda t: torch.stack((t, t)),
+    "index": lambda t: t[1],
+    "slice": lambda t: t[:, 1:3],
+    "mask": lambda t: t[t > 0],
+    "gather": lambda t: t[torch.zeros(2, dtype=torch.long, device=t.device)],
+    "view": lambda t: t.view(-1),
+    "reshape": lambda t: t.reshape(2, -1),
+    "transpose": lambda t: t.T,
+    "expand": lambda t: t[:1].expand(5, -1),
+    "split": lambda t: t.split(2, 1),
+    "unbind": lambda t: t.unbind(0),
+    "chunk": lambda t: t.chunk(2, 1),
+    "max_dim": lambda t: t.max(1),
+    "sort": lambda t: t.sort(1),
+    "cumsum": lambda t: t.cumsum(0),
+    "dropout_eval": lambda t: F.dropout(t, training=False),
+    "clone": lambda t: t.clone(),
+    "detach": lambda t: t.detach(),
+    "contiguous": lambda t: t.T.contiguous(),
+    "to_cpu": lambda t: t.cpu(),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "save": lambda t: _saved(t),
+    "complex": lambda t: torch.complex(t, t) * 2,
+    "einsum": lambda t: torch.einsum("ij,kj->ik", t, t),
+    "foreach": lambda t: torch._foreach_add([t, t], 1.0),
+    "norm": lambda t: t.norm(),
+    "tril": lambda t: t.tril(),
+    "as_tensor": lambda t: torch.as_tensor(t),
+    "full": lambda t: torch.full((2,), t.sum().item()),
+    "zeros_like": torch.zeros_like,
+    "new_zeros": lambda t: t.new_zeros(2),
+    "flip": lambda t: t.flip(0),
+    "dlpack": lambda t: torch.from_dlpack(t),
+}
+
+
+def _saved(t):
+    file = io.BytesIO()
+    torch.save(t, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def pending(x):
+    """A chain of two ops; the same bits on every device."""
+    return x * 2 + 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", READS)
+def test_reading(name, device):
+    x = torch.arange(12.0, device=device).reshape(3, 4) - 5
+    want, got = READS[name](pending(x)), READS[name](pending(autofuse.wrap(x)))
+    assert got == want
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPS)
+def test_ops_outside_the_table(name, device):
+    x = torch.randn(4, 4, device=device)
+    assert_same_as_eager(lambda t: OPS[name](pending(t)), x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_of_other_ops_are_wrapped_again(device):
+    x = autofuse.wrap(torch.randn(4, 4, device=device))
+    y = x @ x
+    assert isinstance(y, autofuse.Tensor) and not autofuse.is_pending(y)
+    assert autofuse.is_pending(y * 2)
+    values, indices = (x * 2).max(1)
+    assert isinstance(values, autofuse.Tensor) and isinstance(indices, autofuse.Tensor)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_of_concrete_values_flush_nothing(device):
+    x, y = (autofuse.wrap(torch.randn(4, 4, device=device)) for _ in range(2))
+    z = x * 2
+    view = y[1]
+    assert autofuse.is_pending(z)
+    assert_same(view, autofuse.unwrap(y)[1], None)
+
+
+def test_user_autograd_function_receives_values():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            assert not autofuse.is_pending(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 2
+
+    x = autofuse.wrap(torch.randn(3))
+    assert_same(Double.apply(x + 1), (autofuse.unwrap(x) + 1) * 2, None)
+
+
+def test_jit_script_receives_values():
+    @torch.jit.script
+    def scripted(x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() + x
+
+    x = autofuse.wrap(torch.randn(3))
+    plain = autofuse.unwrap(x)
+    assert_same(scripted(x + 1), (plain + 1).tanh() + (plain + 1), None)
+
+
+def test_torch_func_receives_values():
+    x = autofuse.wrap(torch.randn(3, 4))
+    plain = autofuse.unwrap(x)
+    assert_same(torch.func.vmap(torch.sum)(x + 1), (plain + 1).sum(1), None)
+
+    def loss(t):
+        return (t * t).sum()
+
+    assert_same(torch.func.grad(loss)(x + 1), 2 * (plain + 1), None)
+
+
+def test_closed_over_wrapped_tensor_under_vmap():
+    x = torch.randn(3, 4)
+    w = autofuse.wrap(torch.randn(4))
+    got = torch.func.vmap(lambda row: row * w + w * 2)(x)
+    assert_same(got, x * autofuse.unwrap(w) + autofuse.unwrap(w) * 2, 1e-6)
+
+
+def test_cpp_below_torch_function_gets_values():
+    x = autofuse.wrap(torch.tensor([2.0, 3.0]))
+    assert torch.tensor(x[0] * 2).item() == 4.0
+    assert torch.full((2,), 1.0).add(torch.ones(2), alpha=float(x[0] + 1)).tolist() == [4.0, 4.0]
+    with torch._C.DisableTorchFunctionSubclass():
+        assert torch.sum(x * 2).item() == 10.0
+
+
+def test_data_and_grad_of_plain_tensors_take_values():
+    x = autofuse.wrap(torch.randn(3))
+    p = torch.zeros(3)
+    p.data = x * 2
+    assert_same(p, autofuse.unwrap(x) * 2, None)
+    p.grad = x * 3
+    assert_same(p.grad, autofuse.unwrap(x) * 3, None)
+
+
+def test_parameters_from_pending_values():
+    x = autofuse.wrap(torch.randn(3))
+    p = torch.nn.Parameter(x * 2)
+    assert type(p) is torch.nn.Parameter
+    assert_same(p.detach(), autofuse.unwrap(x) * 2, None)
+
+
+def test_modes_see_every_op():
+    from torch.overrides import TorchFunctionMode
+
+    seen = []
+
+    class Log(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = autofuse.wrap(torch.randn(3))
+    with Log():
+        y = x * 2
+        assert not autofuse.is_pending(y)
+    assert seen
+    assert autofuse.is_pending(y + 1)
+
+
+def test_autocast_runs_eagerly_with_its_dtypes():
+    x = autofuse.wrap(torch.randn(3, 3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = (x * 2) @ x
+    assert y.dtype is torch.bfloat16
+
+
+def test_default_dtype_is_that_of_recording():
+    x = autofuse.wrap(torch.arange(3))
+    y = x / 2
+    torch.set_default_dtype(torch.float64)
+    try:
+        z = x / 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert y.dtype is torch.float32 and z.dtype is torch.float64
+    assert_same(z, torch.arange(3, dtype=torch.float64) / 2, None)
+
+
+def test_inference_mode_is_that_of_recording():
+    x = autofuse.wrap(torch.randn(3))
+    with torch.inference_mode():
+        y = x * 2
+    z = x * 2
+    assert y.is_inference() and not z.is_inference()
+    assert_same(z, autofuse.unwrap(x) * 2, None)
+    assert (y + 1).tolist() == (autofuse.unwrap(x) * 2 + 1).tolist()
+
+
+@pytest.mark.cuda
+@needs_cuda
+class TestStreams:
+    def test_work_stays_on_the_recording_stream(self):
+        x = autofuse.wrap(torch.randn(1 << 20, device="cuda"))
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10_000_000)
+            y = x * 2
+            z = y.neg()
+        assert not autofuse.is_pending(z)
+        assert not side.query()
+        torch.cuda.current_stream().wait_stream(side)
+        assert_same(z, -(autofuse.unwrap(x) * 2), None)
+
+    def test_events_stand_behind_what_was_recorded_before(self):
+        x = autofuse.wrap(torch.randn(1 << 20, device="cuda"))
+        y = x * 2
+        event = torch.cuda.Event()
+        event.record()
+        assert not autofuse.is_pending(y)
+        event.synchronize()
+
+    def test_synchronize_runs_what_is_pending(self):
+        y = autofuse.wrap(torch.ones(4, device="cuda")) * 2
+        torch.cuda.synchronize()
+        assert not autofuse.is_pending(y)
+
+    def test_graph_capture_and_replay(self):
+        x = torch.randn(64, 64, device="cuda")
+        w = autofuse.wrap(x)
+        autofuse.materialize(torch.tanh(w * 2) + 1)  # warm
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = autofuse.unwrap(torch.tanh(w * 2) + 1)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same(out, torch.tanh(x * 2) + 1, None)
+
+
+def test_operator_module_and_python_scalars():
+    x = torch.randn(3)
+    for op in (operator.add, operator.sub, operator.mul, operator.truediv):
+        assert_same_as_eager(lambda t, op=op: (op(t, 2.0), op(2.0, t), op(t, 3), op(3, t)), x)
