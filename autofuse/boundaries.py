@@ -69,39 +69,49 @@ def _flush_first(owner: Any, name: str, reason: str, flush: Callable[[str], None
 # --- memory of plain tensors ----------------------------------------------------------------------
 
 
-def _patch_inplace() -> None:
-    """In-place methods of plain tensors: what a pending op still has to read is read first."""
-    skipped = {"requires_grad_", "__iter__", "share_memory_", "retain_grad_", "rename_"}
-    names = [
-        name
-        for name in dir(torch._C.TensorBase)
-        if name not in skipped
-        and (
-            (name.endswith("_") and not name.startswith("_"))
-            or (name.startswith("__i") and name.endswith("__") and name[3:-2] in _OPERATORS)
-            or name == "__setitem__"
-        )
-    ]
-    for name in names:
-        setattr(torch.Tensor, name, _reads_first(getattr(torch.Tensor, name), name))
-
-
+_KEEP = {"requires_grad_", "share_memory_", "retain_grad_", "rename_"}  # write no values
+_EXPORTS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")
 _OPERATORS = {"add", "sub", "mul", "truediv", "div", "mod", "floordiv", "pow", "and", "or", "xor",
               "lshift", "rshift", "matmul"}  # fmt: skip
+
+
+def _patch_inplace() -> None:
+    """In-place functions of plain tensors, and exports through which others may write.
+
+    What a pending op still has to read is read first.
+    """
+    for name in dir(torch._C.TensorBase):
+        inplace = name.endswith("_") and not name.startswith("_") and name not in _KEEP
+        operator = name.startswith("__i") and name[3:-2] in _OPERATORS
+        if inplace or operator or name == "__setitem__" or name in _EXPORTS:
+            setattr(torch.Tensor, name, _reads_first(getattr(torch.Tensor, name), name))
+    for module in (torch, torch._C._nn):
+        for name in dir(module):
+            function = getattr(module, name)
+            if name.endswith("_") and not name.startswith("__") and callable(function):
+                setattr(module, name, _reads_first(function, name))
 
 
 def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     recorders = _chain._all_recorders
 
     @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         for recorder in recorders:
-            if recorder.chain and self.__class__ is not Tensor:
-                flush_readers(self, name)
+            if recorder.chain:
+                _flush_readers_of(args, name)
                 break
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
     return call
+
+
+def _flush_readers_of(args: tuple[Any, ...], name: str) -> None:
+    target = args[0] if args else None
+    if isinstance(target, (list, tuple)) and target:  # torch._foreach_*_
+        flush_thread(name)
+    elif isinstance(target, torch.Tensor) and target.__class__ is not Tensor:
+        flush_readers(target, name)
 
 
 def _patch_attributes() -> None:
@@ -136,25 +146,16 @@ def _patch_calls() -> None:
     import torch._functorch.utils as functorch_utils
     from torch.autograd import graph
 
-    def of_arguments(owner: Any, name: str) -> None:
-        original = getattr(owner, name, None)
-        if original is None:
-            return
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            flush_thread(name)
-            return original(*args, **kwargs)
-
-        setattr(owner, name, call)
-
     # every autograd.Function.apply passes its arguments through this module attribute
-    of_arguments(functorch_utils, "unwrap_dead_wrappers")
-    of_arguments(torch._C.ScriptFunction, "__call__")
-    of_arguments(torch._C.ScriptMethod, "__call__")
-    of_arguments(torch.jit, "trace")
-    of_arguments(graph, "_engine_run_backward")
-    of_arguments(torch.autograd, "_engine_run_backward")
+    for owner, name in (
+        (functorch_utils, "unwrap_dead_wrappers"),
+        (torch._C.ScriptFunction, "__call__"),
+        (torch._C.ScriptMethod, "__call__"),
+        (torch.jit, "trace"),
+        (graph, "_engine_run_backward"),
+        (torch.autograd, "_engine_run_backward"),
+    ):
+        _flush_first(owner, name, name, flush_thread)
 
     make = torch.nn.Parameter.__new__
 

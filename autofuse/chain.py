@@ -41,6 +41,7 @@ from .shell import (
 from .trie import Node, eager_node, extend
 
 _Parameter = torch.nn.Parameter
+_storage_of = torch.Tensor.untyped_storage
 _INT64 = 1 << 63
 
 
@@ -363,9 +364,11 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
         if target._af is not node or result._af is not new:
             return False
         chain[node.index], chain[new.index] = result, target
+        node.shell, new.shell = result, target
         _shell._set(target, "_af", new)
         _shell._set(result, "_af", node)
-        chain.bumps[new.index] = chain.bumps.pop(node.index, 0) + 1
+        bumps = chain.bumps = chain.bumps or {}
+        bumps[new.index] = bumps.pop(node.index, 0) + 1
     return True
 
 
@@ -410,7 +413,8 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
         raise
     except Exception as error:
         reals = _replay(recorder, chain, node, runner.live, error)
-    runner.runs += 1
+    else:
+        runner.runs += 1
     if chain.bumps is not None:
         for index, real in zip(runner.live, reals, strict=True):
             for _ in range(chain.bumps.get(index, 0)):
@@ -455,45 +459,45 @@ def _lose(chain: Chain, runner: Runner, error: StaleInputError) -> None:
 def _replay(
     recorder: Recorder, chain: Chain, node: Node, live: tuple[int, ...], error: Exception
 ) -> list[torch.Tensor]:
-    """Compute the live-outs with the eager ops the chain was recorded from."""
-    values: list[torch.Tensor] = []
-    nodes = node.path()
-    last = [0] * len(nodes)
-    for index, step in enumerate(nodes):
-        for ref in step.args:
-            if 0 <= ref < CONST:
-                last[ref] = index
+    """Compute the live-outs without the kernel, which failed with `error`."""
     try:
         with torch.no_grad(), NoTorchFunction():
-            for index, step in enumerate(nodes):
-                assert step.op is not None and step.op.eager is not None and step.meta is not None
-                args = [
-                    chain.consts[ref - CONST]
-                    if ref >= CONST
-                    else values[ref]
-                    if ref >= 0
-                    else chain.inputs[~ref]
-                    for ref in step.args
-                ]
-                value = step.op.eager(*args)
-                if value.dtype is not step.meta.dtype:
-                    value = value.to(step.meta.dtype)
-                values.append(value)
-                for ref in step.args:
-                    if 0 <= ref < CONST and last[ref] == index and ref not in live:
-                        values[ref] = None  # type: ignore[call-overload]
+            values = _replay_ops(chain, node.path(), live)
     except Exception as failure:
         recorder.chain = chain  # nothing is lost: the next flush tries again
         raise failure from error
     counts.replays += 1
-    print_once(f"autofuse: a chain runs as eager ops because its kernel failed: {error!r}")
+    counts.forgotten["ops_recorded"] += node.index + 1
+    counts.forgotten["live_outs_stored"] += len(live)
+    warn_once(f"autofuse: a chain runs as eager ops because its kernel failed: {error!r}")
+    return values
+
+
+def _replay_ops(chain: Chain, nodes: list[Node], live: tuple[int, ...]) -> list[torch.Tensor]:
+    """The live-outs by the eager ops the chain was recorded from; dead values go early."""
+    values: list[Any] = []
+    last = {ref: index for index, node in enumerate(nodes) for ref in node.args}
+    for index, node in enumerate(nodes):
+        assert node.op is not None and node.op.eager is not None and node.meta is not None
+        args = [
+            chain.consts[ref - CONST]
+            if ref >= CONST
+            else values[ref]
+            if ref >= 0
+            else chain.inputs[~ref]
+            for ref in node.args
+        ]
+        values.append(node.op.eager(*args))
+        for ref in node.args:
+            if 0 <= ref < CONST and last[ref] == index and ref not in live:
+                values[ref] = None
     return [values[index] for index in live]
 
 
 _said: set[str] = set()
 
 
-def print_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Warn on stderr, once per message."""
     if message not in _said:
         _said.add(message)
@@ -533,8 +537,8 @@ def flush_readers(tensor: torch.Tensor, reason: str) -> None:
         if chain:
             with NoTorchFunction():
                 try:
-                    storage = tensor.untyped_storage()._cdata
-                    reads = any(x.untyped_storage()._cdata == storage for x in chain.inputs)
+                    storage = _storage_of(tensor)._cdata
+                    reads = any(_storage_of(x)._cdata == storage for x in chain.inputs)
                 except (RuntimeError, NotImplementedError):  # no storage: sparse, functorch
                     reads = True
             if reads:

@@ -215,7 +215,7 @@ class CudaRunner(Runner):
             space[f"shape{index}"], space[f"stride{index}"] = tuple(meta.shape), meta.stride
             space[f"dtype{index}"] = meta.dtype
             lines.append(f"o{index} = empty(shape{index}, stride{index}, dtype{index})")
-            lines.append(f"q{index} = o{index}.data_ptr()")
+            lines.append(f"q{index} = address(o{index})")
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space)
         lines.append(f"return [{', '.join(f'o{index}' for index in self.live)}]")
@@ -306,9 +306,9 @@ class CpuRunner(Runner):
             )
         for piece, entry in zip(self.pieces, self._entries, strict=True):
             pointers = [
-                marks[2 * ~ref + 1] if ref < 0 else outs[ref].data_ptr() for ref in piece.loads
+                marks[2 * ~ref + 1] if ref < 0 else address_of(outs[ref]) for ref in piece.loads
             ]
-            pointers += [outs[index].data_ptr() for index in piece.stores]
+            pointers += [address_of(outs[index]) for index in piece.stores]
             scalars = [consts[const] for const in piece.consts]
             self._loop(entry, piece.numel, (*pointers, *scalars, piece.numel, *piece.numbers))
         return [outs[index] for index in self.live]

@@ -49,8 +49,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     """Run `func` as eager PyTorch on plain tensors, and wrap what it returns.
 
-    Pending arguments become concrete. For the call every wrapped argument is an ordinary
-    `torch.Tensor`, the same object, so that `func` meets nothing it does not know.
+    Pending arguments become concrete. A Python function finds every wrapped argument to be an
+    ordinary `torch.Tensor`, the same object, so that it meets nothing it does not know.
     """
     name = getattr(func, "__name__", "function")
     wrapped = list(_tensors(args))
@@ -72,6 +72,10 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
         for tensor in wrapped:
             tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
     counts.eager[name, "not in the table"] += 1
+    if func.__class__ in _IN_C and name not in _EXACT_CLASS:
+        with NoTorchFunction():
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        return _lifted(result)
     for tensor in wrapped:
         tensor.__class__ = _Plain
     try:
@@ -82,6 +86,10 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     return _lifted(result)
 
 
+# C functions do not look at the class once torch functions are off; Python ones may. Changing the
+# class of a tensor that another thread uses at the same time is best kept rare.
+_IN_C = {type(torch.add), type(_Plain.add), type(_Plain.shape.__get__)}  # type: ignore[attr-defined]
+_EXACT_CLASS = {"numpy", "tolist", "_make_subclass", "as_subclass"}
 _COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
 
 
@@ -98,7 +106,7 @@ def _released(value: Any) -> Any:
 
 def _writes(name: str, func: Handler, kwargs: Any) -> bool:
     """Whether `func` may write to its arguments, or is not known well enough to say."""
-    if kwargs and kwargs.get("out") is not None:
+    if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
         return True
     if name.endswith("_") and (not name.endswith("__") or name[:3] == "__i" or "set" in name):
         return name not in ("__index__", "__int__", "__invert__")
@@ -120,7 +128,7 @@ def _lifted(result: Any) -> Any:
 
 
 def _calibrate() -> int:
-    """The reference count that a fresh result shows inside `_lifted`."""
+    """The reference count that a fresh result shows inside `_lifted` at most."""
 
     def probe(result: object) -> int:
         return sys.getrefcount(result)

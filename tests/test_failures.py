@@ -1,0 +1,107 @@
+"""Injected failures: values stay right, torch's errors reach the user, the next call works."""
+
+import pytest
+import torch
+
+import autofuse
+from autofuse import compile as af_compile
+from autofuse import launch
+from autofuse.compile import clear_kernels
+from support import DEVICES, assert_same
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def cold(capsys):
+    clear_kernels()
+    for recorder in list(autofuse.chain._all_recorders):
+        autofuse.chain.forget(recorder)
+    autofuse.chain._said.clear()
+    yield
+    clear_kernels()
+    for recorder in list(autofuse.chain._all_recorders):
+        autofuse.chain.forget(recorder)
+
+
+def program(x):
+    y = x * 2
+    z = torch.addcmul(y, x, x, value=0.5).clamp(-1, 1).to(torch.float64)
+    return y, torch.where(z > 0, z, 0.5) ** 2, (x + 1).mul_(3)
+
+
+def check(x):
+    got = autofuse.materialize(*program(autofuse.wrap(x)))
+    for ours, theirs in zip(got, program(x), strict=True):
+        assert_same(ours, theirs, 1e-6 if x.device.type == "cpu" else None)
+
+
+def test_compile_error(device, monkeypatch, capsys):
+    def broken(*args):
+        raise ValueError("no compiler today")
+
+    name = "compile_ptx" if device == "cuda" else "compile_cpu"
+    monkeypatch.setattr(launch, name, broken)
+    x = torch.randn(64, device=device)
+    check(x)
+    check(x)
+    assert autofuse.stats().replays == 2 and autofuse.stats().kernels_launched == 0
+    said = capsys.readouterr().err
+    assert said.count("no compiler today") == 1
+    monkeypatch.undo()
+    check(torch.randn(65, device=device))
+    assert autofuse.stats().kernels_launched > 0
+
+
+def test_launch_error(device, monkeypatch, capsys):
+    x = torch.randn(64, device=device)
+    check(x)
+    recorder = autofuse.chain.recorder_for(x.device)
+    runs = [(runner, runner.run) for runner in recorder.runners]
+
+    def broken(chain):
+        raise autofuse.KernelError("cannot launch")
+
+    for runner, _ in runs:
+        runner.run = broken
+    check(x)
+    assert autofuse.stats().replays == 1
+    for runner, run in runs:
+        runner.run = run
+    check(x)
+    assert autofuse.stats().replays == 1
+
+
+def test_out_of_memory_is_torchs_error_and_nothing_is_lost(device, monkeypatch):
+    x = torch.randn(64, device=device)
+    w = autofuse.wrap(x)
+    y = w * 2
+    error = torch.OutOfMemoryError("out of memory")
+
+    def full(*args, **kwargs):
+        raise error
+
+    recorder = autofuse.chain.recorder_for(x.device)
+    monkeypatch.setattr(autofuse.chain, "_replay_ops", full)
+    monkeypatch.setattr(autofuse.chain, "_runner_for", lambda *args: _Full(*args, full))
+    with pytest.raises(torch.OutOfMemoryError):
+        autofuse.materialize(y)
+    assert autofuse.is_pending(y) and len(recorder.chain) == 1
+    monkeypatch.undo()
+    assert_same(y, x * 2, None)
+
+
+class _Full:
+    def __init__(self, recorder, node, alive, run):
+        self.live, self.run = (0,), run
+
+
+def test_an_op_after_a_failed_one_works(device):
+    w = autofuse.wrap(torch.randn(4, device=device))
+    y = w * 2
+    with pytest.raises(RuntimeError):
+        y + torch.ones(3, device=device)
+    assert_same(y + 1, autofuse.unwrap(w) * 2 + 1, None)
+
+
+assert af_compile is not None

@@ -1,0 +1,102 @@
+"""Unbounded programs: memory stays flat and kernels stay few."""
+
+import gc
+
+import pytest
+import torch
+
+import autofuse
+from support import DEVICES, HAS_CUDA, assert_same
+
+device_param = pytest.mark.parametrize("device", DEVICES)
+
+
+@device_param
+def test_a_sum_that_is_never_read(device):
+    """10,000 steps: at most 4 kernels, nodes and Inputs bounded."""
+    xs = [torch.randn(16, device=device) for _ in range(10)]
+    acc = autofuse.wrap(torch.zeros(16, device=device))
+    longest = 0
+    recorder = autofuse.chain.recorder_for(xs[0].device)
+    for k in range(10_000):
+        acc = acc + xs[k % 10]
+        longest = max(longest, len(recorder.chain))
+    assert longest <= autofuse.config.max_nodes
+    assert len(recorder.chain.inputs) <= autofuse.config.max_inputs
+    assert autofuse.stats().kernels_compiled <= 4
+    want = torch.zeros(16, device=device)
+    for k in range(10_000):
+        want = want + xs[k % 10]
+    assert_same(acc, want, None)
+
+
+@device_param
+def test_fresh_inputs_are_not_pinned_without_bound(device):
+    """Inputs that only the chain holds: at most a few times the largest of them."""
+    acc = autofuse.wrap(torch.zeros(1 << 20, device=device))
+    recorder = autofuse.chain.recorder_for(autofuse.unwrap(acc).device)
+    most = 0
+    for _ in range(100):
+        acc = acc + torch.ones(1 << 20, device=device)
+        most = max(most, sum(x.numel() * 4 for x in recorder.chain.inputs))
+    assert most <= 6 * (4 << 20)
+    assert autofuse.stats().kernels_compiled <= 4
+    assert float(acc[0]) == 100.0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_CUDA, reason="peak memory is read from the CUDA allocator")
+def test_peak_memory_of_an_unread_sum():
+    def peak(start):
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        acc = start
+        for _ in range(200):
+            acc = acc + torch.ones(1 << 20, device="cuda")
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - base
+
+    zero = torch.zeros(1 << 20, device="cuda")
+    peak(autofuse.wrap(zero))
+    eager = peak(zero)
+    assert peak(autofuse.wrap(zero)) <= 2 * eager
+
+
+@device_param
+def test_an_unrolled_loop_settles_on_few_kernels(device):
+    a, b = (torch.randn(16, device=device) for _ in range(2))
+    h = autofuse.wrap(torch.randn(16, device=device))
+    for _ in range(300):
+        h = (h * 0.5 + a).abs() - b
+    autofuse.materialize(h)
+    stats = autofuse.stats()
+    assert stats.kernels_compiled <= 3
+    assert stats.ops_recorded == 1200 and stats.kernels_launched <= 1200 // 30 + 2
+
+
+@device_param
+def test_the_trie_is_bounded(device, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "max_trie", 50)
+    recorder = autofuse.chain.recorder_for(torch.zeros(1, device=device).device)
+    for size in range(1, 200):
+        x = autofuse.wrap(torch.full((size,), 2.0, device=device))
+        assert (x * 3 + 1).tolist() == [7.0] * size
+        assert recorder.size <= 52
+    assert autofuse.stats().ops_recorded == 398
+
+
+@device_param
+def test_objects_do_not_accumulate(device):
+    x = autofuse.wrap(torch.randn(8, 8, device=device))
+
+    def step():
+        return ((x * 2.0 + 1.0).neg() @ autofuse.unwrap(x)).abs().sum().item()
+
+    for _ in range(20):
+        step()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(500):
+        step()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 50

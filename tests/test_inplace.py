@@ -1,0 +1,177 @@
+"""In-place ops and every way to write memory that a pending op still has to read."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import autofuse
+from support import DEVICES, assert_same, assert_same_as_eager
+
+INPLACE = {
+    "add_": lambda t, y: t.add_(y),
+    "iadd": lambda t, y: t.__iadd__(y),
+    "imul": lambda t, y: t.__imul__(2),
+    "isub": lambda t, y: t.__isub__(y),
+    "itruediv": lambda t, y: t.__itruediv__(3.0),
+    "mul_alpha": lambda t, y: t.add_(y, alpha=0.5),
+    "sub_": lambda t, y: t.sub_(y),
+    "relu_": lambda t, y: t.relu_(),
+    "F.relu": lambda t, y: F.relu(t, inplace=True),
+    "sigmoid_": lambda t, y: t.sigmoid_(),
+    "torch.relu_": lambda t, y: torch.relu_(t),
+    "clamp_": lambda t, y: t.clamp_(-0.5, 0.5),
+    "masked_fill_": lambda t, y: t.masked_fill_(y > 0, 3.0),
+    "zero_": lambda t, y: t.zero_(),
+    "fill_": lambda t, y: t.fill_(2.0),
+    "copy_": lambda t, y: t.copy_(y),
+    "lerp_": lambda t, y: t.lerp_(y, 0.25),
+    "addcmul_": lambda t, y: t.addcmul_(y, y, value=0.5),
+    "comparison": lambda t, y: t.gt_(y),
+    "setitem": lambda t, y: t.__setitem__(0, 5.0),
+    "setitem_slice": lambda t, y: t.__setitem__((slice(None), 1), y[:, 0]),
+    "unsqueeze_": lambda t, y: t.unsqueeze_(0),
+    "t_": lambda t, y: t.t_(),
+    "pow_": lambda t, y: t.pow_(2),
+    "neg_": lambda t, y: t.neg_(),
+}
+device_param = pytest.mark.parametrize("device", DEVICES)
+
+
+def pair(device):
+    return torch.randn(4, 4, device=device), torch.randn(4, 4, device=device)
+
+
+@device_param
+@pytest.mark.parametrize("name", INPLACE)
+def test_on_memory(name, device):
+    """On a concrete tensor: written at once, seen by every alias, version counter as eager's."""
+
+    def f(t, y):
+        before = t * 2
+        INPLACE[name](t, y)
+        return before, t + 1, t._version
+
+    # a change of shape is the handle's own: the memory behind it is not touched
+    assert_same_as_eager(f, *pair(device), rtol=1e-6, arguments=name not in ("t_", "unsqueeze_"))
+
+
+@device_param
+@pytest.mark.parametrize("name", INPLACE)
+def test_on_a_pending_value(name, device):
+    def f(t, y):
+        z = t * 2 + 1
+        old = z * 3
+        INPLACE[name](z, y)
+        return old, z, z + 1, z._version
+
+    assert_same_as_eager(f, *pair(device), rtol=1e-6)
+
+
+@device_param
+def test_in_place_on_a_pending_value_is_a_new_node(device):
+    x, y = map(autofuse.wrap, pair(device))
+    z = x * 2
+    same = z
+    z += y
+    z.mul_(0.5).neg_()
+    assert autofuse.is_pending(z) and same is z and z._version == 3
+    autofuse.materialize(z)
+    stats = autofuse.stats()
+    assert stats.kernels_launched == 1 and stats.nodes_elided == 3
+    assert z._version == 3
+    plain = autofuse.unwrap(x) * 2
+    plain += autofuse.unwrap(y)
+    assert_same(z, plain.mul_(0.5).neg_(), None)
+
+
+@device_param
+def test_in_place_keeps_dtype_or_raises_as_eager(device):
+    x = torch.randn(4, device=device).half()
+    i = torch.arange(4, device=device)
+
+    def widened(t, k):
+        z = t * 2
+        z += torch.ones(4, device=t.device)
+        return z
+
+    assert_same_as_eager(widened, x, i)
+    assert_same_as_eager(lambda t, k: (k * 2).add_(1.5), x, i)
+    assert_same_as_eager(lambda t, k: (t * 2).add_(torch.ones(3, 4, device=t.device)), x, i)
+
+
+WRITES = {
+    "add_": lambda p: p.add_(1),
+    "iadd": lambda p: p.__iadd__(1),
+    "setitem": lambda p: p.__setitem__(0, 9.0),
+    "copy_": lambda p: p.copy_(torch.zeros_like(p)),
+    "zero_": lambda p: p.zero_(),
+    "view": lambda p: p[1:].add_(1),
+    "detach": lambda p: p.detach().mul_(3),
+    "data_attribute": lambda p: p.data.add_(1),
+    "data_assignment": lambda p: setattr(p, "data", torch.zeros_like(p)),
+    "out": lambda p: torch.add(p, 1, out=p),
+    "foreach": lambda p: torch._foreach_add_([p], 1.0),
+    "init": lambda p: torch.nn.init.constant_(p, 3.0),
+    "functional": lambda p: F.relu(p, inplace=True),
+    "numpy": lambda p: p.add_(3) if p.is_cuda else p.numpy().fill(3),
+    "storage": lambda p: p.untyped_storage().fill_(1),
+    "set_": lambda p: p.set_(torch.zeros(4, device=p.device)),
+}
+
+
+@device_param
+@pytest.mark.parametrize("name", WRITES)
+def test_write_through_a_plain_alias(name, device):
+    """Eager has read the old value: so has autofuse, or it says what went wrong."""
+    x = torch.randn(4, device=device)
+    want = x * 2
+    y = autofuse.wrap(x) * 2
+    try:
+        WRITES[name](x)
+        autofuse.materialize(y)
+    except autofuse.StaleInputError as error:
+        assert "'mul'" in str(error) and "autofuse.materialize" in str(error)
+        assert name == "out", f"{name} can be seen and must not raise"
+        with pytest.raises(autofuse.StaleInputError):
+            autofuse.unwrap(y)
+        return
+    assert_same(y, want, None)
+
+
+@device_param
+def test_write_through_another_wrapped_alias(device):
+    x = torch.randn(4, device=device)
+    a, b = autofuse.wrap(x), autofuse.wrap(x)
+    want = x * 2
+    y = a * 2
+    b.add_(1)
+    assert_same(y, want, None)
+    assert_same(a * 2, x * 2, None)
+
+
+@device_param
+def test_optimizer_steps_come_after_pending_reads(device):
+    p = torch.nn.Parameter(torch.randn(4, device=device))
+    x = autofuse.wrap(torch.randn(4, device=device))
+    for make in (
+        lambda: torch.optim.SGD([p], lr=0.1),
+        lambda: torch.optim.Adam([p], lr=0.1, foreach=True),
+        lambda: torch.optim.Adam([p], lr=0.1, fused=True),
+    ):
+        optimizer = make()
+        p.grad = torch.ones_like(p)
+        with torch.no_grad():
+            want = autofuse.unwrap(x) * p
+            y = x * p
+        optimizer.step()
+        assert_same(y, want, None)
+
+
+def test_a_lost_value_does_not_poison_the_thread():
+    x = torch.randn(4)
+    y = autofuse.wrap(x) * 2
+    torch._C._VariableFunctions.add(x, 1, out=x)
+    with pytest.raises(autofuse.StaleInputError):
+        autofuse.materialize(y)
+    z = autofuse.wrap(x) * 3
+    assert_same(z, x * 3, None)

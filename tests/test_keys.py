@@ -1,0 +1,135 @@
+"""What is in a kernel's identity and what is not: each part has a test."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import autofuse
+from autofuse.compile import clear_kernels
+from support import DEVICES, assert_same
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def cold():
+    clear_kernels()
+    for recorder in list(autofuse.chain._all_recorders):
+        autofuse.chain.forget(recorder)
+    autofuse.reset_stats()
+
+
+def compiled(call):
+    before = autofuse.stats().kernels_compiled
+    autofuse.materialize(call())
+    return autofuse.stats().kernels_compiled - before
+
+
+def tensor(device, *shape, dtype=torch.float32):
+    return autofuse.wrap(torch.ones(*shape, dtype=dtype, device=device))
+
+
+def misses(first, second):
+    assert compiled(first) == 1
+    assert compiled(second) == 1
+
+
+def hits(first, second):
+    assert compiled(first) == 1
+    assert compiled(second) == 0
+
+
+def test_the_same_chain_hits(device):
+    x = tensor(device, 4, 4)
+    hits(lambda: x * 2 + 1, lambda: x * 2 + 1)
+
+
+def test_op_is_in_key(device):
+    x = tensor(device, 4, 4)
+    misses(lambda: x * x, lambda: x + x)
+
+
+def test_order_of_operands_is_in_key(device):
+    x, y = tensor(device, 4, 4), tensor(device, 4, 4)
+    misses(lambda: (x * 2) - y, lambda: y - (x * 2))
+
+
+def test_alias_of_inputs_is_in_key(device):
+    x, y = tensor(device, 4, 4), tensor(device, 4, 4)
+    misses(lambda: x * x, lambda: x * y)
+    assert_same(x * y, torch.ones(4, 4, device=device), None)
+
+
+def test_dtype_is_in_key(device):
+    x, y = tensor(device, 4, 4), tensor(device, 4, 4, dtype=torch.float64)
+    misses(lambda: x * x, lambda: y * y)
+
+
+def test_kind_of_scalar_is_in_key(device):
+    x = tensor(device, 4, 4, dtype=torch.int32)
+    results = [x * 1, x * 1.0, x * True]
+    autofuse.materialize(*results)
+    assert [r.dtype for r in results] == [torch.int32, torch.float32, torch.int32]
+
+
+def test_live_outs_are_in_key(device):
+    x = tensor(device, 4, 4)
+    held = []
+
+    def both():
+        held.append(x * 2)
+        return held[-1] + 1
+
+    misses(lambda: x * 2 + 1, both)
+
+
+def test_broadcast_is_in_key(device):
+    x, row = tensor(device, 4, 4), tensor(device, 4)
+    y = tensor(device, 4, 4)
+    misses(lambda: x * y, lambda: x * row)
+
+
+def test_layout_class_is_in_key(device):
+    x, y = tensor(device, 4, 4), tensor(device, 4, 4)
+    misses(lambda: x * y, lambda: x * y.T)
+
+
+def test_option_strings_are_in_key(device):
+    x = tensor(device, 4, 4)
+    misses(lambda: F.gelu(x), lambda: F.gelu(x, approximate="tanh"))
+
+
+def test_scalar_value_is_not_in_key(device):
+    x = tensor(device, 4, 4)
+    assert compiled(lambda: x * 0.5 + 0.25) == 1
+    for k in range(1000):
+        y = x * (k + 0.5) + 0.25
+        assert float(y[0, 0]) == k + 0.75
+    assert autofuse.stats().kernels_compiled == 1
+
+
+def test_size_is_not_in_key(device):
+    """One kernel for aligned sizes and one for the others at most."""
+    for size in range(1, 1001):
+        x = autofuse.wrap(torch.ones(size, device=device))
+        autofuse.materialize(x * 2 + 1)
+    assert autofuse.stats().kernels_compiled <= 2
+
+
+def test_rank_of_contiguous_tensors_is_not_in_key(device):
+    x, y = tensor(device, 4, 4), tensor(device, 2, 2, 2, 2)
+    hits(lambda: x * x, lambda: y * y)
+
+
+def test_order_of_axes_is_not_in_key(device):
+    x = tensor(device, 4, 6)
+    y = autofuse.wrap(torch.ones(6, 4, device=device).T)
+    hits(lambda: x * x, lambda: y * y)
+
+
+def test_requires_grad_of_unrelated_inputs_is_not_in_key(device):
+    x = tensor(device, 4, 4)
+    p = torch.nn.Parameter(torch.ones(4, 4, device=device))
+    q = torch.ones(4, 4, device=device)
+    with torch.no_grad():
+        hits(lambda: x * q, lambda: x * p)
