@@ -52,6 +52,7 @@ class Op:
     scalar: str = "common"
     cpu_scalar: str = "common"
     integer: str = ""  # the expression for integer and bool dtypes, if it is another
+    takes_bool: bool = True  # as an operand, even where another one decides the dtype
     contiguous: bool = False  # the result's layout; otherwise TensorIterator decides
     by_scalar: Op | None = None
     eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given
@@ -77,6 +78,8 @@ class Op:
         operands: (dtype, ndim) per operand, a Python scalar as (its class, 0).
         """
         promoting = []
+        if not self.takes_bool and any(dtype in (torch.bool, bool) for dtype, _ in operands):
+            return None
         for (dtype, ndim), role in zip(operands, self.roles, strict=True):
             scalar = isinstance(dtype, type)
             if role == "bool":
@@ -267,8 +270,8 @@ def clone(input, *, memory_format=torch.preserve_format):
 
 _ARITHMETIC = {"scalar": "opmath", "accepts": "fi"}
 _plain("add", "x y", "x + y", **_ARITHMETIC)
-_plain("sub", "x y", "x - y", "subtract", **_ARITHMETIC)
-_plain("rsub", "x y", "y - x", **_ARITHMETIC)
+_plain("sub", "x y", "x - y", "subtract", takes_bool=False, **_ARITHMETIC)
+_plain("rsub", "x y", "y - x", takes_bool=False, **_ARITHMETIC)
 _plain("mul", "x y", "x * y", "multiply", cpu_scalar="opmath", **_ARITHMETIC)
 _op(
     "div_by_scalar",

@@ -111,6 +111,9 @@ def extend(
     if resolved is None:
         return eager_node(recorder, tip, op, "dtypes that are not fused")
     common, result = resolved
+    if device.type == "cpu" and CODES[common] in ("f16", "bf16"):
+        if any(meta.ndim == 0 and meta.dtype is not common for meta in tensors):
+            return eager_node(recorder, tip, op, "a wider 0-d tensor, which the CPU does not round")
     if op.contiguous:
         stride = layout.contiguous(shape)
     else:

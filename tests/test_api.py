@@ -1,0 +1,283 @@
+"""The public functions."""
+
+import collections
+import copy
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import autofuse
+from support import DEVICES, assert_same
+
+device_param = pytest.mark.parametrize("device", DEVICES)
+
+
+@device_param
+def test_wrap_shares_memory_and_version(device):
+    x = torch.randn(4, device=device)
+    w = autofuse.wrap(x)
+    assert isinstance(w, torch.Tensor) and isinstance(w, autofuse.Tensor)
+    assert w.data_ptr() == x.data_ptr()
+    w.add_(1)
+    assert x._version == w._version == 1
+    assert autofuse.wrap(w) is w
+    assert type(autofuse.unwrap(w)) is torch.Tensor
+    assert autofuse.unwrap(w).data_ptr() == x.data_ptr()
+    assert autofuse.unwrap(x) is x
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        3.0,
+        "text",
+        None,
+        [1.0],
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        torch.empty(2, device="meta"),
+    ],
+    ids=str,
+)
+def test_wrap_refuses_what_it_cannot_wrap(bad):
+    with pytest.raises(TypeError, match="autofuse.wrap takes"):
+        autofuse.wrap(bad)
+
+
+def test_wrap_refuses_nested_tensors():
+    with pytest.warns(UserWarning):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(TypeError, match="dense"):
+        autofuse.wrap(nested)
+
+
+def test_complex_tensors_run_eagerly():
+    w = autofuse.wrap(torch.ones(2, dtype=torch.complex64))
+    y = w * 2
+    assert not autofuse.is_pending(y)
+    assert_same(y, torch.ones(2, dtype=torch.complex64) * 2, None)
+
+
+def test_wrap_keeps_the_graph():
+    x = torch.randn(3, requires_grad=True)
+    w = autofuse.wrap(x)
+    (w * 2).sum().backward()
+    assert_same(x.grad, torch.full((3,), 2.0), None)
+
+
+@device_param
+def test_materialize_is_one_flush(device):
+    x = autofuse.wrap(torch.randn(4, device=device))
+    a, b = x * 2, x + 1
+    assert autofuse.is_pending(a) and autofuse.is_pending(b)
+    got = autofuse.materialize(a, [b, {"k": b}])
+    assert got[0] is a and not autofuse.is_pending(a) and not autofuse.is_pending(b)
+    assert sum(autofuse.stats().flushes.values()) == 1
+    assert autofuse.materialize(a) is a
+    assert not autofuse.is_pending(3)
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Box:
+    value: torch.Tensor
+    name: str = "box"
+
+
+@device_param
+def test_fuse_wraps_what_is_nested(device):
+    @autofuse.fuse
+    def f(x, items, *, box, table):
+        assert all(isinstance(t, autofuse.Tensor) for t in (x, *items, box.value, table["t"]))
+        return {
+            "pair": Pair(x * 2, items[0] + 1),
+            "box": Box(box.value * 3),
+            "list": [table["t"] - 1, "text"],
+            "same": x,
+        }
+
+    x = torch.randn(4, device=device)
+    out = f(x, (x, x), box=Box(x), table={"t": x})
+    tensors = [out["pair"].left, out["pair"].right, out["box"].value, out["list"][0]]
+    wants = [x * 2, x + 1, x * 3, x - 1]
+    assert isinstance(out["pair"], Pair) and out["box"].name == "box"
+    for got, want in zip(tensors, wants, strict=True):
+        assert type(got) is torch.Tensor
+        assert_same(got, want, None)
+    assert out["same"] is x
+    assert autofuse.stats().kernels_launched == 1
+
+
+def test_fuse_forms_and_names():
+    @autofuse.fuse()
+    def one(x):
+        """Doc."""
+        return x * 2
+
+    class Model(nn.Module):
+        @autofuse.fuse
+        def forward(self, x):
+            return x * 2
+
+    x = torch.randn(3)
+    assert one.__name__ == "one" and one.__doc__ == "Doc."
+    assert_same(one(x), x * 2, None)
+    assert_same(Model()(x), x * 2, None)
+    with pytest.raises(TypeError, match="callable or an nn.Module"):
+        autofuse.fuse(3)
+
+
+def test_fused_functions_nest():
+    @autofuse.fuse
+    def inner(x):
+        return x * 2
+
+    @autofuse.fuse
+    def outer(x):
+        y = inner(x)
+        assert autofuse.is_pending(y)
+        return y + 1
+
+    x = torch.randn(3)
+    out = outer(x)
+    assert type(out) is torch.Tensor
+    assert autofuse.stats().kernels_launched == 1
+    assert autofuse.is_pending(inner(autofuse.wrap(x)))
+
+
+def test_fuse_leaves_nothing_pending_behind():
+    class Model(nn.Module):
+        def forward(self, x):
+            self.state = x * 2
+            return x + 1
+
+    model = autofuse.fuse(Model())
+    model(torch.ones(3))
+    assert not autofuse.is_pending(model.state)
+    assert model.state.tolist() == [2.0] * 3
+
+
+def test_an_exception_in_a_fused_function_leaves_things_in_order():
+    @autofuse.fuse
+    def f(x):
+        y = x * 2
+        raise ValueError(float(y[0]))
+
+    with pytest.raises(ValueError, match="2.0"):
+        f(torch.ones(3))
+    assert autofuse.chain._local.depth == 0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return torch.tanh(self.drop(self.linear(x)) * 2 + 1)
+
+
+def test_fuse_of_a_module_changes_nothing_else():
+    plain = Net().eval()
+    model = autofuse.fuse(copy.deepcopy(plain))
+    assert isinstance(model, Net) and isinstance(model, nn.Module)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert type(model).__name__ == "Net" and repr(model) == repr(plain)
+    assert not model.training and model.train().training
+    model.eval()
+    assert autofuse.fuse(model) is model
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        want = plain(x)
+        for version in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            out = version(x)
+            assert type(out) is torch.Tensor
+            assert_same(out, want, 1e-6)
+    assert autofuse.stats().kernels_launched == 3
+
+
+def test_fused_module_trains():
+    torch.manual_seed(0)
+    plain = Net().eval()
+    model = autofuse.fuse(copy.deepcopy(plain))
+    x = torch.randn(2, 4)
+    for module in (plain, model):
+        module(x).square().sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(a.grad, b.grad, 1e-5)
+
+
+def test_disabled_as_context_and_decorator():
+    x = torch.randn(3)
+    w = autofuse.wrap(x)
+
+    @autofuse.disabled()
+    def plain(t):
+        return t * 2
+
+    @autofuse.fuse
+    def fused(t):
+        return t * 2
+
+    y = w + 1
+    with autofuse.disabled():
+        assert not autofuse.is_pending(y)
+        assert not autofuse.is_pending(w * 2)
+        with autofuse.disabled():
+            pass
+        assert not autofuse.is_pending(w * 2)
+        assert type(fused(x)) is torch.Tensor
+    assert not autofuse.is_pending(plain(w))
+    assert autofuse.is_pending(w * 2)
+
+
+@pytest.mark.parametrize(("value", "works"), [("0", True), ("1", True), ("no", False)])
+def test_environment(value, works):
+    code = (
+        "import torch, autofuse\n"
+        "w = autofuse.wrap(torch.ones(2))\n"
+        "print(autofuse.is_pending(w * 2), type(autofuse.fuse(lambda x: x * 2)(torch.ones(2))))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "AUTOFUSE": value}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert (done.returncode == 0) is works
+    if works:
+        assert done.stdout.split() == [str(value == "1"), "<class", "'torch.Tensor'>"]
+    else:
+        assert "use 0 (plain eager) or 1" in done.stderr
+
+
+def test_stats_reset():
+    x = autofuse.wrap(torch.ones(3))
+    autofuse.materialize(x * 2)
+    (x @ x).item()
+    stats = autofuse.stats()
+    assert stats.ops_recorded == 1 and stats.ops_eager >= 2 and stats.flushes == {"materialize": 1}
+    autofuse.reset_stats()
+    stats = autofuse.stats()
+    assert stats.ops_recorded == stats.ops_eager == stats.kernels_launched == 0
+    assert stats.flushes == {}
+
+
+def test_fork_and_spawned_children_work():
+    x = autofuse.wrap(torch.ones(3))
+    y = x * 2
+    pid = os.fork()
+    if pid == 0:
+        ok = (y + 1).tolist() == [3.0] * 3 and (x * 5).tolist() == [5.0] * 3
+        os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert y.tolist() == [2.0] * 3

@@ -1,0 +1,160 @@
+"""The generated source and, without a GPU, the PTX of every op's CUDA kernel."""
+
+import re
+
+import pytest
+import torch
+
+from autofuse import layout
+from autofuse.codegen import render
+from autofuse.compile import assemble, compile_ptx
+from autofuse.dtypes import CODES
+from autofuse.ops import CASTS, OPS
+from autofuse.plan import CONST, Program, Step, View, make_pieces, unvectorised
+
+CAPABILITY = (9, 0)
+STAND_INS = {"div_by_scalar", "div_trunc_by_scalar", "div_floor_by_scalar"}
+# libdevice computes these float32 functions partly in float64
+DOUBLE_INSIDE: set[str] = set()
+
+
+def view(code, *shape, stride=None):
+    shape = shape or (1024, 256)
+    return View(code, shape, stride or layout.contiguous(shape))
+
+
+def single(op, dtype):
+    """A program of one op over new Inputs of `dtype`; scalars where the op wants them."""
+    operands = []
+    for role in op.roles:
+        bool_ = role == "bool"
+        scalar = role in ("opmath", "common")
+        operands.append((float if scalar else torch.bool if bool_ else dtype, 0 if scalar else 2))
+    resolved = op.resolve(tuple(operands))
+    if resolved is None:
+        return None
+    args, inputs, consts = [], [], []
+    for kind, _ in operands:
+        if isinstance(kind, type):
+            args.append(CONST + len(consts))
+            consts.append(kind)
+        else:
+            args.append(~len(inputs))
+            inputs.append(view(CODES[kind]))
+    common, result = resolved
+    step = Step(op, tuple(args), CODES[common], view(CODES[result]))
+    return Program((step,), tuple(inputs), tuple(consts))
+
+
+def ptx_of(program, live=(0,)):
+    pieces = make_pieces(program, live, "cuda")
+    return [compile_ptx(piece.plan, CAPABILITY) for piece in pieces]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", sorted(set(OPS) - STAND_INS))
+def test_ptx_of_every_op(name, dtype):
+    """Compiles for CUDA; no float64 in it, and 16-byte accesses."""
+    program = single(OPS[name], dtype)
+    if program is None:
+        pytest.skip(f"{name} takes no {dtype}")
+    (ptx,) = ptx_of(program)
+    assert f".entry {make_pieces(program, (0,), 'cuda')[0].plan.name}(" in ptx
+    if name not in ("to_f64", *DOUBLE_INSIDE):
+        arithmetic = re.findall(r"\b(?:add|sub|mul|fma|div|cvt)\S*\.f64\S*", ptx)
+        slow_path = name in ("sin", "cos", "tan")  # Payne-Hanek reduction of huge arguments
+        assert not arithmetic or slow_path, f"float64 in a float32 kernel: {set(arithmetic)}"
+    loads = re.findall(r"ld\.global\.(\S+)", ptx)
+    assert any(load.startswith(("v4", "v2")) for load in loads), loads
+    assert not re.search(r"\bmul\.f32\b", ptx), "a product that ptxas may contract"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize("name", ["add", "mul", "eq", "where", "maximum", "bitwise_and", "to_f32"])
+def test_ptx_of_integer_ops(name, dtype):
+    program = single(OPS[name], dtype)
+    if program is None:
+        pytest.skip(f"{name} takes no {dtype}")
+    (ptx,) = ptx_of(program)
+    assert ".f64" not in ptx
+
+
+def chain_of(*names, code="f32"):
+    steps, k = [], 0
+    for name in names:
+        op = OPS[name]
+        args = (k - 1 if k else ~0, *([~1] if len(op.names) > 1 else []))
+        steps.append(Step(op, args, code, view(code)))
+        k += 1
+    return Program(tuple(steps), (view(code), view(code)), ())
+
+
+def test_no_contraction_between_ops():
+    """x * y + z would be one fma in plain CUDA C; eager rounds twice."""
+    (ptx,) = ptx_of(chain_of("mul", "add"), (1,))
+    assert "fma" not in ptx
+    assert ptx.count("mul.rn.f32") == 4 and ptx.count("add.rn.f32") == 4  # 4 lanes
+
+
+def test_contraction_inside_an_op():
+    """exp ends in a product that eager's sigmoid contracts with the sum that follows."""
+    (alone,) = ptx_of(chain_of("exp"), (0,))
+    (inside,) = ptx_of(chain_of("sigmoid"), (0,))
+    assert inside.count("fma.rn.f32") == alone.count("fma.rn.f32") + 4
+
+
+def test_contiguous_path_has_wide_stores_too():
+    for code, kind in (("f32", "v4.f32"), ("bf16", "v4.u32"), ("f16", "v4.u32"), ("u8", "v2.u32")):
+        (ptx,) = ptx_of(chain_of("add", code=code), (0,))
+        assert f"st.global.{kind}" in ptx, code
+        assert f"ld.global.{kind}" in ptx, code
+
+
+def test_a_row_broadcast_keeps_wide_accesses():
+    program = Program(
+        (Step(OPS["add"], (~0, ~1), "f32", view("f32")),), (view("f32"), view("f32", 256)), ()
+    )
+    (piece,) = make_pieces(program, (0,), "cuda")
+    assert piece.plan.lanes == 4 and piece.plan.rank == 2
+    assert compile_ptx(piece.plan, CAPABILITY).count("ld.global.v4.f32") == 2
+
+
+def test_64_bit_indices_where_they_are_needed():
+    big = view("f32", 1 << 16, 1 << 16)
+    program = Program((Step(OPS["neg"], (~0,), "f32", big),), (big,), ())
+    (piece,) = make_pieces(program, (0,), "cuda")
+    assert piece.plan.wide
+    small = make_pieces(chain_of("neg"), (0,), "cuda")[0]
+    assert not small.plan.wide
+
+
+def test_source_is_deterministic_and_readable():
+    (piece,) = make_pieces(chain_of("mul", "tanh"), (1,), "cuda")
+    assert render(piece.plan) == render(piece.plan)
+    assert render(piece.plan) == (
+        "def af_mul_tanh(x0: f32, x1: f32):  # cuda, 4 lanes, 32-bit index\n"
+        "    v0: f32 = x0 * x1  # mul\n"
+        "    v1: f32 = tanh(v0)  # tanh\n"
+        "    return v1\n"
+    )
+
+
+def test_the_scalar_variant_is_the_same_kernel_with_one_lane():
+    (piece,) = make_pieces(chain_of("mul"), (0,), "cuda")
+    scalar = unvectorised(piece)
+    assert scalar.plan.lanes == 1 and scalar.plan.lines == piece.plan.lines
+    assert "v4" not in compile_ptx(scalar.plan, CAPABILITY)
+
+
+@pytest.mark.parametrize("arch", [(7, 5), (8, 0), (9, 0), (10, 0)], ids=str)
+def test_cubins_for_other_architectures(arch):
+    (piece,) = make_pieces(chain_of("mul", "sigmoid", code="bf16"), (1,), "cuda")
+    cubin = assemble(compile_ptx(piece.plan, arch), arch)
+    assert cubin[:4] == b"\x7fELF"
+
+
+def test_every_row_of_the_table_is_complete():
+    for name, op in OPS.items():
+        assert op.name == name and op.names
+        assert op.eager is not None or name in STAND_INS
+    assert len(CASTS) == len(CODES)

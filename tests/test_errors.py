@@ -1,0 +1,101 @@
+"""Errors appear at the line that made them, with eager's type and text."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import autofuse
+from support import DEVICES, assert_same_as_eager
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+WRONG = {
+    "shapes": lambda t: t + torch.ones(3, device=t.device),
+    "shapes_of_pending": lambda t: (t * 2) + (t.new_ones(3) * 2),
+    "neg_bool": lambda t: -(t > 0),
+    "sub_bool": lambda t: (t > 0) - (t > 0),
+    "not_a_tensor": lambda t: t + "text",
+    "none": lambda t: t * None,
+    "list": lambda t: t * [1],
+    "inverted_float": lambda t: ~t,
+    "and_float": lambda t: t & t,
+    "gelu_int": lambda t: F.gelu(t.int()),
+    "gelu_word": lambda t: F.gelu(t, approximate="maybe"),
+    "rounding_mode": lambda t: torch.div(t, 2.0, rounding_mode="up"),
+    "alpha_of_int": lambda t: torch.add(t.int(), t.int(), alpha=0.5),
+    "clamp_nothing": lambda t: torch.clamp(t),
+    "too_many": lambda t: torch.tanh(t, t),
+    "keyword": lambda t: torch.add(t, t, beta=2),
+    "missing": lambda t: torch.mul(t),
+    "lerp_dtypes": lambda t: torch.lerp(t, t.double(), 0.5),
+    "where_cond": lambda t: torch.where(t, t, t),
+    "huge_int": lambda t: t.int() + 2**70,
+    "mask_dtype": lambda t: t.masked_fill(t.int(), 1.0),
+    "mask_overflow": lambda t: t.half().masked_fill(t > 0, 1e9),
+    "int_mask_float": lambda t: t.int().masked_fill(t > 0, 1.5),
+    "negative_int_power": lambda t: t.int() ** -1,
+    "bool_of_many": lambda t: bool(t * 2),
+    "item_of_many": lambda t: (t * 2).item(),
+    "view_shape": lambda t: (t * 2).view(3, 5),
+    "unknown_attribute": lambda t: (t * 2).nonsense,
+    "matmul": lambda t: (t * 2) @ t.new_ones(7, 7),
+    "inplace_dtype": lambda t: (t.int() * 2).add_(0.5),
+    "inplace_shape": lambda t: (t[0] * 2).add_(t),
+    "out_dtype": lambda t: torch.add(t, t, out=torch.empty(4, 4, dtype=torch.int, device=t.device)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_same_error_as_eager(name, device):
+    assert_same_as_eager(WRONG[name], torch.randn(4, 4, device=device))
+
+
+def test_the_error_is_raised_at_the_line(device):
+    w = autofuse.wrap(torch.randn(4, device=device))
+    with pytest.raises(RuntimeError, match="size of tensor a"):
+        w + torch.ones(3, device=device)
+    y = w * 2
+    assert autofuse.is_pending(y)
+
+
+def test_valid_odd_calls_do_what_eager_does(device):
+    x = torch.randn(4, 4, device=device)
+    for call in (
+        lambda t: t.to(torch.int) == -1,
+        lambda t: t.abs().to(torch.uint8) == -1,
+        lambda t: t.abs().to(torch.uint8) + 300,
+        lambda t: torch.where(t > 0, 1.0, 2.0),
+        lambda t: torch.where(t > 0, t, 2),
+        lambda t: t.int() // 2,
+        lambda t: t.int() % 3,
+        lambda t: torch.add(input=t, other=t),
+        lambda t: t.float(),
+        lambda t: t.to(t.device),
+        lambda t: t.to("cpu"),
+        lambda t: t.to(torch.float64, copy=True),
+        lambda t: t.bool() + t.bool(),
+        lambda t: t.bool() * t.bool(),
+        lambda t: t**0,
+        lambda t: t**1,
+        lambda t: 2**t,
+        lambda t: t.int() ** 2,
+        lambda t: t.half() + 1,
+        lambda t: t == None,  # noqa: E711 - torch gives False
+        lambda t: t + t[0, 0],
+        lambda t: t.int() + t.double()[0, 0],
+        lambda t: t.half() * t[0, 0],
+        lambda t: t + torch.tensor(2.5),
+        lambda t: t.int() * torch.tensor(2.5),
+        lambda t: t.new_ones(0, 4) * 2,
+        lambda t: (t[0, 0] * 2) + 1,
+        lambda t: torch.round(t, decimals=1),
+        lambda t: +t,
+        lambda t: t.logical_not(),
+        lambda t: t.bool() & t.bool() | ~t.bool() ^ t.bool(),
+        lambda t: torch.maximum(t, t.double()),
+        lambda t: t.clamp(0, 1.5).type(torch.float16).type_as(t),
+        lambda t: torch.clamp(t.int(), 0.5, 1.5),
+        lambda t: t.expand(3, 4, 4) * 2,
+        lambda t: torch.complex(t, t) * t,
+    ):
+        assert_same_as_eager(call, x, rtol=1e-6)

@@ -1,0 +1,86 @@
+"""Shapes and strides against TensorIterator itself, over random layouts."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autofuse import layout
+
+
+@st.composite
+def operands(draw):
+    """One to three tensors that broadcast: permuted, gapped, channels-last, expanded, empty."""
+    ndim = draw(st.integers(0, 4))
+    shape = [draw(st.sampled_from([1, 2, 3, 4, 0] if draw(st.integers(0, 9)) == 0 else [1, 2, 3, 4]))
+             for _ in range(ndim)]  # fmt: skip
+    tensors = []
+    for k in range(draw(st.integers(1, 3))):
+        own = [1 if draw(st.integers(0, 4)) == 0 and k else n for n in shape]
+        own = own[draw(st.integers(0, len(own))) if draw(st.integers(0, 4)) == 0 and k else 0 :]
+        tensors.append(_laid_out(draw, own))
+    return tensors
+
+
+def _laid_out(draw, shape):
+    how = draw(st.sampled_from(["plain", "permuted", "gapped", "channels_last", "expanded"]))
+    if how == "permuted":
+        order = draw(st.permutations(range(len(shape))))
+        inverse = [list(order).index(i) for i in range(len(order))]
+        return torch.zeros([shape[i] for i in order]).permute(inverse)
+    if how == "gapped":
+        return torch.zeros([2 * n for n in shape])[tuple(slice(None, None, 2) for _ in shape)]
+    if how == "channels_last" and len(shape) == 4:
+        return torch.zeros(shape).to(memory_format=torch.channels_last)
+    if how == "expanded":
+        return torch.zeros([1 if draw(st.booleans()) else n for n in shape]).expand(shape)
+    return torch.zeros(shape)
+
+
+def views(tensors):
+    return [(tuple(t.shape), t.stride()) for t in tensors]
+
+
+@settings(max_examples=1500, deadline=None)
+@given(operands())
+def test_result_has_eagers_shape_and_strides(tensors):
+    call = {1: torch.neg, 2: torch.add, 3: torch.addcmul}[len(tensors)]
+    want = call(*tensors)
+    shape = layout.broadcast([tuple(t.shape) for t in tensors])
+    assert shape == tuple(want.shape)
+    assert layout.result_stride(shape, views(tensors)) == want.stride()
+
+
+@settings(max_examples=300, deadline=None)
+@given(operands())
+def test_a_scalar_is_a_0d_operand(tensors):
+    t = tensors[0]
+    want = t + 1.0
+    assert layout.result_stride(tuple(t.shape), [*views([t]), ((), ())]) == want.stride()
+
+
+@settings(max_examples=500, deadline=None)
+@given(operands())
+def test_collapse_visits_every_element_once(tensors):
+    shape = layout.broadcast([tuple(t.shape) for t in tensors])
+    if 0 in shape:
+        return
+    strides = [layout.expand(tuple(t.shape), t.stride(), shape) for t in tensors]
+    sizes, merged = layout.collapse(shape, strides)
+    assert layout.numel(sizes) == layout.numel(shape)
+
+    def offsets(sizes, strides):
+        points = [(0,) * len(strides)]
+        for axis, size in enumerate(sizes):
+            points = [
+                tuple(p + k * s[axis] for p, s in zip(point, strides, strict=True))
+                for point in points
+                for k in range(size)
+            ]
+        return sorted(points)
+
+    assert offsets(shape, strides) == offsets(sizes, merged)
+
+
+def test_shapes_that_do_not_broadcast():
+    assert layout.broadcast([(2, 3), (4,)]) is None
+    assert layout.broadcast([(2, 3), (1,), ()]) == (2, 3)
