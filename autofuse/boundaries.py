@@ -114,6 +114,12 @@ def _flush_readers_of(args: tuple[Any, ...], name: str) -> None:
         flush_readers(target, name)
 
 
+class _Attribute(property):
+    """A property that says of itself what a C getter says; torch._dynamo asks."""
+
+    __objclass__ = torch._C.TensorBase
+
+
 def _patch_attributes() -> None:
     """`t.data = s` and `t.grad = s` hand a tensor to C++ without asking it."""
     for name in ("data", "grad"):
@@ -132,7 +138,7 @@ def _patch_attributes() -> None:
         def delete(self: Any, base: Any = base) -> None:
             base.__delete__(self)
 
-        setattr(torch.Tensor, name, property(get, set_, delete))
+        setattr(torch.Tensor, name, _Attribute(get, set_, delete))
 
 
 def _pending() -> bool:

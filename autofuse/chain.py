@@ -21,7 +21,7 @@ import torch
 from . import shell as _shell
 from .config import config
 from .errors import StaleInputError
-from .launch import CpuRunner, CudaRunner, FailedRunner, Runner, stream_reader
+from .launch import CpuRunner, CudaRunner, FailedRunner, Runner, enter_context, stream_reader
 from .ops import CASTS, Op
 from .plan import CONST, make_pieces
 from .shell import (
@@ -81,6 +81,7 @@ class Recorder:
         self.device, self.ident, self.off = device, ident, off
         self.lock = threading.RLock()
         self.stream = stream_reader(device)
+        enter_context(device)
         self.closed = Node(self, None, None)  # nothing is ever recorded after it
         self.roots: dict[object, Node] = {}  # by what decides results besides the operands
         self.size = 0  # nodes in the trie
@@ -386,10 +387,12 @@ def pending_version(tensor: Tensor) -> int:
 
 def flush(recorder: Recorder, reason: str) -> None:
     """Run what `recorder` has pending: live values get memory, dead ones are forgotten."""
-    if not recorder.chain:
+    if not recorder.chain and recorder.ident:
         return
-    with recorder.lock:
+    with recorder.lock:  # also waits for a flush by another thread
         ident, recorder.ident = recorder.ident, 0  # a recording thread goes to the slow path
+        if ident != get_ident():
+            enter_context(recorder.device)
         try:
             chain = recorder.chain
             recorder.chain = Chain(recorder.home)

@@ -17,7 +17,7 @@ class Config:
     max_inputs: a chain is cut at this many Inputs; 32 pointers and their strides stay far below
         the 4 KB of a kernel's parameters.
     pinned_bytes: Inputs that nobody but the chain may still hold are tolerated up to this size,
-        or up to four times the largest of them, whichever is more.
+        or up to twice the largest of them, whichever is more.
     max_trie: recorded ops remembered per thread and device before the memory of them is dropped.
     """
 

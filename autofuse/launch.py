@@ -38,6 +38,25 @@ def stream_reader(device: torch.device) -> Callable[[], int]:
     return partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
+def enter_context(device: torch.device) -> None:
+    """Make the device's primary context current in this thread, as a first torch op would."""
+    if device.type != "cuda":
+        return
+    from cuda.bindings import driver
+
+    error, context = driver.cuCtxGetCurrent()
+    if not error and int(context):
+        return
+    torch.cuda.init()
+    error, handle = driver.cuDeviceGet(device.index)
+    if not error:
+        error, context = driver.cuDevicePrimaryCtxRetain(handle)  # torch never releases its own
+    if not error:
+        (error,) = driver.cuCtxSetCurrent(context)
+    if error:
+        raise KernelError(f"no CUDA context on {device}: {error}")
+
+
 class Runner:
     """Computes the live-outs `live` of one program; counts what that saved."""
 
@@ -120,7 +139,7 @@ def _load_cuda(plan: Plan, device: torch.device) -> Kernel:
     ptx = compile_ptx(plan, capability)
     cubin = assemble(ptx, capability)
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the primary context is current from here on
+        enter_context(device)
         error, module = driver.cuModuleLoadData(cubin)
         if not error:
             error, function = driver.cuModuleGetFunction(module, plan.name.encode())

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from . import chain as _chain
 from . import ops
 from .chain import counts, flush_tensor, flush_thread, record, record_inplace, pending_version
+from .errors import KernelError
 from .ops import OPS, Op
 from .shell import UNKNOWN, Held, NoTorchFunction, Tensor
 
@@ -166,6 +167,11 @@ def _torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -
     for tensor in [*_tensors(args), *_tensors(kwargs)]:
         if tensor._af.recorder is not None:
             flush_tensor(tensor, "C++")
+            if tensor._af.recorder is not None:
+                raise KernelError(
+                    f"{func} met a value that is being computed by the flush it interrupts; a "
+                    "finalizer must not use wrapped tensors"
+                )
     if _writes(func.overloadpacket.__name__, func, kwargs):
         flush_thread("C++")
     counts.eager[func.overloadpacket.__name__, "called from C++"] += 1

@@ -126,7 +126,7 @@ def extend(
     fresh = node.inputs[len(tip.inputs) :]
     node.fresh_bytes = sum(meta.nbytes for meta in fresh)
     largest = max((meta.nbytes for meta in inputs), default=0)
-    node.pinned_limit = max(config.pinned_bytes, 4 * largest)
+    node.pinned_limit = max(config.pinned_bytes, 2 * largest)
     node.checks_grad = any(meta.requires_grad for meta in fresh)
     return node
 

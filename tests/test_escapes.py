@@ -253,10 +253,10 @@ class TestStreams:
     def test_work_stays_on_the_recording_stream(self):
         x = autofuse.wrap(torch.randn(1 << 20, device="cuda"))
         side = torch.cuda.Stream()
+        autofuse.materialize((x * 2).neg())  # compiled before the clock runs
         with torch.cuda.stream(side):
-            torch.cuda._sleep(10_000_000)
-            y = x * 2
-            z = y.neg()
+            torch.cuda._sleep(100_000_000)
+            z = (x * 2).neg()
         assert not autofuse.is_pending(z)
         assert not side.query()
         torch.cuda.current_stream().wait_stream(side)
