@@ -138,7 +138,9 @@ def _patch_attributes() -> None:
         def delete(self: Any, base: Any = base) -> None:
             base.__delete__(self)
 
-        setattr(torch.Tensor, name, _Attribute(get, set_, delete))
+        attribute = _Attribute(get, set_, delete)
+        attribute.__name__ = name  # type: ignore[attr-defined]
+        setattr(torch.Tensor, name, attribute)
 
 
 def _pending() -> bool:

@@ -21,7 +21,7 @@ import torch
 from . import shell as _shell
 from .config import config
 from .errors import StaleInputError
-from .launch import CpuRunner, CudaRunner, FailedRunner, Runner, enter_context, stream_reader
+from .launch import CpuRunner, CudaRunner, FailedRunner, Runner, enter_context, settle, stream_reader
 from .ops import CASTS, Op
 from .plan import CONST, make_pieces
 from .shell import (
@@ -36,6 +36,7 @@ from .shell import (
     concrete_meta,
     make_shell,
     meta_of,
+    plain_meta,
     version_of,
 )
 from .trie import Node, eager_node, extend
@@ -197,17 +198,11 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             return None
         shell = node.shell = make_shell(node.meta, node)
     if fresh is not None:
-        if node.checks_grad and torch.is_grad_enabled():
+        if node.careful and torch.is_grad_enabled() and any(m.requires_grad for m in fresh[1::2]):
             counts.eager[op.name, "requires grad"] += 1
             return None
-        inputs, marks = chain.inputs, chain.marks
-        if not inputs:
-            chain.stream = recorder.stream()
-        with NoTorchFunction():
-            for x in fresh[::2]:
-                slots[id(x)] = ~len(inputs)
-                inputs.append(x)
-                marks += (version_of(x), address_of(x))
+        for x in fresh[::2]:
+            add_input(recorder, chain, x)
         chain.pinned += node.fresh_bytes
     if consts is not None:
         chain.consts += consts
@@ -216,8 +211,19 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     if recorder.chain is not chain:
         return record(op, operands)
     if chain.pinned > node.pinned_limit:
-        _relieve(recorder, chain)
+        relieve(recorder, chain)
     return shell
+
+
+def add_input(recorder: Recorder, chain: Chain, x: torch.Tensor) -> None:
+    """Make `x` the next Input of `chain`."""
+    inputs = chain.inputs
+    if not inputs:
+        chain.stream = recorder.stream()
+    with NoTorchFunction():
+        chain.marks += (version_of(x), address_of(x))
+    chain.slots[id(x)] = ~len(inputs)
+    inputs.append(x)
 
 
 # --- end of the hot path ---------------------------------------------------------------------
@@ -288,7 +294,7 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
         else:
             meta = concrete_meta(x)
     elif cls is torch.Tensor or cls is _Parameter:
-        meta = meta_of(x)
+        meta = plain_meta(x)
     else:
         return x, None
     if meta is None or recorder is None or meta.device is recorder.device:
@@ -326,7 +332,7 @@ def _miss(recorder: Recorder, chain: Chain, op: Op, key: tuple[Any, ...]) -> Nod
     return node
 
 
-def _relieve(recorder: Recorder, chain: Chain) -> None:
+def relieve(recorder: Recorder, chain: Chain) -> None:
     """Flush if Inputs that only this chain keeps alive have come to much memory."""
     alive = _counts(chain.inputs)
     metas = chain.tip.inputs
@@ -391,45 +397,30 @@ def flush(recorder: Recorder, reason: str) -> None:
         return
     with recorder.lock:  # also waits for a flush by another thread
         ident, recorder.ident = recorder.ident, 0  # a recording thread goes to the slow path
-        if ident != get_ident():
-            enter_context(recorder.device)
         try:
             chain = recorder.chain
+            if not chain:
+                return
             recorder.chain = Chain(recorder.home)
-            if chain:
-                _run(recorder, chain, reason)
+            if ident != get_ident():
+                enter_context(recorder.device)
+            node = chain[-1]._af
+            alive = tuple(map(getrefcount, chain))
+            runner = node.runners.get(alive)
+            if runner is None:
+                runner = _runner_for(recorder, node, alive)
+            counts.flushes[reason] += 1
+            try:
+                runner.run(chain)
+                runner.runs += 1
+            except Exception as error:
+                _recover(recorder, chain, node, runner, error)
+            if any(map(getweakrefcount, chain)):
+                for shell in chain:
+                    if shell is not None and getweakrefcount(shell):
+                        shell._af.shell = None  # the weak reference dies with the shell
         finally:
             recorder.ident = ident
-
-
-def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
-    node = chain[-1]._af
-    alive = tuple(map(getrefcount, chain))
-    runner = node.runners.get(alive)
-    if runner is None:
-        runner = _runner_for(recorder, node, alive)
-    counts.flushes[reason] += 1
-    try:
-        reals = runner.run(chain)
-    except StaleInputError as error:
-        _lose(chain, runner, error)
-        raise
-    except Exception as error:
-        reals = _replay(recorder, chain, node, runner.live, error)
-    else:
-        runner.runs += 1
-    if chain.bumps is not None:
-        for index, real in zip(runner.live, reals, strict=True):
-            for _ in range(chain.bumps.get(index, 0)):
-                torch.autograd.graph.increment_version(real)
-    with NoTorchFunction():
-        for owner, real in zip(runner.owners, reals):  # noqa: B905 - hot, equal by construction
-            owner.shell = become(chain[owner.index], real, owner.meta, owner)
-            chain[owner.index] = None
-    if any(map(getweakrefcount, chain)):
-        for shell in chain:
-            if shell is not None and getweakrefcount(shell):
-                shell._af.shell = None  # the weak reference dies with the shell
 
 
 def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...]) -> Runner:
@@ -453,27 +444,26 @@ def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...]) -> Runne
     return runner
 
 
-def _lose(chain: Chain, runner: Runner, error: StaleInputError) -> None:
-    for owner in runner.owners:
-        _shell._set(chain[owner.index], "_af", Lost(error))
-        owner.shell = None
-
-
-def _replay(
-    recorder: Recorder, chain: Chain, node: Node, live: tuple[int, ...], error: Exception
-) -> list[torch.Tensor]:
-    """Compute the live-outs without the kernel, which failed with `error`."""
+def _recover(
+    recorder: Recorder, chain: Chain, node: Node, runner: Runner, error: Exception
+) -> None:
+    """After a failed run: compute the live-outs without the kernel, or say that they are lost."""
+    if isinstance(error, StaleInputError):
+        for owner in runner.owners:
+            _shell._set(chain[owner.index], "_af", Lost(error))
+            owner.shell = None
+        raise error
     try:
         with torch.no_grad(), NoTorchFunction():
-            values = _replay_ops(chain, node.path(), live)
+            values = _replay_ops(chain, node.path(), runner.live)
     except Exception as failure:
         recorder.chain = chain  # nothing is lost: the next flush tries again
         raise failure from error
+    settle(chain, runner.owners, values)
     counts.replays += 1
     counts.forgotten["ops_recorded"] += node.index + 1
-    counts.forgotten["live_outs_stored"] += len(live)
+    counts.forgotten["live_outs_stored"] += len(values)
     warn_once(f"autofuse: a chain runs as eager ops because its kernel failed: {error!r}")
-    return values
 
 
 def _replay_ops(chain: Chain, nodes: list[Node], live: tuple[int, ...]) -> list[torch.Tensor]:

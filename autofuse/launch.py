@@ -22,7 +22,17 @@ from .codegen import render
 from .errors import KernelError, StaleInputError
 from .lower import THREADS_PER_BLOCK, Parameters
 from .plan import Piece, Plan, unvectorised
-from .shell import Meta, NoTorchFunction, address_of, version_of, _version_of
+from .shell import (
+    Meta,
+    NoTorchFunction,
+    Tensor,
+    address_of,
+    become,
+    raw_version_of,
+    swap,
+    use_count,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from .chain import Chain
@@ -57,10 +67,22 @@ def enter_context(device: torch.device) -> None:
         raise KernelError(f"no CUDA context on {device}: {error}")
 
 
+def settle(chain: Chain, owners: Sequence[Node], reals: Sequence[torch.Tensor]) -> None:
+    """Give the live shells of `chain` their values."""
+    with NoTorchFunction():
+        for owner, real in zip(owners, reals, strict=True):
+            index = owner.index
+            for _ in range((chain.bumps or {}).get(index, 0)):
+                torch.autograd.graph.increment_version(real)
+            assert owner.meta is not None
+            owner.shell = become(chain[index], real, owner.meta, owner)
+            chain[index] = None
+
+
 class Runner:
     """Computes the live-outs `live` of one program; counts what that saved."""
 
-    run: Callable[[Chain], Sequence[torch.Tensor]]
+    run: Callable[[Chain], None]  # computes and settles
 
     def __init__(
         self,
@@ -123,7 +145,7 @@ class FailedRunner(Runner):
         super().__init__(*args)
         self.error = error
 
-    def run(self, chain: Chain) -> Sequence[torch.Tensor]:  # type: ignore[override]
+    def run(self, chain: Chain) -> None:  # type: ignore[override]
         self.check(chain)
         raise KernelError(f"no kernel: {self.error}") from self.error
 
@@ -184,7 +206,7 @@ class CudaRunner(Runner):
 
         self._launch = driver.cuLaunchKernel
         self._scalar: dict[int, tuple[Any, _Slots]] = {}
-        self.run = self._generate()
+        self.run = self._generate()  # type: ignore[method-assign]
 
     def _load(self, piece: Piece) -> tuple[Any, _Slots]:
         device = self.device
@@ -208,26 +230,21 @@ class CudaRunner(Runner):
             names = ", ".join(piece.plan.name for piece in self.pieces)
             raise KernelError(f"cannot launch {names}: {error}")
 
-    def _generate(self) -> Callable[[Chain], Sequence[torch.Tensor]]:
-        """A run function without loops: 1.1 us less than the same in general form."""
+    def _generate(self) -> Callable[[Chain], None]:
+        """A run function without loops and calls that its program does not need."""
         space: dict[str, Any] = {
-            "NoTorchFunction": NoTorchFunction,
-            "check": self.check,
-            "fail": self._check,
-            "unaligned": self._unaligned,
-            "launch": self._launch,
-            "empty": _empty_strided,
-        }
-        several = torch.cuda.device_count() > 1
+            "NoTorchFunction": NoTorchFunction, "check": self.check, "fail": self._check,
+            "unaligned": self._unaligned, "launch": self._launch, "empty": _empty_strided,
+            "version": raw_version_of, "address": address_of, "use_count": use_count,
+            "swap": swap, "Tensor": Tensor, "settle": settle, "owners": self.owners,
+        }  # fmt: skip
         lines = ["inputs = chain.inputs; marks = chain.marks; stream = chain.stream"]
         lines += [f"i{k} = inputs[{k}]" for k in range(len(self.inputs))]
-        space["version"], space["address"] = _version_of, address_of
         versions = ["-1" if meta.inference else "version(i{})" for meta in self.inputs]
         fresh = ", ".join(
             f"{version.format(k)}, address(i{k})" for k, version in enumerate(versions)
         )
-        lines += ["with NoTorchFunction():", f"    same = marks == [{fresh}]"]
-        lines += ["if not same: check(chain)"]
+        lines += [f"if marks != [{fresh}]: check(chain)"]
         lines += [f"p{k} = marks[{2 * k + 1}]" for k in range(len(self.inputs))]
         for index in self.live:
             meta = self._out(index)
@@ -237,14 +254,33 @@ class CudaRunner(Runner):
             lines.append(f"q{index} = address(o{index})")
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space)
-        lines.append(f"return [{', '.join(f'o{index}' for index in self.live)}]")
-        if several:
-            space["device"] = torch.cuda.device
-            space["index"] = self.device.index
-            lines = ["with device(index):", *("    " + line for line in lines)]
-        source = "def run(chain):\n" + "".join(f"    {line}\n" for line in lines)
-        exec(source, space)
+        lines += self._generate_settling(space)
+        if torch.cuda.device_count() > 1:
+            space["device"], space["number"] = torch.cuda.device, self.device.index
+            lines = ["with device(number):", *("    " + line for line in lines)]
+        body = "".join(f"        {line}\n" for line in lines)
+        exec(f"def run(chain):\n    with NoTorchFunction():\n{body}", space)
         return space["run"]
+
+    def _generate_settling(self, space: dict[str, Any]) -> list[str]:
+        """`settle`, unrolled: 0.3 us less for one live-out."""
+        if not self.live:
+            return []
+        names = [f"o{index}" for index in self.live]
+        shells = [f"s{index}" for index in self.live]
+        lines = [f"s{index} = chain[{index}]" for index in self.live]
+        simple = " and ".join(["chain.bumps is None", *(f"use_count({s}) == 1" for s in shells)])
+        lines.append(f"if {simple}:")
+        for owner in self.owners:
+            k = owner.index
+            space[f"node{k}"], space[f"meta{k}"] = owner, owner.meta
+            lines += [
+                f"    swap(s{k}, o{k}); s{k}.__dict__['_af'] = meta{k}",
+                f"    o{k}.__class__ = Tensor; o{k}.__dict__['_af'] = node{k}",
+                f"    node{k}.shell = o{k}; chain[{k}] = None",
+            ]
+        lines.append(f"else: settle(chain, owners, [{', '.join(names)}])")
+        return lines
 
     def _generate_piece(self, k: int, piece: Piece, space: dict[str, Any]) -> list[str]:
         entry, slots = self._load(piece)
@@ -314,7 +350,7 @@ class CpuRunner(Runner):
         ]
         self._formats = [Parameters.of(piece.plan) for piece in self.pieces]
 
-    def run(self, chain: Chain) -> Sequence[torch.Tensor]:  # type: ignore[override]
+    def run(self, chain: Chain) -> None:  # type: ignore[override]
         self.check(chain)
         marks, consts = chain.marks, chain.consts
         outs: dict[int, torch.Tensor] = {}
@@ -330,7 +366,7 @@ class CpuRunner(Runner):
             pointers += [address_of(outs[index]) for index in piece.stores]
             scalars = [consts[const] for const in piece.consts]
             self._loop(entry, piece.numel, (*pointers, *scalars, piece.numel, *piece.numbers))
-        return [outs[index] for index in self.live]
+        settle(chain, self.owners, [outs[index] for index in self.live])
 
     @staticmethod
     def _loop(entry: Any, numel: int, arguments: tuple[Any, ...]) -> None:

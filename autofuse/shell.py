@@ -19,23 +19,7 @@ from .layout import Ints
 from .plan import View
 
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
-_swap = torch._C._swap_tensor_impl
-_dispatch_keys = torch._C._dispatch_keys
-_KEY = torch._C.DispatchKey
-_FOREIGN_KEYS = tuple(
-    getattr(_KEY, name)
-    for name in (
-        "Python",
-        "Negative",
-        "Conjugate",
-        "ZeroTensor",
-        "FuncTorchBatched",
-        "FuncTorchGradWrapper",
-        "Functionalize",
-    )
-    if hasattr(_KEY, name)
-)
-
+swap = torch._C._swap_tensor_impl
 
 _devices: dict[torch.device, torch.device] = {}
 
@@ -77,6 +61,7 @@ class _Unknown:
 
     recorder = None
     index = -1
+    device = None
 
 
 class Held(_Unknown):
@@ -114,21 +99,21 @@ class Tensor(torch.Tensor):
 Tensor.__module__ = "torch"  # torch's own messages name the class
 _leave_pending = lambda tensor: None  # noqa: E731 - set by chain, which knows how to flush
 _set = torch.Tensor.__setattr__
-_use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
+use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 address_of = torch.Tensor.data_ptr
-_version_of = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+raw_version_of = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """The version counter; -1 for an inference tensor, which has none."""
     try:
-        return _version_of(tensor)
+        return raw_version_of(tensor)
     except RuntimeError:
         return -1
 
 
-_metas: dict[tuple[Any, ...], Meta | None] = {}
+_metas: dict[tuple[Any, ...], Meta] = {}
 
 
 def make_shell(meta: Meta, state: object) -> Tensor:
@@ -142,41 +127,42 @@ def make_shell(meta: Meta, state: object) -> Tensor:
 
 def make_meta(dtype: torch.dtype, shape: Ints, stride: Ints, device: torch.device) -> Meta:
     """The Meta of a result that does not require grad."""
-    inference = torch.is_inference_mode_enabled()
-    key = (dtype, shape, stride, device, inference)
+    key = (dtype, shape, stride, device, False, torch.is_inference_mode_enabled())
     meta = _metas.get(key)
     if meta is None:
-        meta = _metas[key] = Meta(dtype, shape, stride, device, False, inference)
+        meta = _metas[key] = Meta(*key)
     return meta
 
 
 def meta_of(tensor: torch.Tensor) -> Meta | None:
     """The Meta of a plain or concrete tensor; None if autofuse cannot read such a tensor."""
     with NoTorchFunction():
-        keys = _dispatch_keys(tensor)
-        if tensor.layout is not torch.strided:
-            return None
-        dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
-        key = (keys.raw_repr(), dtype, shape, stride, tensor.device, tensor.requires_grad)
-        try:
-            return _metas[key]
-        except KeyError:
-            pass
-        supported = (
-            dtype in CODES
-            and tensor.device.type in ("cpu", "cuda")
-            and not any(map(keys.has, _FOREIGN_KEYS))
-            and not tensor.is_quantized
-        )
-        if len(_metas) > 65536:
-            _metas.clear()
-        meta = _metas[key] = (
-            Meta(dtype, tuple(shape), stride, tensor.device, tensor.requires_grad,
-                 tensor.is_inference())
-            if supported
-            else None
-        )  # fmt: skip
-        return meta
+        return plain_meta(tensor)
+
+
+def plain_meta(tensor: torch.Tensor) -> Meta | None:
+    """`meta_of`, where torch functions are off or the tensor's class is torch's own."""
+    if tensor.layout is not torch.strided or tensor.is_neg():
+        return None
+    key = (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_inference(),
+    )
+    try:
+        return _metas[key]
+    except KeyError:
+        pass
+    if tensor.dtype not in CODES or tensor.device.type not in ("cpu", "cuda"):
+        return None
+    if len(_metas) > 65536:
+        _metas.clear()
+    dtype, shape, stride, device, requires_grad, inference = key
+    meta = _metas[key] = Meta(dtype, tuple(shape), stride, device, requires_grad, inference)
+    return meta
 
 
 def concrete_meta(tensor: Tensor) -> Meta | None:
@@ -193,10 +179,10 @@ def become(shell: Tensor, real: torch.Tensor, meta: Meta, node: object) -> Tenso
     Returns None where C++ holds the shell: the value is then kept beside it. Call it without
     torch functions on.
     """
-    if _use_count(shell) != 1:
+    if use_count(shell) != 1:
         _set(shell, "_af", Held(real))
         return None
-    _swap(shell, real)
+    swap(shell, real)
     shell.__dict__["_af"] = meta  # 0.04 us, __setattr__ 0.09 us
     real.__class__ = Tensor
     real.__dict__["_af"] = node

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 
 from . import layout
 from .config import config
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "checks_grad", "common", "consts", "fresh_bytes", "index", "inputs", "meta",
+    __slots__ = ("args", "careful", "common", "consts", "fresh_bytes", "index", "inputs", "meta",
                  "next", "op", "parent", "pinned_limit", "reason", "recorder", "runners",
                  "shell")  # fmt: skip
 
@@ -42,7 +41,7 @@ class Node:
         self.consts: tuple[type, ...] = () if parent is None else parent.consts
         self.fresh_bytes = 0  # of the Inputs that this op brings
         self.pinned_limit = 0  # bytes that only the chain may keep alive
-        self.checks_grad = False  # a new Input requires grad: recording depends on grad mode
+        self.careful = False  # a new Input requires grad or is an inference tensor
         self.next: dict[tuple[Any, ...], Node] = {}
         self.shell: Tensor | None = None  # free unless it stands in the open chain
         self.runners: dict[tuple[int, ...], Any] = {}  # by reference counts, then by live-outs
@@ -127,6 +126,6 @@ def extend(
     node.fresh_bytes = sum(meta.nbytes for meta in fresh)
     largest = max((meta.nbytes for meta in inputs), default=0)
     node.pinned_limit = max(config.pinned_bytes, 2 * largest)
-    node.checks_grad = any(meta.requires_grad for meta in fresh)
+    node.careful = any(meta.requires_grad or meta.inference for meta in fresh)
     return node
 
