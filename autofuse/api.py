@@ -168,11 +168,29 @@ def _holds_wrapped(value: Any) -> bool:
     return found
 
 
+def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call in grad mode works on a trainable module or on tensors that require grad."""
+    if args and isinstance(args[0], torch.nn.Module):
+        if any(parameter.requires_grad for parameter in args[0].parameters()):
+            return True
+    found = False
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal found
+        found = found or tensor.requires_grad
+        return tensor
+
+    _mapped((args, kwargs), look)
+    return found
+
+
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _local.closed or _local.depth or _holds_wrapped((args, kwargs)):
             return function(*args, **kwargs)
+        if torch.is_grad_enabled() and _trains(args, kwargs):
+            return function(*args, **kwargs)  # autograd sees every op: nothing here would fuse
         entry = _Entry()
         args, kwargs = _mapped(args, entry.enter), _mapped(kwargs, entry.enter)
         _local.depth += 1

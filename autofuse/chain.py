@@ -404,8 +404,8 @@ def flush(recorder: Recorder, reason: str) -> None:
             recorder.chain = Chain(recorder.home)
             if ident != get_ident():
                 enter_context(recorder.device)
-            node = chain[-1]._af
             alive = tuple(map(getrefcount, chain))
+            node = chain[len(alive) - 1]._af  # a thread in the middle of recording may add one more
             runner = node.runners.get(alive)
             if runner is None:
                 runner = _runner_for(recorder, node, alive)
