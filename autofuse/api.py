@@ -11,7 +11,14 @@ from typing import Any, TypeVar, overload
 import torch
 
 from . import tensor as _tensor
-from .chain import _local, close_thread, flush, flush_tensor, flush_thread, reopen_thread
+from .chain import (
+    _local,
+    close_thread,
+    flush,
+    flush_tensor,
+    flush_thread,
+    reopen_thread,
+)
 from .shell import NoTorchFunction, Tensor, alias
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -237,7 +244,11 @@ def _fused_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """A subclass of `cls` with a fused forward; instances pickle as `cls` made fused again."""
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-        return _rebuild, (cls,), self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return (
+            _rebuild,
+            (cls,),
+            self.__getstate__() if hasattr(self, "__getstate__") else vars(self),
+        )
 
     return type(
         cls.__name__,
@@ -256,4 +267,3 @@ def _fused_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 def _rebuild(cls: type[torch.nn.Module]) -> torch.nn.Module:
     fused = _fused_class(cls)
     return fused.__new__(fused)
-

@@ -21,7 +21,15 @@ import torch
 from . import shell as _shell
 from .config import config
 from .errors import StaleInputError
-from .launch import CpuRunner, CudaRunner, FailedRunner, Runner, enter_context, settle, stream_reader
+from .launch import (
+    CpuRunner,
+    CudaRunner,
+    FailedRunner,
+    Runner,
+    enter_context,
+    settle,
+    stream_reader,
+)
 from .ops import CASTS, Op
 from .plan import CONST, make_pieces
 from .shell import (

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .codegen import render
+from .emit import Parameters, emit_cpu, emit_cuda
 from .errors import KernelError
-from .lower import Cpu, Cuda, Parameters, cuda_index, emit
 from .plan import Plan
 
 Capability = tuple[int, int]
@@ -96,7 +96,7 @@ def assemble(ptx: str, capability: Capability) -> bytes:
 
 
 def compile_cpu(plan: Plan) -> Kernel:
-    """A function (start, stop, *parameters) over loop positions, without the GIL."""
+    """A function (start, stop, *parameters) over rows, or over columns where there is one row."""
     from numba import njit
 
     parameters = Parameters.of(plan)
@@ -125,13 +125,13 @@ def _numba_kernel(
     on_cuda = capability is not None
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if on_cuda:
-            emit(plan, builder, Cuda(builder, capability), cuda_index(builder), list(args))
+        if capability is not None:
+            emit_cuda(plan, builder, capability, list(args))
         else:
-            emit(plan, builder, Cpu(builder), args[0], list(args[1:]))
+            emit_cpu(plan, builder, args[0], args[1], list(args[2:]))
         return context.get_dummy_value()
 
-    arguments = names if on_cuda else f"i, {names}"
+    arguments = names if on_cuda else f"row, column, {names}"
     space: dict[str, Any] = {"generate": generate, "void": types.void}
     exec(
         f"def body(typing, {arguments}):\n    return void({arguments}), generate\n",
@@ -141,9 +141,15 @@ def _numba_kernel(
     if on_cuda:
         exec(f"def kernel({names}):\n    body({names})\n", space)
         return space["kernel"], signature
-    exec(
-        f"def kernel(start, stop, {names}):\n"
-        f"    for i in range(start, stop):\n        body(i, {names})\n",
-        space,
-    )
+    # start and stop count columns where there is one axis, rows where there are more
+    if plan.rank == 1:
+        loops = f"    for column in range(start, stop):\n        body(0, column, {names})\n"
+    else:
+        pointers = parameters.loads + parameters.stores + parameters.consts
+        columns = f"p{pointers + plan.rank - 1}"
+        loops = (
+            f"    for row in range(start, stop):\n        for column in range({columns}):\n"
+            f"            body(row, column, {names})\n"
+        )
+    exec(f"def kernel(start, stop, {names}):\n{loops}", space)
     return space["kernel"], (types.int64, types.int64, *signature)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .compile import Kernel, assemble, compile_cpu, compile_ptx, kernel_for
 from .codegen import render
+from .compile import Kernel, assemble, compile_cpu, compile_ptx, kernel_for
+from .emit import THREADS_PER_BLOCK, Parameters
 from .errors import KernelError, StaleInputError
-from .lower import THREADS_PER_BLOCK, Parameters
 from .plan import Piece, Plan, unvectorised
 from .shell import (
     Meta,
@@ -180,7 +180,9 @@ class _Slots:
         address = ctypes.addressof(self.buffer)
         self.array = (ctypes.c_void_p * len(codes))(*(address + 8 * k for k in range(len(codes))))
         self.address = ctypes.addressof(self.array)
-        self.pack = struct.Struct("<" + "".join(_FORMATS[code] for code in codes[:varying])).pack_into
+        self.pack = struct.Struct(
+            "<" + "".join(_FORMATS[code] for code in codes[:varying])
+        ).pack_into
         count = piece.numel if piece.plan.rank == 1 else piece.numel // piece.plan.lanes
         fixed = struct.Struct("<" + "".join(_FORMATS[code] for code in codes[varying:]))
         fixed.pack_into(self.buffer, 8 * varying, count, *piece.numbers)
@@ -365,16 +367,19 @@ class CpuRunner(Runner):
             ]
             pointers += [address_of(outs[index]) for index in piece.stores]
             scalars = [consts[const] for const in piece.consts]
-            self._loop(entry, piece.numel, (*pointers, *scalars, piece.numel, *piece.numbers))
+            rank = piece.plan.rank
+            columns = piece.numbers[rank - 2] if rank > 1 else 1
+            arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
+            self._loop(entry, piece.numel // columns, piece.numel, arguments)
         settle(chain, self.owners, [outs[index] for index in self.live])
 
     @staticmethod
-    def _loop(entry: Any, numel: int, arguments: tuple[Any, ...]) -> None:
-        chunks = min(torch.get_num_threads(), numel // _CHUNK)
+    def _loop(entry: Any, steps: int, numel: int, arguments: tuple[Any, ...]) -> None:
+        chunks = min(torch.get_num_threads(), numel // _CHUNK, steps)
         if chunks < 2:
-            entry(0, numel, *arguments)
+            entry(0, steps, *arguments)
             return
-        cuts = [numel * k // chunks for k in range(chunks + 1)]
+        cuts = [steps * k // chunks for k in range(chunks + 1)]
         jobs = [
             _threads().submit(entry, cuts[k], cuts[k + 1], *arguments) for k in range(1, chunks)
         ]
@@ -382,4 +387,3 @@ class CpuRunner(Runner):
         wait(jobs)
         for job in jobs:
             job.result()
-

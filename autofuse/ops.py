@@ -405,8 +405,20 @@ _op(
 _op("pow_minus_half", "x", "rsqrt(x)", eager=partial(torch.pow, exponent=-0.5))
 _op("pow_minus_1", "x", "1 / x", eager=partial(torch.pow, exponent=-1))
 _op("pow_minus_2", "x", "1 / rnd(x * x)", eager=partial(torch.pow, exponent=-2))
-_op("clamp_min", "x y", "x if x != x else y if y != y else fmax(x, y)", integer="x if x > y else y", accepts="fi")
-_op("clamp_max", "x y", "x if x != x else y if y != y else fmin(x, y)", integer="x if x < y else y", accepts="fi")
+_op(
+    "clamp_min",
+    "x y",
+    "x if x != x else y if y != y else fmax(x, y)",
+    integer="x if x > y else y",
+    accepts="fi",
+)
+_op(
+    "clamp_max",
+    "x y",
+    "x if x != x else y if y != y else fmin(x, y)",
+    integer="x if x < y else y",
+    accepts="fi",
+)
 
 _POWERS = {0.5: "half", 2.0: "2", 3.0: "3", -0.5: "minus_half", -1.0: "minus_1", -2.0: "minus_2"}
 
@@ -487,9 +499,7 @@ _op(
     accepts="fi",
 )
 _op("where", "c:bool x y", "x if c else y", accepts="fib")
-_op(
-    "masked_fill", "x m:bool v:common", "v if m else x", accepts="fib", contiguous=True
-)
+_op("masked_fill", "x m:bool v:common", "v if m else x", accepts="fib", contiguous=True)
 _LERP = "d = y - x; fma(w, d, x) if abs(w) < 0.5 else fma(-d, 1 - w, y)"
 _op("lerp", "x y w", _LERP)
 _op("lerp_scalar", "x y w:opmath", _LERP, eager=torch.lerp)

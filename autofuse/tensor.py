@@ -18,7 +18,15 @@ import torch.nn.functional as F
 
 from . import chain as _chain
 from . import ops
-from .chain import counts, flush, flush_tensor, flush_thread, record, record_inplace, pending_version
+from .chain import (
+    counts,
+    flush,
+    flush_tensor,
+    flush_thread,
+    pending_version,
+    record,
+    record_inplace,
+)
 from .errors import KernelError
 from .ops import OPS, Op
 from .shell import UNKNOWN, Held, Meta, NoTorchFunction, Tensor, plain_meta

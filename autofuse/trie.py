@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-
 from . import layout
 from .config import config
 from .dtypes import CODES
@@ -128,4 +127,3 @@ def extend(
     node.pinned_limit = max(config.pinned_bytes, 2 * largest)
     node.careful = any(meta.requires_grad or meta.inference for meta in fresh)
     return node
-

@@ -1,0 +1,222 @@
+"""Targets: how the primitives of the kernel language are spelled in LLVM IR on CUDA and the CPU.
+
+Functions, rounding, conversions to 16 bits, pointers. Knows LLVM IR and nothing above it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
+CARRIED = {"f64": F64, "f32": F32, "i64": I64, "i32": I32, "i16": I16, "i8": I8, "u8": I8, "b1": I1}
+STORED = {**CARRIED, "f16": I16, "bf16": I16, "b1": I8}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An LLVM value and the type code that says how to read its bits."""
+
+    ir: Any
+    code: str
+
+    @property
+    def floating(self) -> bool:
+        return self.code in ("f32", "f64")
+
+
+class Cuda:
+    """What differs on CUDA: libdevice, contraction control, hardware conversions."""
+
+    # libdevice names, `f` appended for float32; the IEEE forms where libdevice has a choice
+    FUNCTIONS = {"abs": "fabs", "round": "nearbyint"}
+    ROUNDED = {
+        ("sqrt", "f32"): "fsqrt_rn",
+        ("sqrt", "f64"): "dsqrt_rn",
+        **{(op, "f32"): f"f{op}_rn" for op in ("add", "sub", "mul")},
+        **{(op, "f64"): f"d{op}_rn" for op in ("add", "sub", "mul")},
+    }
+
+    SIXTH = 0.16666667163372039794921875  # float32's, in float64 too
+
+    def __init__(self, builder: ir.IRBuilder, capability: tuple[int, int]) -> None:
+        self.builder, self.capability = builder, capability
+
+    def call(self, name: str, args: list[Value]) -> Any:
+        code = args[0].code
+        symbol = self.ROUNDED.get((name, code))
+        if symbol is None:
+            symbol = self.FUNCTIONS.get(name, name) + ("f" if code == "f32" else "")
+        return _external(self.builder, f"__nv_{symbol}", [arg.ir for arg in args])
+
+    def exact(self, name: str, a: Any, b: Any, code: str) -> Any:
+        """add, sub or mul that neither LLVM nor ptxas contracts with its neighbours."""
+        return self.call(name, [Value(a, code), Value(b, code)])
+
+    def barrier(self, value: Any) -> Any:
+        """Ends an op: what follows does not contract with `value`."""
+        kind = "f" if value.type == F32 else "d"
+        signature = ir.FunctionType(value.type, [value.type])
+        return self.builder.asm(signature, "", f"={kind},0", [value], False)
+
+    def round16(self, value: Any, code: str) -> Any:
+        """float32 `value` rounded to bfloat16 or float16, as float32."""
+        builder = self.builder
+        if code == "f16":
+            return self.from_half(self.to_half(value))
+        if self.capability < (8, 0):
+            return _round_bf16(builder, value)
+        # one F2FP instruction; the scalar conversion compiles to two slower ones
+        word = builder.asm(
+            ir.FunctionType(I32, [F32]),
+            "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;",
+            "=r,f",
+            [value],
+            False,
+        )
+        return builder.bitcast(word, F32)
+
+    def to_half(self, value: Any) -> Any:
+        return self.builder.asm(
+            ir.FunctionType(I16, [F32]), "cvt.rn.f16.f32 $0, $1;", "=h,f", [value], False
+        )
+
+    def from_half(self, bits: Any) -> Any:
+        # LLVM's own fpext would be looked through: copysign would then see the sign of a NaN
+        return self.builder.asm(
+            ir.FunctionType(F32, [I16]), "cvt.f32.f16 $0, $1;", "=f,h", [bits], False
+        )
+
+    def pointer(self, address: Any, pointee: ir.Type) -> Any:
+        return self.builder.inttoptr(address, pointee.as_pointer(1))  # global memory
+
+
+class Cpu:
+    """What differs on the CPU: libm, and LLVM contracts nothing on its own.
+
+    A call of libm keeps a loop from vectorising, so float32 exp and tanh (and what is made of
+    them: sigmoid, silu, softplus, mish) are branch-free polynomials: 1 and 2 ulp from exact.
+    """
+
+    INTRINSICS = {
+        "sqrt", "sin", "cos", "exp", "exp2", "log", "log2", "log10", "fma", "pow",
+        "floor", "ceil", "trunc", "copysign",
+    }  # fmt: skip
+    SIXTH = 1 / 6
+    RENAMED = {"abs": "fabs", "round": "nearbyint", "fmax": "maxnum", "fmin": "minnum"}
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.builder = builder
+
+    def call(self, name: str, args: list[Value]) -> Any:
+        values = [arg.ir for arg in args]
+        kind = values[0].type
+        if kind == F32 and name in ("exp", "tanh"):
+            return getattr(_Polynomials(self.builder), name)(values[0])
+        if name == "rsqrt":
+            return self.builder.fdiv(ir.Constant(kind, 1.0), self.call("sqrt", args))
+        if name == "fmod":
+            return self.builder.frem(*values)
+        if name in self.INTRINSICS or name in self.RENAMED:
+            symbol = f"llvm.{self.RENAMED.get(name, name)}.{args[0].code}"
+        else:
+            symbol = name + ("f" if kind == F32 else "")
+        return _external(self.builder, symbol, values)
+
+    def exact(self, name: str, a: Any, b: Any, code: str) -> Any:
+        return getattr(self.builder, f"f{name}")(a, b)
+
+    def barrier(self, value: Any) -> Any:
+        return value
+
+    def round16(self, value: Any, code: str) -> Any:
+        if code == "bf16":
+            return _round_bf16(self.builder, value)
+        return self.builder.fpext(self.builder.fptrunc(value, F16), F32)
+
+    def to_half(self, value: Any) -> Any:
+        return self.builder.bitcast(self.builder.fptrunc(value, F16), I16)
+
+    def from_half(self, bits: Any) -> Any:
+        return self.builder.fpext(self.builder.bitcast(bits, F16), F32)
+
+    def pointer(self, address: Any, pointee: ir.Type) -> Any:
+        return self.builder.inttoptr(address, pointee.as_pointer())
+
+
+class _Polynomials:
+    """float32 functions without branches, after Cephes (expf.c, tanhf.c)."""
+
+    LOG2E, LN2_HIGH, LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+    EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+           5.0000001201e-1)  # fmt: skip
+    TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1,
+            -3.33332819422e-1)  # fmt: skip
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.builder = builder
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c, fused where the processor can: not `llvm.fma`, which is a call elsewhere."""
+        builder = self.builder
+        return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+    def horner(self, x: Any, coefficients: tuple[float, ...]) -> Any:
+        value = F32(coefficients[0])
+        for coefficient in coefficients[1:]:
+            value = self.fma(value, x, F32(coefficient))
+        return value
+
+    def clamp(self, x: Any, low: float, high: float) -> Any:
+        """NaN stays NaN."""
+        builder = self.builder
+        x = builder.select(builder.fcmp_ordered("<", x, F32(low)), F32(low), x)
+        return builder.select(builder.fcmp_ordered(">", x, F32(high)), F32(high), x)
+
+    def exp(self, x: Any) -> Any:
+        builder = self.builder
+        x = self.clamp(x, -104.0, 89.0)  # 0 and infinity are reached inside
+        n = _external(builder, "llvm.rint.f32", [builder.fmul(x, F32(self.LOG2E))])
+        r = self.fma(n, F32(-self.LN2_HIGH), x)
+        r = self.fma(n, F32(-self.LN2_LOW), r)
+        tail = self.fma(builder.fmul(self.horner(r, self.EXP), r), r, r)
+        value = builder.fadd(tail, F32(1.0))
+        whole = builder.fptosi(n, I32)
+        half = builder.ashr(whole, I32(1))  # two factors: one alone cannot be subnormal
+        for power in (half, builder.sub(whole, half)):
+            bits = builder.shl(builder.add(power, I32(127)), I32(23))
+            value = builder.fmul(value, builder.bitcast(bits, F32))
+        return value
+
+    def tanh(self, x: Any) -> Any:
+        builder = self.builder
+        square = builder.fmul(x, x)
+        near = self.fma(builder.fmul(self.horner(square, self.TANH), square), x, x)
+        size = _external(builder, "llvm.fabs.f32", [x])
+        power = self.exp(builder.fadd(size, size))
+        far = builder.fsub(F32(1.0), builder.fdiv(F32(2.0), builder.fadd(power, F32(1.0))))
+        value = builder.select(builder.fcmp_ordered("<", size, F32(0.625)), near, far)
+        return _external(builder, "llvm.copysign.f32", [value, x])  # also the sign of a zero
+
+
+def _external(builder: ir.IRBuilder, symbol: str, args: list[Any]) -> Any:
+    module = builder.module
+    signature = ir.FunctionType(args[0].type, [arg.type for arg in args])
+    function = module.globals.get(symbol)
+    if function is None:
+        function = ir.Function(module, signature, symbol)
+    return builder.call(function, args)
+
+
+def _round_bf16(builder: ir.IRBuilder, value: Any) -> Any:
+    """Round to nearest even in integer arithmetic; NaN becomes the quiet NaN."""
+    bits = builder.bitcast(value, I32)
+    odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
+    rounded = builder.and_(
+        builder.add(builder.add(bits, I32(0x7FFF)), odd), ir.Constant(I32, 0xFFFF0000)
+    )
+    nan = builder.fcmp_unordered("uno", value, value)
+    return builder.bitcast(builder.select(nan, I32(0x7FC00000), rounded), F32)

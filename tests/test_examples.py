@@ -1,0 +1,55 @@
+"""The examples, the README's code and the benchmark run as a user would run them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def run(*arguments):
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_char_rnn():
+    out = run("examples/char_rnn.py", "--steps", "3", "--device", "cpu")
+    assert "losses agree: True" in out
+    recorded, launched = map(int, re.search(r"(\d+) ops recorded, (\d+) kernels", out).groups())
+    assert recorded >= 4 * launched > 0
+    assert int(re.search(r"(\d+) bytes of intermediates", out).group(1)) > 0
+
+
+def test_rnn_loop():
+    out = run("examples/rnn_loop.py", "--iterations", "50", "--device", "cpu")
+    assert "250 ops in 50 kernels" in out
+
+
+def test_how_it_works():
+    out = run("examples/how_it_works.py")
+    assert "v3 = tanh(v2)" in out and "4 ops, 1 kernel" in out and "compiled: 0, launched: 3" in out
+
+
+def test_overhead():
+    out = run("bench/overhead.py", "--device", "cpu", "--rounds", "2", "--iterations", "10",
+              "--large", "4096")  # fmt: skip
+    assert out.count("ratio") == 21 and "hit rate" in out and "against copy" in out
+
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_readme_code(block, tmp_path):
+    script = tmp_path / "block.py"
+    script.write_text(block)
+    run(str(script))
