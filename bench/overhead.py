@@ -10,6 +10,7 @@ interleaved; figures are medians with the 20th and 80th percentile in brackets.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import autofuse
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timing import Series, interleaved, machine
+from timing import Series, host_us, interleaved, machine
 
 Chain = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -107,6 +108,37 @@ def parts(device: str, iterations: int) -> None:
 
 
 @torch.no_grad()
+def growth(device: str, count: int) -> None:
+    """1,000 sizes, 1,000 scalars, and a sum of 10,000 terms that nobody reads."""
+    chain = operator_chain(5)
+    inputs = [torch.randn(64 + k, 64, device=device) for k in range(count)]
+    autofuse.reset_stats()
+    times: dict[str, list[float]] = {"eager": [], "fused": []}
+    for x in inputs:
+        w = autofuse.wrap(x)
+        times["eager"].append(host_us(lambda x=x: chain(x, x), device, 1))
+        fused = lambda w=w: autofuse.materialize(chain(w, w))  # noqa: E731
+        times["fused"].append(host_us(fused, device, 1))
+    later = sorted(f / e for e, f in zip(times["eager"][10:], times["fused"][10:], strict=True))
+    print(f"{count} sizes: {autofuse.stats().kernels_compiled} kernels compiled; first sight of a "
+          f"size against eager: median {statistics.median(later):.2f}, "
+          f"95% below {later[len(later) * 95 // 100]:.2f}, worst {later[-1]:.2f}")  # fmt: skip
+    w = autofuse.wrap(inputs[0])
+    autofuse.reset_stats()
+    for k in range(count):
+        autofuse.materialize(w * (k + 0.5) + 1.25)
+    print(f"{count} scalars: {autofuse.stats().kernels_compiled} kernels compiled")
+    autofuse.reset_stats()
+    acc = w
+    for k in range(10 * count):
+        acc = acc + inputs[0]
+    autofuse.materialize(acc)
+    stats = autofuse.stats()
+    print(f"sum of {10 * count} terms: {stats.kernels_compiled} kernels compiled, "
+          f"{stats.kernels_launched} launched")  # fmt: skip
+
+
+@torch.no_grad()
 def bandwidth(device: str, numel: int, rounds: int) -> None:
     x, y = torch.randn(numel, device=device), torch.randn(numel, device=device)
     out = torch.empty_like(x)
@@ -133,12 +165,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--iterations", type=int, default=1000)
+    parser.add_argument("--sizes", type=int, default=1000)
     parser.add_argument("--large", type=int, default=1 << 26)
     args = parser.parse_args()
     print(machine(args.device))
     chains(args.device, args.rounds, args.iterations)
     rnn_step(args.device, args.rounds, args.iterations)
     parts(args.device, args.iterations)
+    growth(args.device, args.sizes)
     bandwidth(args.device, args.large, args.rounds)
 
 

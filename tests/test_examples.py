@@ -40,7 +40,7 @@ def test_how_it_works():
 
 def test_overhead():
     out = run("bench/overhead.py", "--device", "cpu", "--rounds", "2", "--iterations", "10",
-              "--large", "4096")  # fmt: skip
+              "--large", "4096", "--sizes", "20")  # fmt: skip
     assert out.count("ratio") == 21 and "hit rate" in out and "against copy" in out
 
 
