@@ -102,11 +102,16 @@ class disabled(contextlib.ContextDecorator):  # noqa: N801 - used like a functio
 # --- fuse ---------------------------------------------------------------------------------------
 
 
+_ATOMS = {int, float, bool, str, type(None), complex, bytes}
+
+
 def _mapped(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
     """`value` with `leaf` applied to its tensors; the same object where nothing changed."""
-    if isinstance(value, torch.Tensor):
-        return leaf(value)
     cls = type(value)
+    if cls in _ATOMS:
+        return value
+    if cls is torch.Tensor or cls is Tensor or isinstance(value, torch.Tensor):
+        return leaf(value)
     if cls in (list, tuple):
         items = [_mapped(item, leaf) for item in value]
         changed = any(a is not b for a, b in zip(items, value, strict=True))

@@ -43,7 +43,6 @@ from .shell import (
     become,
     concrete_meta,
     make_shell,
-    meta_of,
     plain_meta,
     version_of,
 )
@@ -295,7 +294,7 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
             raise state.error
         elif state.__class__ is Held:
             x = state.real
-            meta = meta_of(x)
+            meta = plain_meta(x)
         elif state.recorder is not None:  # pending on another device
             flush(state.recorder, "another device")
             return (x, None) if x._af is state else _input(x, recorder)

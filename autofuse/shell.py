@@ -134,14 +134,8 @@ def make_meta(dtype: torch.dtype, shape: Ints, stride: Ints, device: torch.devic
     return meta
 
 
-def meta_of(tensor: torch.Tensor) -> Meta | None:
-    """The Meta of a plain or concrete tensor; None if autofuse cannot read such a tensor."""
-    with NoTorchFunction():
-        return plain_meta(tensor)
-
-
 def plain_meta(tensor: torch.Tensor) -> Meta | None:
-    """`meta_of`, where torch functions are off or the tensor's class is torch's own."""
+    """The Meta of a tensor of torch's own class; None if autofuse cannot read such a tensor."""
     if tensor.layout is not torch.strided or tensor.is_neg():
         return None
     key = (
@@ -152,24 +146,39 @@ def plain_meta(tensor: torch.Tensor) -> Meta | None:
         tensor.requires_grad,
         tensor.is_inference(),
     )
-    try:
-        return _metas[key]
-    except KeyError:
-        pass
-    if tensor.dtype not in CODES or tensor.device.type not in ("cpu", "cuda"):
-        return None
-    if len(_metas) > 65536:
-        _metas.clear()
-    dtype, shape, stride, device, requires_grad, inference = key
-    meta = _metas[key] = Meta(dtype, tuple(shape), stride, device, requires_grad, inference)
-    return meta
+    meta = _metas.get(key)
+    return _new_meta(key) if meta is None else meta
+
+
+_READERS = tuple(
+    getattr(torch.Tensor, name).__get__ for name in ("layout", "dtype", "shape", "device",
+                                                     "requires_grad")
+)  # fmt: skip
+_stride_of, _is_neg, _is_inference = (
+    torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_inference
+)  # fmt: skip
 
 
 def concrete_meta(tensor: Tensor) -> Meta | None:
     """The Meta of a wrapped concrete tensor, remembered on it until an op may change it."""
-    meta = meta_of(tensor)
+    with NoTorchFunction():
+        layout, dtype, shape, device, requires_grad = [read(tensor) for read in _READERS]
+        if layout is not torch.strided or _is_neg(tensor):
+            return None
+        key = (dtype, shape, _stride_of(tensor), device, requires_grad, _is_inference(tensor))
+    meta = _metas.get(key) or _new_meta(key)
     if meta is not None:
-        _set(tensor, "_af", meta)
+        tensor.__dict__["_af"] = meta
+    return meta
+
+
+def _new_meta(key: tuple[Any, ...]) -> Meta | None:
+    dtype, shape, stride, device, requires_grad, inference = key
+    if dtype not in CODES or device.type not in ("cpu", "cuda"):
+        return None
+    if len(_metas) > 65536:
+        _metas.clear()
+    meta = _metas[key] = Meta(dtype, tuple(shape), stride, device, requires_grad, inference)
     return meta
 
 

@@ -8,6 +8,7 @@ is wrapped again, so that the next chain is seen.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from threading import get_ident
@@ -29,7 +30,16 @@ from .chain import (
 )
 from .errors import KernelError
 from .ops import OPS, Op
-from .shell import UNKNOWN, Held, Meta, NoTorchFunction, Tensor, plain_meta
+from .shell import (
+    UNKNOWN,
+    Held,
+    Lost,
+    Meta,
+    NoTorchFunction,
+    Tensor,
+    concrete_meta,
+    plain_meta,
+)
 
 _Plain = torch.Tensor
 _set = _Plain.__setattr__
@@ -55,20 +65,70 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+class _Known:
+    """What `run_eager` has to know of a function."""
+
+    __slots__ = ("feeds", "in_c", "name", "reason", "writes")
+
+    def __init__(self, func: Handler) -> None:
+        self.name = getattr(func, "__name__", "function")
+        self.reason = (self.name, "not in the table")
+        self.in_c = func.__class__ in _IN_C and self.name not in _EXACT_CLASS
+        self.writes = _writes(self.name, func)
+        self.feeds = self.name in _FEEDS
+
+
+# fresh results that usually begin a chain: their Meta is read at once, while that is cheap
+_FEEDS = {"mm", "matmul", "bmm", "addmm", "linear", "__matmul__", "__rmatmul__", "conv1d", "conv2d"}
+_known: dict[Any, _Known] = {}
+_SIMPLE = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, _Plain,
+           torch.nn.Parameter}  # fmt: skip
+
+
 def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     """Run `func` as eager PyTorch on plain tensors, and wrap what it returns.
 
     Pending arguments become concrete. A Python function finds every wrapped argument to be an
     ordinary `torch.Tensor`, the same object, so that it meets nothing it does not know.
     """
-    name = getattr(func, "__name__", "function")
+    known = _known.get(func)
+    if known is None:
+        known = _Known(func)
+        if func.__class__ in _IN_C:  # others may be made by the thousand
+            _known[func] = known
+    if kwargs or known.writes or not known.in_c:
+        return _run_any(func, known, args, kwargs)
+    for x in args:  # --- hot path: the everyday op between two chains, budget 1 us ---
+        if x.__class__ is Tensor:
+            state = x._af
+            if state.recorder is not None:
+                flush(state.recorder, known.name)
+            elif state.__class__ is not Meta and state is not UNKNOWN:
+                return _run_any(func, known, args, kwargs)
+        elif x.__class__ not in _SIMPLE:
+            return _run_any(func, known, args, kwargs)
+    counts.eager[known.reason] += 1
+    with NoTorchFunction():
+        result = func(*args)
+    if known.feeds and result.__class__ is _Plain:
+        meta = plain_meta(result)
+        result.__class__ = Tensor
+        if meta is not None:
+            result.__dict__["_af"] = meta
+        return result
+    return _lifted(result)
+
+
+def _run_any(func: Handler, known: _Known, args: Any, kwargs: Any) -> Any:
+    """`run_eager` for nested arguments, keywords, Python functions and writes."""
+    name = known.name
     wrapped = list(_tensors(args))
     if kwargs:
         wrapped += _tensors(kwargs)
     for tensor in wrapped:
-        if tensor._af.recorder is not None or isinstance(tensor._af, Held):
+        if tensor._af.recorder is not None or isinstance(tensor._af, (Held, Lost)):
             flush_tensor(tensor, name)
-    if _writes(name, func, kwargs):
+    if known.writes or (kwargs and (kwargs.get("out") is not None or kwargs.get("inplace"))):
         flush_thread(name)
         for tensor in wrapped:
             if not isinstance(tensor._af, Held):
@@ -76,12 +136,12 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     held = [tensor for tensor in wrapped if isinstance(tensor._af, Held)]
     if held:
         args, kwargs = _released(args), _released(kwargs or {})
-        wrapped = [tensor for tensor in wrapped if tensor not in held]
+        wrapped = [tensor for tensor in wrapped if not isinstance(tensor._af, Held)]
     if name in _COPIES:
         for tensor in wrapped:
             tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
-    counts.eager[name, "not in the table"] += 1
-    if func.__class__ in _IN_C and name not in _EXACT_CLASS:
+    counts.eager[known.reason] += 1
+    if known.in_c:
         with NoTorchFunction():
             result = func(*args, **kwargs) if kwargs else func(*args)
         return _lifted(result)
@@ -97,7 +157,8 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
 
 # C functions do not look at the class once torch functions are off; Python ones may. Changing the
 # class of a tensor that another thread uses at the same time is best kept rare.
-_IN_C = {type(torch.add), type(_Plain.add), type(_Plain.shape.__get__)}  # type: ignore[attr-defined]
+_IN_C = {type(torch.add), type(_Plain.add), type(_Plain.__getitem__),
+         type(_Plain.shape.__get__)}  # type: ignore[attr-defined]  # fmt: skip
 _EXACT_CLASS = {"numpy", "tolist", "_make_subclass", "as_subclass"}
 _COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
 
@@ -113,10 +174,8 @@ def _released(value: Any) -> Any:
     return value
 
 
-def _writes(name: str, func: Handler, kwargs: Any) -> bool:
+def _writes(name: str, func: Handler) -> bool:
     """Whether `func` may write to its arguments, or is not known well enough to say."""
-    if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
-        return True
     if name.endswith("_") and (not name.endswith("__") or name[:3] == "__i" or "set" in name):
         return name not in ("__index__", "__int__", "__invert__")
     module = getattr(func, "__module__", None) or ""
@@ -128,8 +187,7 @@ def _lifted(result: Any) -> Any:
     if result.__class__ is _Plain:
         if sys.getrefcount(result) <= _LIFT_COUNT and result.layout is torch.strided:
             result.__class__ = Tensor
-        return result
-    if isinstance(result, (tuple, list)):  # the container's, the loop's and the call's reference
+    elif isinstance(result, (tuple, list)):  # the container's, the loop's and the call's reference
         for item in result:
             if item.__class__ is _Plain and sys.getrefcount(item) <= _LIFT_COUNT:
                 item.__class__ = Tensor
@@ -180,7 +238,7 @@ def _torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -
                     f"{func} met a value that is being computed by the flush it interrupts; a "
                     "finalizer must not use wrapped tensors"
                 )
-    if _writes(func.overloadpacket.__name__, func, kwargs):
+    if func._schema.is_mutable:
         flush_thread("C++")
     counts.eager[func.overloadpacket.__name__, "called from C++"] += 1
     with NoTorchFunction():
@@ -205,7 +263,7 @@ def handler(self):
             if first < 0:
                 first = chain.slots.get(id(self))
                 if first is None:
-                    first = node
+                    first = node if node is not UNKNOWN else concrete_meta(self)
                     fresh = True
             nxt = chain.tip.next.get((OP, first))
             if nxt is not None:
@@ -236,7 +294,7 @@ def handler(self, other{more}):
             if first < 0:
                 first = chain.slots.get(id(self))
                 if first is None:
-                    first = node
+                    first = node if node is not UNKNOWN else concrete_meta(self)
                     fresh = self
             cls = other.__class__
             if cls is float:
@@ -247,7 +305,7 @@ def handler(self, other{more}):
                 if second < 0:
                     second = chain.slots.get(id(other))
                     if second is None and other is not self:
-                        second = state
+                        second = state if state is not UNKNOWN else concrete_meta(other)
                         late = other
                 elif state.recorder is not recorder:
                     second = None
@@ -284,7 +342,7 @@ def _generate(template: str, op: Op, func: Handler, rest: Handler | None = None)
         "Tensor": Tensor, "get_ident": get_ident, "record": record, "run_eager": run_eager,
         "OP": op, "FUNC": func, "REST": rest, "local": _chain._local, "relieve": _chain.relieve,
         "add_input": _chain.add_input, "is_grad_enabled": torch.is_grad_enabled,
-        "Plain": _Plain, "Parameter": torch.nn.Parameter, "plain_meta": plain_meta,
+        "UNKNOWN": UNKNOWN, "concrete_meta": concrete_meta, "Plain": _Plain, "Parameter": torch.nn.Parameter, "plain_meta": plain_meta,
     }  # fmt: skip
     parts = {"more": "", "plain": "", "otherwise": ""}
     if rest is not None:
@@ -332,35 +390,13 @@ def _inplace(choose: Handler, func: Handler) -> Handler:
     return call
 
 
-_PRODUCERS = ("mm", "matmul", "bmm", "addmm", "linear", "__matmul__", "__rmatmul__")
+def _plain_method(func: Handler) -> Handler:
+    """A method that is not recorded, without the way through `__torch_function__` (0.8 us)."""
 
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run_eager(func, (self, *args), kwargs)
 
-def _producer(func: Handler, name: str) -> Handler:
-    """A short `run_eager` for what usually stands between two chains: 1.5 us less."""
-    reason = (name, "not in the table")
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for x in args:
-            if x.__class__ is Tensor:
-                state = x._af
-                if state.recorder is not None:
-                    flush(state.recorder, name)
-                    state = x._af
-                if state.__class__ is not Meta and state is not UNKNOWN:
-                    return run_eager(func, args, kwargs)
-        if kwargs:
-            return run_eager(func, args, kwargs)
-        counts.eager[reason] += 1
-        with NoTorchFunction():
-            result = func(*args)
-        if result.__class__ is _Plain:
-            meta = plain_meta(result)
-            result.__class__ = Tensor
-            if meta is not None:
-                result.__dict__["_af"] = meta
-        return result
-
-    return call
+    return functools.wraps(func)(method)
 
 
 def _plain_choice(op: Op) -> Handler:
@@ -390,13 +426,6 @@ def _install_ops() -> None:
             _override(name, _inplace(choices[row], getattr(_Plain, name)))
     for name, dtype in ops.CAST_METHODS.items():
         _override(name, _cast(dtype, getattr(_Plain, name)))
-    for name in _PRODUCERS:
-        for place in (*_PLACES, _Plain):
-            func = getattr(place, name, None)
-            if callable(func) and func not in HANDLERS:
-                HANDLERS[func] = OPTIONS[func] = _producer(func, name)
-                if place is _Plain:
-                    setattr(Tensor, name, HANDLERS[func])
     _override("__rtruediv__", lambda self, other: self.reciprocal() * other)
     _override("__rdiv__", lambda self, other: self.reciprocal() * other)
     _override("__rpow__", lambda self, other: torch.pow(other, self))
@@ -489,6 +518,16 @@ def _install_metadata() -> None:
     HANDLERS[_Plain._version.__get__] = pending_version  # type: ignore[attr-defined]
 
 
+def _install_methods() -> None:
+    """Every other C method of a tensor."""
+    for name in dir(torch._C.TensorBase):
+        func = getattr(_Plain, name)
+        if name in ("__getitem__", "__matmul__", "__rmatmul__") or not name.startswith("_"):
+            if func.__class__ in _IN_C and name not in Tensor.__dict__:
+                setattr(Tensor, name, _plain_method(func))
+
+
 _install_ops()
 _install_metadata()
+_install_methods()
 assert _chain.Tensor is Tensor
