@@ -28,8 +28,8 @@ _M = TypeVar("_M", bound=torch.nn.Module)
 def wrap(t: torch.Tensor) -> Tensor:
     """A tensor over the memory of `t` whose pointwise ops are recorded and fused.
 
-    t: a dense tensor of any shape and dtype on the CPU or a CUDA device; complex ones are accepted and
-        run eagerly. A wrapped tensor is returned as it is.
+    t: a dense tensor of any shape and dtype on the CPU or a CUDA device; complex ones are accepted
+        and run eagerly. A wrapped tensor is returned as it is.
     Raises TypeError for what is not a dense tensor: sparse, quantized, nested, other subclasses.
     """
     if isinstance(t, Tensor):
@@ -225,8 +225,8 @@ def fuse() -> Callable[[_F], _F]: ...
 def fuse(target: Any = None) -> Any:
     """Fuse the pointwise ops of a function, a method or a module.
 
-    target: a function or method, for use as `@fuse` or `@fuse()`, or an nn.Module, whose `forward` is
-        fused and which is returned.
+    target: a function or method, for use as `@fuse` or `@fuse()`, or an nn.Module, whose `forward`
+        is fused and which is returned.
 
     Tensor arguments, also inside tuples, lists, dicts, dataclasses and named tuples, enter wrapped.
     When the outermost fused call returns, its results are plain tensors. A fused function that is
@@ -244,7 +244,7 @@ def fuse(target: Any = None) -> Any:
     return _fused(target)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _fused_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """A subclass of `cls` with a fused forward; instances pickle as `cls` made fused again."""
 

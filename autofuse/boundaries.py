@@ -1,7 +1,7 @@
 """Boundaries: the places outside autofuse where something must be flushed first.
 
-Most of PyTorch reaches a wrapped tensor through `__torch_function__`. This module covers the rest: code
-that takes tensors without asking (user autograd Functions, jit, torch.func), writes to plain
+Most of PyTorch reaches a wrapped tensor through `__torch_function__`. This module covers the rest:
+code that takes tensors without asking (user autograd Functions, jit, torch.func), writes to plain
 memory that a pending op still has to read, changes of stream or of a thread's modes, and forks.
 Each patch is one test of an empty list where nothing is pending (0.1 us).
 """
@@ -181,7 +181,7 @@ def _plain(tensor: Tensor) -> torch.Tensor:
     return unwrap(tensor).detach()
 
 
-# --- a thread's modes -------------------------------------------------------------------------------
+# --- a thread's modes -------------------------------------------------------------------------
 
 
 def _patch_modes() -> None:

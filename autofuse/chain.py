@@ -203,6 +203,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         if node.reason:
             counts.eager[op.name, node.reason] += 1
             return None
+        assert node.meta is not None
         shell = node.shell = make_shell(node.meta, node)
     if fresh is not None:
         if node.careful and torch.is_grad_enabled() and any(m.requires_grad for m in fresh[1::2]):

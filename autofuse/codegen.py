@@ -14,7 +14,7 @@ with another op. A call such as `bf16(x0)` converts. Any emitter that reads this
 from __future__ import annotations
 
 import ast
-from functools import lru_cache
+from functools import cache
 
 from .dtypes import carried
 from .ops import Op
@@ -84,7 +84,7 @@ def _statements(plan: Plan, index: int, line: Line) -> list[str]:
     return text
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(op: Op, integer: bool) -> tuple[ast.stmt, ...]:
     """The statements of an op's expression; the last is its value."""
     source = op.integer if integer and op.integer else op.expr

@@ -277,7 +277,7 @@ class _Emitter:
             words.append(word)
         return words
 
-    def _vector_pointer(self, vector: ir.VectorType) -> Any:
+    def _vector_pointer(self, vector: Any) -> Any:
         return vector.as_pointer(1) if isinstance(self.target, Cuda) else vector.as_pointer()
 
 

@@ -1,7 +1,7 @@
 """Launching: one Runner per program, live-outs and exact shapes; nothing is left to compute.
 
-A Runner holds its kernels, the layout of its outputs and their packed parameters, so that a run is: check
-the Inputs, allocate, write pointers and scalars, launch. CUDA kernels go through the driver's
+A Runner holds its kernels, the layout of its outputs and their packed parameters, so that a run is:
+check the Inputs, allocate, write pointers and scalars, launch. CUDA kernels go through the driver's
 cuLaunchKernel (3.0 us against 126 us for numba's own launch of three torch tensors); its parameter
 array is made once and only the slots are rewritten.
 """
@@ -12,7 +12,8 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
+from functools import lru_cache, partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,6 +163,7 @@ def _load_cuda(plan: Plan, device: torch.device) -> Kernel:
     cubin = assemble(ptx, capability)
     with torch.cuda.device(device):
         enter_context(device)
+        function = None
         error, module = driver.cuModuleLoadData(cubin)
         if not error:
             error, function = driver.cuModuleGetFunction(module, plan.name.encode())
@@ -197,6 +199,12 @@ class _Slots:
             for code, value in zip(self.formats, values, strict=True)
         ]
         self.pack(self.buffer, 0, *narrowed)
+
+
+@lru_cache(maxsize=1024)
+def _code(source: str) -> CodeType:
+    """Compiled once for all sizes: numbers and addresses reach it as names."""
+    return compile(source, "<autofuse runner>", "exec")
 
 
 class CudaRunner(Runner):
@@ -261,7 +269,7 @@ class CudaRunner(Runner):
             space["device"], space["number"] = torch.cuda.device, self.device.index
             lines = ["with device(number):", *("    " + line for line in lines)]
         body = "".join(f"        {line}\n" for line in lines)
-        exec(f"def run(chain):\n    with NoTorchFunction():\n{body}", space)
+        exec(_code(f"def run(chain):\n    with NoTorchFunction():\n{body}"), space)
         return space["run"]
 
     def _generate_settling(self, space: dict[str, Any]) -> list[str]:
@@ -299,9 +307,10 @@ class CudaRunner(Runner):
                 f"try: {pack[0]}",
                 f"except OverflowError: slots{k}.pack_wide({arguments})",
             ]
-        shape = f"{slots.blocks}, 1, 1, {THREADS_PER_BLOCK}, 1, 1, 0"
+        space[f"blocks{k}"], space[f"params{k}"] = slots.blocks, slots.address
+        shape = f"blocks{k}, 1, 1, {THREADS_PER_BLOCK}, 1, 1, 0"
         launch = [
-            f"error = launch(entry{k}, {shape}, stream, {slots.address}, 0)[0]",
+            f"error = launch(entry{k}, {shape}, stream, params{k}, 0)[0]",
             "if error: fail(error)",
         ]
         if piece.plan.lanes == 1:

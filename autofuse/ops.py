@@ -77,6 +77,16 @@ class Op:
 
         operands: (dtype, ndim) per operand, a Python scalar as (its class, 0).
         """
+        key = (self, operands, torch.get_default_dtype())
+        try:
+            return _resolved[key]
+        except KeyError:
+            _resolved[key] = found = self._resolve(operands)
+            return found
+
+    def _resolve(
+        self, operands: tuple[tuple[torch.dtype | type, int], ...]
+    ) -> tuple[torch.dtype, torch.dtype] | None:
         promoting = []
         if not self.takes_bool and any(dtype in (torch.bool, bool) for dtype, _ in operands):
             return None
@@ -103,6 +113,7 @@ class Op:
         return common, torch.bool if self.result == "bool" else common
 
 
+_resolved: dict[object, tuple[torch.dtype, torch.dtype] | None] = {}  # bounded by dtypes and ranks
 OPS: dict[str, Op] = {}
 SPELLINGS: dict[str, Callable[..., Chosen]] = {}  # torch name -> chooser, beyond the plain rows
 PLAIN: dict[str, Op] = {}  # torch name -> Op of one or two operands with no options

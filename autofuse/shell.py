@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .dtypes import CODES
-from .layout import Ints
+from .layout import Ints, contiguous
 from .plan import View
 
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
@@ -32,7 +32,7 @@ def same_device(device: torch.device) -> torch.device:
 class Meta:
     """What is known of a concrete tensor without reading its values; one object per content."""
 
-    __slots__ = ("device", "dtype", "inference", "nbytes", "ndim", "requires_grad", "shape",
+    __slots__ = ("device", "dtype", "flat", "inference", "nbytes", "ndim", "requires_grad", "shape",
                  "stride", "view")  # fmt: skip
     recorder = None  # a concrete tensor belongs to no chain
     index = -1
@@ -50,6 +50,7 @@ class Meta:
         self.device = same_device(device)
         self.requires_grad, self.inference = requires_grad, inference
         self.ndim = len(shape)
+        self.flat = stride == contiguous(shape)
         self.nbytes = dtype.itemsize
         for size in shape:
             self.nbytes *= size

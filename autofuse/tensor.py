@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import is_grad_enabled
 
-from . import chain as _chain
 from . import ops
 from .chain import (
+    _local,
+    add_input,
     counts,
     flush,
     flush_tensor,
@@ -27,6 +29,7 @@ from .chain import (
     pending_version,
     record,
     record_inplace,
+    relieve,
 )
 from .errors import KernelError
 from .ops import OPS, Op
@@ -42,6 +45,7 @@ from .shell import (
 )
 
 _Plain = torch.Tensor
+_Parameter = torch.nn.Parameter
 _set = _Plain.__setattr__
 Handler = Callable[..., Any]
 
@@ -249,13 +253,16 @@ Tensor.__torch_function__ = staticmethod(_torch_function)  # type: ignore[assign
 Tensor.__torch_dispatch__ = staticmethod(_torch_dispatch)  # type: ignore[assignment]
 
 
+# the names that the handlers' text uses besides those above
+_HANDLER_NAMES = (_local, add_input, concrete_meta, get_ident, is_grad_enabled, relieve)
+
 # --- recording handlers, generated per op: the hot path ---------------------------------------
 
 _UNARY = """
 def handler(self):
     if self.__class__ is Tensor:
         node = self._af
-        recorder = node.recorder or local.current
+        recorder = node.recorder or _local.current
         if recorder is not None and recorder.ident == get_ident():
             chain = recorder.chain
             first = node.index
@@ -286,7 +293,7 @@ _BINARY = """
 def handler(self, other{more}):
     if self.__class__ is Tensor{plain}:
         node = self._af
-        recorder = node.recorder or local.current
+        recorder = node.recorder or _local.current
         if recorder is not None and recorder.ident == get_ident():
             chain = recorder.chain
             first = node.index
@@ -311,7 +318,7 @@ def handler(self, other{more}):
                     second = None
             else:
                 second = chain.slots.get(id(other))
-                if second is None and (cls is Plain or cls is Parameter):
+                if second is None and (cls is _Plain or cls is _Parameter):
                     second = plain_meta(other)
                     late = other
             nxt = chain.tip.next.get((OP, first, second))
@@ -338,12 +345,7 @@ def handler(self, other{more}):
 
 def _generate(template: str, op: Op, func: Handler, rest: Handler | None = None) -> Handler:
     """A handler for `func`, which computes `op`; calls with options go to `rest`."""
-    space: dict[str, Any] = {
-        "Tensor": Tensor, "get_ident": get_ident, "record": record, "run_eager": run_eager,
-        "OP": op, "FUNC": func, "REST": rest, "local": _chain._local, "relieve": _chain.relieve,
-        "add_input": _chain.add_input, "is_grad_enabled": torch.is_grad_enabled,
-        "UNKNOWN": UNKNOWN, "concrete_meta": concrete_meta, "Plain": _Plain, "Parameter": torch.nn.Parameter, "plain_meta": plain_meta,
-    }  # fmt: skip
+    space = dict(globals(), OP=op, FUNC=func, REST=rest)
     parts = {"more": "", "plain": "", "otherwise": ""}
     if rest is not None:
         parts["more"] = ", *more, **options"
@@ -530,4 +532,3 @@ def _install_methods() -> None:
 _install_ops()
 _install_metadata()
 _install_methods()
-assert _chain.Tensor is Tensor

@@ -1,8 +1,8 @@
 """The trie of recorded ops: recording walks it, and a node of it is a whole program.
 
 Every thread and device has its own trie. An edge is (op, operands): a pending operand as its
-index, a known Input as ~k, a new Input as its Meta, a Python scalar as its class. Sizes are part of a
-Meta, so a node knows every shape, stride and dtype exactly and a flush has nothing left to compute;
+index, a known Input as ~k, a new Input as its Meta, a Python scalar as its class. Sizes are part of
+a Meta, so a node knows every shape, stride and dtype exactly and a flush has nothing left to compute;
 sizes and scalar values are not part of a kernel, so that a new size costs a few new nodes and no
 compile.
 """
@@ -112,7 +112,10 @@ def extend(
     if device.type == "cpu" and CODES[common] in ("f16", "bf16"):
         if any(meta.ndim == 0 and meta.dtype is not common for meta in tensors):
             return eager_node(recorder, tip, op, "a wider 0-d tensor, which the CPU does not round")
-    if op.contiguous:
+    first = tensors[0]
+    if first.flat and all(meta.shape == shape and meta.flat for meta in tensors):
+        stride = first.stride
+    elif op.contiguous:
         stride = layout.contiguous(shape)
     else:
         strides = [(v.shape, v.stride) if isinstance(v, Meta) else ((), ()) for v in views]

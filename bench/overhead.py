@@ -40,7 +40,10 @@ def function_chain(length: int) -> Chain:
 
 def _chain(lines: list[str]) -> Chain:
     space: dict[str, object] = {"torch": torch}
-    exec("def chain(x, y):\n    t = x\n" + "".join(f"    {s}\n" for s in lines) + "    return t\n", space)
+    exec(
+        "def chain(x, y):\n    t = x\n" + "".join(f"    {s}\n" for s in lines) + "    return t\n",
+        space,
+    )
     return space["chain"]  # type: ignore[return-value]
 
 
@@ -130,7 +133,7 @@ def growth(device: str, count: int) -> None:
     print(f"{count} scalars: {autofuse.stats().kernels_compiled} kernels compiled")
     autofuse.reset_stats()
     acc = w
-    for k in range(10 * count):
+    for _ in range(10 * count):
         acc = acc + inputs[0]
     autofuse.materialize(acc)
     stats = autofuse.stats()

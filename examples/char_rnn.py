@@ -80,7 +80,9 @@ def progress(text: str) -> None:
         print(f"\r{text:60s}", end="", file=sys.stderr, flush=True)
 
 
-def train(data: torch.Tensor, characters: int, steps: int, fused: bool) -> tuple[CharModel, list[float], float]:
+def train(
+    data: torch.Tensor, characters: int, steps: int, fused: bool
+) -> tuple[CharModel, list[float], float]:
     """Returns the model, the loss of every step and the steps per second."""
     torch.manual_seed(0)
     model = CharModel(characters, 128).to(data.device)
@@ -135,7 +137,9 @@ def main() -> None:
     model, fused_losses, fused_rate = train(data, len(alphabet), args.steps, fused=True)
     progress("")
     difference = max(abs(a - b) for a, b in zip(eager_losses, fused_losses, strict=True))
-    print(f"loss after {args.steps} steps: eager {eager_losses[-1]:.4f}, fused {fused_losses[-1]:.4f}")
+    print(
+        f"loss after {args.steps} steps: eager {eager_losses[-1]:.4f}, fused {fused_losses[-1]:.4f}"
+    )
     print(f"losses agree: {difference == 0.0} (largest difference {difference:.1e})")
     print(f"training steps/s: eager {eager_rate:.1f}, fused {fused_rate:.1f}")
 

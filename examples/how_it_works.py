@@ -1,6 +1,6 @@
 """A guided tour: what is pending, what runs, and the kernel that runs it.
 
-    python examples/how_it_works.py
+python examples/how_it_works.py
 """
 
 from __future__ import annotations

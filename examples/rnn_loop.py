@@ -1,6 +1,6 @@
 """The small loop: h = f(h @ W) with five pointwise ops, many times, against eager.
 
-    python examples/rnn_loop.py [--iterations 10000] [--device cuda]
+python examples/rnn_loop.py [--iterations 10000] [--device cuda]
 """
 
 from __future__ import annotations

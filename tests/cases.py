@@ -15,10 +15,9 @@ UNARY = (
     "isnan isinf isfinite logical_not relu clone"
 ).split()
 BINARY = (
-    "add sub mul div maximum minimum fmax fmin fmod remainder atan2 hypot copysign pow eq ne lt le gt ge "
-    "logical_and logical_or logical_xor"
+    "add sub mul div maximum minimum fmax fmin fmod remainder atan2 hypot copysign pow "
+    "eq ne lt le gt ge logical_and logical_or logical_xor"
 ).split()
-BITWISE = "bitwise_and bitwise_or bitwise_xor".split()
 ARITHMETIC = set(
     "neg abs sign floor ceil trunc frac square round isnan isinf isfinite logical_not relu clone "
     "add sub mul div maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_xor "

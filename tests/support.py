@@ -26,7 +26,11 @@ SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 3.0, -2.5, 1e-3, 7.25, 88.0, -88.0, 1
 
 
 def random_tensor(
-    shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", seed: int = 0, wild: bool = False
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    seed: int = 0,
+    wild: bool = False,
 ) -> torch.Tensor:
     """Values of every sign and size; with `wild` any bit pattern of the dtype."""
     generator = torch.Generator().manual_seed(seed)
@@ -63,7 +67,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(got: Any, want: Any, rtol: float | None, what: str = "") -> None:
-    """Equal values (bit for bit unless rtol is given), dtype, shape and strides, in containers too."""
+    """Equal values (bit for bit unless rtol is given), dtype, shape, strides; containers too."""
     if isinstance(want, torch.Tensor):
         assert isinstance(got, torch.Tensor), f"{what}: {type(got)} is not a tensor"
         got = autofuse.unwrap(got)
@@ -80,7 +84,8 @@ def assert_same(got: Any, want: Any, rtol: float | None, what: str = "") -> None
         if not bool(same.all()):
             where = (~same).nonzero()[0].tolist()
             raise AssertionError(
-                f"{what}: {int((~same).sum())} of {same.numel()} elements differ, first at {where}: "
+                f"{what}: {int((~same).sum())} of {same.numel()} elements differ, "
+                f"first at {where}: "
                 f"{got[tuple(where)].item()!r} is not {want[tuple(where)].item()!r}"
             )
     elif isinstance(want, (tuple, list)):
@@ -116,7 +121,10 @@ def outcome(fn: Callable[..., Any], args: Any) -> tuple[Any, BaseException | Non
 
 
 def assert_same_as_eager(
-    fn: Callable[..., Any], *args: Any, rtol: float | None = None, fused: bool = False,
+    fn: Callable[..., Any],
+    *args: Any,
+    rtol: float | None = None,
+    fused: bool = False,
     arguments: bool = True,
 ) -> None:
     """`fn` of wrapped tensors does what it does of plain ones: results, mutations, errors.

@@ -43,7 +43,7 @@ def make_program(rng, device):
     shapes = [shape, shape, rng.choice([shape, *SHAPES[:5]] if shape != (7, 5) else [shape, ()])]
     dtype = rng.choice(dtypes)
     inputs = []
-    for k, own in enumerate(shapes):
+    for own in shapes:
         kind = dtype if rng.random() < 0.8 else rng.choice(dtypes)
         t = random_tensor(own, kind, device, rng.randrange(1 << 30))
         if len(own) >= 2 and rng.random() < 0.3:

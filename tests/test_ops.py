@@ -82,9 +82,11 @@ def test_every_float_spelling_is_recorded(calls, device):
     """Counted, not assumed: one op or more recorded, none run eagerly."""
     operands = inputs(3, torch.float32, device)
     for name, call in calls.items():
-        args = [autofuse.wrap(x) for x in operands[: call.__code__.co_argcount]] if hasattr(
-            call, "__code__"
-        ) else None
+        args = (
+            [autofuse.wrap(x) for x in operands[: call.__code__.co_argcount]]
+            if hasattr(call, "__code__")
+            else None
+        )
         if args is None:
             count = 1 if calls is FLOAT_CALLS else 2 if calls is PAIR_CALLS else 3
             args = [autofuse.wrap(x) for x in operands[:count]]
