@@ -146,10 +146,16 @@ class _Entry:
 
     def __init__(self) -> None:
         self.originals: dict[int, tuple[Tensor, torch.Tensor]] = {}
+        self.passes = False  # an argument was wrapped already: results stay wrapped
+        self.grad = False  # an argument requires grad
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not _wrappable(tensor):
+        if tensor.__class__ is Tensor:
+            self.passes = True
             return tensor
+        if not _wrappable(tensor):
+            return tensor
+        self.grad = self.grad or tensor.requires_grad
         wrapped = alias(tensor)
         self.originals[id(wrapped)] = (wrapped, tensor)
         return wrapped
@@ -158,53 +164,36 @@ class _Entry:
         known = self.originals.get(id(tensor))
         if known is not None:
             return known[1]
-        if type(tensor) is Tensor:
+        if tensor.__class__ is Tensor:
             flush_tensor(tensor, "fuse")
             if hasattr(tensor._af, "real"):
                 return tensor._af.real
-            with NoTorchFunction():
-                tensor.__dict__.pop("_af", None)
+            tensor.__dict__.pop("_af", None)
             tensor.__class__ = torch.Tensor
         return tensor
 
 
-def _holds_wrapped(value: Any) -> bool:
-    found = False
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal found
-        found = found or type(tensor) is Tensor
-        return tensor
-
-    _mapped(value, look)
-    return found
-
-
-def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call in grad mode works on a trainable module or on tensors that require grad."""
-    if args and isinstance(args[0], torch.nn.Module):
-        if any(parameter.requires_grad for parameter in args[0].parameters()):
-            return True
-    found = False
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal found
-        found = found or tensor.requires_grad
-        return tensor
-
-    _mapped((args, kwargs), look)
-    return found
+def _trains(args: tuple[Any, ...]) -> bool:
+    """Whether a method belongs to a module with parameters that require grad."""
+    return (
+        bool(args)
+        and isinstance(args[0], torch.nn.Module)
+        and any(parameter.requires_grad for parameter in args[0].parameters())
+    )
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _local.closed or _local.depth or _holds_wrapped((args, kwargs)):
+        if _local.closed or _local.depth:
             return function(*args, **kwargs)
-        if torch.is_grad_enabled() and _trains(args, kwargs):
+        if torch.is_grad_enabled() and _trains(args):
             return function(*args, **kwargs)  # autograd sees every op: nothing here would fuse
         entry = _Entry()
-        args, kwargs = _mapped(args, entry.enter), _mapped(kwargs, entry.enter)
+        inner, named = _mapped(args, entry.enter), _mapped(kwargs, entry.enter)
+        if entry.passes or (entry.grad and torch.is_grad_enabled()):
+            return function(*args, **kwargs)
+        args, kwargs = inner, named
         _local.depth += 1
         try:
             result = function(*args, **kwargs)

@@ -2,9 +2,9 @@
 
 Every thread and device has its own trie. An edge is (op, operands): a pending operand as its
 index, a known Input as ~k, a new Input as its Meta, a Python scalar as its class. Sizes are part of
-a Meta, so a node knows every shape, stride and dtype exactly and a flush has nothing left to compute;
-sizes and scalar values are not part of a kernel, so that a new size costs a few new nodes and no
-compile.
+a Meta, so a node knows every shape, stride and dtype exactly and a flush has nothing left to
+compute; sizes and scalar values are not part of a kernel, so that a new size costs a few new nodes
+and no compile.
 """
 
 from __future__ import annotations
