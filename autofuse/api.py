@@ -19,7 +19,7 @@ from .chain import (
     flush_thread,
     reopen_thread,
 )
-from .shell import NoTorchFunction, Tensor, alias
+from .shell import Tensor, alias
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _M = TypeVar("_M", bound=torch.nn.Module)

@@ -69,7 +69,7 @@ DEAD = ALONE + 1  # its trie node holds it too
 class Chain(list):  # type: ignore[type-arg]
     """The open chain: its shells in order, and what they read."""
 
-    __slots__ = ("bumps", "consts", "inputs", "marks", "pinned", "slots", "stream", "tip")
+    __slots__ = ("bumps", "consts", "inputs", "into", "marks", "pinned", "slots", "stream", "tip")
 
     def __init__(self, tip: Node) -> None:
         self.tip = tip
@@ -78,6 +78,7 @@ class Chain(list):  # type: ignore[type-arg]
         self.marks: list[int] = []  # version and address of each Input when it was recorded
         self.consts: list[Any] = []
         self.bumps: dict[int, int] | None = None  # node index -> in-place ops its handle has seen
+        self.into: torch.Tensor | None = None  # memory that takes the last value, see record_write
         self.pinned = 0  # bytes of Inputs since the last look at who holds them
         self.stream = 0
 
@@ -387,6 +388,39 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     return True
 
 
+def record_write(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
+    """Write an in-place op on the memory of `target` with the kernel of what it reads.
+
+    False if nothing pending is among the operands or the memory is also read another way; nothing
+    has then been written.
+    """
+    if not any(x.__class__ is Tensor and x._af.recorder is not None for x in operands):
+        return False
+    state = target._af
+    meta = state if state.__class__ is Meta else concrete_meta(target)
+    if meta is None or meta.requires_grad or meta.inference or torch.is_inference_mode_enabled():
+        return False
+    result = record(op, operands)
+    if result is not None and result._af.meta is not meta and meta.flat:
+        if result._af.meta.shape == meta.shape and torch.can_cast(result.dtype, meta.dtype):
+            result = record(CASTS[meta.dtype], (result,))
+    if result is None or result._af.recorder is None or result._af.meta is not meta:
+        return False
+    node = result._af
+    recorder = node.recorder
+    chain = recorder.chain
+    with NoTorchFunction():
+        storage = _storage_of(target)._cdata
+        if any(x is not target and _storage_of(x)._cdata == storage for x in chain.inputs):
+            return False
+    # one kernel reads and writes an element in one thread; another shape would be another kernel
+    if id(target) in chain.slots and any(shell._af.meta.shape != meta.shape for shell in chain):
+        return False
+    chain.into = target
+    flush(recorder, "write")
+    return True
+
+
 def pending_version(tensor: Tensor) -> int:
     """The version counter that eager would show for `tensor`."""
     state = tensor._af
@@ -414,9 +448,9 @@ def flush(recorder: Recorder, reason: str) -> None:
                 enter_context(recorder.device)
             alive = tuple(map(getrefcount, chain))
             node = chain[len(alive) - 1]._af  # a thread in the middle of recording may add one more
-            runner = node.runners.get(alive)
+            runner = node.runners.get(alive if chain.into is None else (-2, *alive))
             if runner is None:
-                runner = _runner_for(recorder, node, alive)
+                runner = _runner_for(recorder, node, alive, chain.into is not None)
             counts.flushes[reason] += 1
             try:
                 runner.run(chain)
@@ -431,9 +465,9 @@ def flush(recorder: Recorder, reason: str) -> None:
             recorder.ident = ident
 
 
-def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...]) -> Runner:
+def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bool) -> Runner:
     live = tuple(index for index, held in enumerate(alive) if held > DEAD)
-    mask = (-1, *live)  # no reference count is negative: one dict serves both
+    mask = (-3 if into else -1, *live)  # no reference count is negative: one dict serves all
     runner = node.runners.get(mask)
     if runner is None:
         device = recorder.device
@@ -441,14 +475,14 @@ def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...]) -> Runne
         pieces = make_pieces(node.program(), live, device.type)
         build = CudaRunner if device.type == "cuda" else CpuRunner
         try:
-            runner = build(device, nodes, node.inputs, live, pieces)
+            runner = build(device, nodes, node.inputs, live, pieces, into)
         except Exception as error:
-            runner = FailedRunner(device, nodes, node.inputs, live, pieces, error=error)
+            runner = FailedRunner(device, nodes, node.inputs, live, (), into, error=error)
         recorder.runners.append(runner)
         node.runners[mask] = runner
     if len(node.runners) > 256:  # a value may be held in any number of places
-        node.runners = {key: kept for key, kept in node.runners.items() if key[0] == -1}
-    node.runners[alive] = runner
+        node.runners = {key: kept for key, kept in node.runners.items() if key[0] in (-1, -3)}
+    node.runners[(-2, *alive) if into else alive] = runner
     return runner
 
 
@@ -467,6 +501,8 @@ def _recover(
     except Exception as failure:
         recorder.chain = chain  # nothing is lost: the next flush tries again
         raise failure from error
+    if chain.into is not None:
+        chain.into.copy_(values.pop())
     settle(chain, runner.owners, values)
     counts.replays += 1
     counts.forgotten["ops_recorded"] += node.index + 1

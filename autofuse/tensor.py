@@ -29,6 +29,7 @@ from .chain import (
     pending_version,
     record,
     record_inplace,
+    record_write,
     relieve,
 )
 from .errors import KernelError
@@ -380,13 +381,15 @@ def _inplace(choose: Handler, func: Handler) -> Handler:
     """A handler for the in-place form: recorded on a pending tensor, immediate on memory."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.__class__ is Tensor and self._af.recorder is not None:
+        if self.__class__ is Tensor:
             try:
                 chosen = choose(self, *args, **kwargs)
             except (TypeError, AttributeError):
                 chosen = None
-            if chosen is not None and record_inplace(chosen[0], self, chosen[1]):
-                return self
+            if chosen is not None:
+                put = record_write if self._af.recorder is None else record_inplace
+                if put(chosen[0], self, chosen[1]):
+                    return self
         return run_eager(func, (self, *args), kwargs)
 
     return call

@@ -85,6 +85,58 @@ def test_in_place_on_a_pending_value_is_a_new_node(device):
 
 
 @device_param
+def test_a_write_to_memory_is_fused_with_what_it_reads(device):
+    p, g = pair(device)
+    wp, wg, state = autofuse.wrap(p), autofuse.wrap(g), autofuse.wrap(torch.zeros_like(p))
+    want_state, want = torch.zeros_like(p), p.clone()
+    for step in range(3):
+        autofuse.reset_stats()
+        state.mul_(0.9)
+        state += wg * 0.1
+        update = state / (wg.abs() + 1.0)
+        wp.sub_(update * 0.01)
+        stats = autofuse.stats()
+        assert stats.kernels_launched == 2 and stats.flushes == {"write": 2}, step
+        want_state.mul_(0.9)
+        want_state += g * 0.1
+        want.sub_(want_state / (g.abs() + 1.0) * 0.01)
+        assert_same(state, want_state, None)
+        assert_same(p, want, None)
+    assert p._version == wp._version == 3 and state._version == 6
+
+
+@device_param
+def test_a_write_where_the_memory_is_read_another_way(device):
+    def f(t, y):
+        row = t[0]
+        t.add_(row * 2)
+        t.mul_(t.T + 0.0)
+        flipped = t.flip(0) * 1.0
+        t.sub_(flipped)
+        wide = t + y[0] * 2
+        t[1].add_(t[0] * 3)
+        t.copy_(y * 2)
+        return t, wide, row, t._version
+
+    assert_same_as_eager(f, *pair(device))
+
+
+@device_param
+def test_a_write_of_another_dtype_or_shape(device):
+    def f(t, y):
+        h = t.half()
+        autofuse.materialize(h)
+        h.add_(y * 2)
+        h.add_((y * 2)[0] + 1)
+        i = t.int()
+        autofuse.materialize(i)
+        i.add_(i * 2)
+        return h, i, h._version
+
+    assert_same_as_eager(f, *pair(device), rtol=2e-3)
+
+
+@device_param
 def test_in_place_keeps_dtype_or_raises_as_eager(device):
     x = torch.randn(4, device=device).half()
     i = torch.arange(4, device=device)
