@@ -30,6 +30,7 @@ from .chain import (
     reopen_thread,
 )
 from .shell import Tensor
+from .tensor import EXPORTS
 
 _installed = False
 
@@ -70,7 +71,6 @@ def _flush_first(owner: Any, name: str, reason: str, flush: Callable[[str], None
 
 
 _KEEP = {"requires_grad_", "share_memory_", "retain_grad_", "rename_"}  # write no values
-_EXPORTS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")
 _OPERATORS = {"add", "sub", "mul", "truediv", "div", "mod", "floordiv", "pow", "and", "or", "xor",
               "lshift", "rshift", "matmul"}  # fmt: skip
 
@@ -83,7 +83,7 @@ def _patch_inplace() -> None:
     for name in dir(torch._C.TensorBase):
         inplace = name.endswith("_") and not name.startswith("_") and name not in _KEEP
         operator = name.startswith("__i") and name[3:-2] in _OPERATORS
-        if inplace or operator or name == "__setitem__" or name in _EXPORTS:
+        if inplace or operator or name == "__setitem__" or name in EXPORTS:
             setattr(torch.Tensor, name, _reads_first(getattr(torch.Tensor, name), name))
     for module in (torch, torch._C._nn):
         for name in dir(module):

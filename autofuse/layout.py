@@ -71,7 +71,7 @@ def _is_channels_last(shape: Ints, stride: Ints) -> bool:
     return len(shape) == 4 and _is_packed(shape, stride, (1, 3, 2, 0))
 
 
-def _is_dense(shape: Ints, stride: Ints) -> bool:
+def is_dense(shape: Ints, stride: Ints) -> bool:
     """Non-overlapping and dense: some order of the axes makes it contiguous."""
     axes = sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1)
     step = 1
@@ -95,7 +95,7 @@ def result_stride(shape: Ints, operands: list[tuple[Ints, Ints]]) -> Ints:
             n, c, h, w = shape
             return (h * w * c, 1, w * c, c)
         stride = operands[0][1]
-        if all(op[1] == stride for op in operands) and _is_dense(shape, stride):
+        if all(op[1] == stride for op in operands) and is_dense(shape, stride):
             return stride
     return _ordered_stride(shape, [expand(s, t, shape) for s, t in operands])
 

@@ -53,6 +53,8 @@ class Op:
     cpu_scalar: str = "common"
     integer: str = ""  # the expression for integer and bool dtypes, if it is another
     takes_bool: bool = True  # as an operand, even where another one decides the dtype
+    tensors_only: bool = False  # no Python scalar among the operands
+    reversed: bool = False  # the result's layout follows the operands from the last to the first
     contiguous: bool = False  # the result's layout; otherwise TensorIterator decides
     by_scalar: Op | None = None
     eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given
@@ -69,6 +71,11 @@ class Op:
 
     def __repr__(self) -> str:
         return f"Op({self.name})"
+
+    @property
+    def copies(self) -> bool:
+        """Whether a dense operand's strides carry over, as in `clone` and `to`."""
+        return self.name == "clone" or isinstance(self.result, torch.dtype)
 
     def resolve(
         self, operands: tuple[tuple[torch.dtype | type, int], ...]
@@ -88,6 +95,8 @@ class Op:
         self, operands: tuple[tuple[torch.dtype | type, int], ...]
     ) -> tuple[torch.dtype, torch.dtype] | None:
         promoting = []
+        if self.tensors_only and any(isinstance(dtype, type) for dtype, _ in operands):
+            return None
         if not self.takes_bool and any(dtype in (torch.bool, bool) for dtype, _ in operands):
             return None
         for (dtype, ndim), role in zip(operands, self.roles, strict=True):
@@ -282,7 +291,7 @@ def clone(input, *, memory_format=torch.preserve_format):
 _ARITHMETIC = {"scalar": "opmath", "accepts": "fi"}
 _plain("add", "x y", "x + y", **_ARITHMETIC)
 _plain("sub", "x y", "x - y", "subtract", takes_bool=False, **_ARITHMETIC)
-_plain("rsub", "x y", "y - x", takes_bool=False, **_ARITHMETIC)
+_plain("rsub", "x y", "y - x", takes_bool=False, reversed=True, **_ARITHMETIC)
 _plain("mul", "x y", "x * y", "multiply", cpu_scalar="opmath", **_ARITHMETIC)
 _op(
     "div_by_scalar",
@@ -326,6 +335,7 @@ _op(
     "x y s:opmath",
     "fma(-s, x, y)",
     integer="y - s * x",
+    reversed=True,
     **_ARITHMETIC,
     eager=lambda x, y, s: torch.rsub(x, y, alpha=s),
 )
@@ -371,9 +381,10 @@ for _name, _sign in (
         "ge": ("greater_equal",),
     }[_name]
     _plain(_name, "x y", f"x {_sign} y", *_long, result="bool", accepts="fi")
-_plain("logical_and", "x y", "x != 0 and y != 0", result="bool", accepts="fib")
-_plain("logical_or", "x y", "x != 0 or y != 0", result="bool", accepts="fib")
-_plain("logical_xor", "x y", "(x != 0) != (y != 0)", result="bool", accepts="fib")
+_LOGICAL = {"result": "bool", "accepts": "fib", "tensors_only": True}
+_plain("logical_and", "x y", "x != 0 and y != 0", **_LOGICAL)
+_plain("logical_or", "x y", "x != 0 or y != 0", **_LOGICAL)
+_plain("logical_xor", "x y", "(x != 0) != (y != 0)", **_LOGICAL)
 _plain("bitwise_and", "x y", "x & y", accepts="ib")
 _plain("bitwise_or", "x y", "x | y", accepts="ib")
 _plain("bitwise_xor", "x y", "x ^ y", accepts="ib")
@@ -383,6 +394,7 @@ _plain(
     "x if x != x else y if y != y else fmax(x, y)",
     integer="x if x > y else y",
     accepts="fi",
+    tensors_only=True,
 )
 _plain(
     "minimum",
@@ -390,17 +402,19 @@ _plain(
     "x if x != x else y if y != y else fmin(x, y)",
     integer="x if x < y else y",
     accepts="fi",
+    tensors_only=True,
 )
-_plain("fmax", "x y", "fmax(x, y)", integer="x if x > y else y", accepts="fi")
-_plain("fmin", "x y", "fmin(x, y)", integer="x if x < y else y", accepts="fi")
+_TENSORS = {"accepts": "fi", "tensors_only": True}
+_plain("fmax", "x y", "fmax(x, y)", integer="x if x > y else y", **_TENSORS)
+_plain("fmin", "x y", "fmin(x, y)", integer="x if x < y else y", **_TENSORS)
 _plain("fmod", "x y", "fmod(x, y)")
 _plain(
     "remainder",
     "x y",
     "m = fmod(x, y); m + y if m != 0 and (y < 0) != (m < 0) else m",
 )
-_plain("atan2", "x y", "atan2(x, y)", "arctan2", result="float", accepts="fi")
-_plain("hypot", "x y", "hypot(x, y)")
+_plain("atan2", "x y", "atan2(x, y)", "arctan2", result="float", **_TENSORS)
+_plain("hypot", "x y", "hypot(x, y)", tensors_only=True)
 _plain("copysign", "x y", "copysign(x, y)", result="float")
 _op("pow", "x y", "pow(x, y)")
 _op("pow_half", "x", "sqrt(x)", eager=partial(torch.pow, exponent=0.5))
@@ -616,7 +630,7 @@ CAST_METHODS = {
     "byte": torch.uint8,
     "bool": torch.bool,
 }
-_OPTIONS = {"non_blocking", "copy", "memory_format", "dtype"}
+
 
 
 @_spelled()
@@ -641,11 +655,8 @@ def type_as(input, other):
 
 BINARY_OPERATORS = {
     "__add__": "add",
-    "__radd__": "add",
     "__sub__": "sub",
-    "__rsub__": "rsub",
     "__mul__": "mul",
-    "__rmul__": "mul",
     "__truediv__": "div",
     "__mod__": "remainder",
     "__eq__": "eq",
@@ -657,9 +668,17 @@ BINARY_OPERATORS = {
     "__and__": "bitwise_and",
     "__or__": "bitwise_or",
     "__xor__": "bitwise_xor",
-    "__rand__": "bitwise_and",
-    "__ror__": "bitwise_or",
-    "__rxor__": "bitwise_xor",
+}
+# with a tensor on the left Python asks the subclass on the right first; the operands' order then
+# decides layout and error text, so that a scalar and a tensor are two cases
+REFLECTED_OPERATORS = {
+    "__radd__": ("add", "add"),
+    "__rsub__": ("sub", "rsub"),
+    "__rmul__": ("mul", "mul"),
+    "__rtruediv__": ("div", None),
+    "__rand__": ("bitwise_and", "bitwise_and"),
+    "__ror__": ("bitwise_or", "bitwise_or"),
+    "__rxor__": ("bitwise_xor", "bitwise_xor"),
 }
 UNARY_OPERATORS = {"__neg__": "neg", "__abs__": "abs", "__invert__": "bitwise_not"}
 SPELLED_OPERATORS = {"__pow__": "pow", "__floordiv__": "floor_divide"}

@@ -137,7 +137,7 @@ def make_meta(dtype: torch.dtype, shape: Ints, stride: Ints, device: torch.devic
 
 def plain_meta(tensor: torch.Tensor) -> Meta | None:
     """The Meta of a tensor of torch's own class; None if autofuse cannot read such a tensor."""
-    if tensor.layout is not torch.strided or tensor.is_neg():
+    if tensor.layout is not torch.strided or tensor.is_neg() or tensor._is_zerotensor():
         return None
     key = (
         tensor.dtype,

@@ -179,8 +179,14 @@ def _released(value: Any) -> Any:
     return value
 
 
+EXPORTS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage",
+           "from_dlpack", "to_dlpack")  # fmt: skip
+
+
 def _writes(name: str, func: Handler) -> bool:
-    """Whether `func` may write to its arguments, or is not known well enough to say."""
+    """Whether `func`, or who gets hold of memory by it, may write to its arguments."""
+    if name in EXPORTS:
+        return True
     if name.endswith("_") and (not name.endswith("__") or name[:3] == "__i" or "set" in name):
         return name not in ("__index__", "__int__", "__invert__")
     module = getattr(func, "__module__", None) or ""
@@ -404,6 +410,22 @@ def _plain_method(func: Handler) -> Handler:
     return functools.wraps(func)(method)
 
 
+def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handler:
+    """`other <operator> self`; without a row for scalars, as `torch.Tensor` defines it."""
+    forward = getattr(torch, tensor_row)
+    scalar = None if scalar_row is None else _generate(_BINARY, OPS[scalar_row], func)
+
+    def reflected(self: Any, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            shell = record(OPS[tensor_row], (other, self))
+            return run_eager(forward, (other, self)) if shell is None else shell
+        if scalar is not None:
+            return scalar(self, other)
+        return self.reciprocal() * other
+
+    return reflected
+
+
 def _plain_choice(op: Op) -> Handler:
     if len(op.names) == 1:
         return lambda self: (op, (self,))
@@ -431,8 +453,8 @@ def _install_ops() -> None:
             _override(name, _inplace(choices[row], getattr(_Plain, name)))
     for name, dtype in ops.CAST_METHODS.items():
         _override(name, _cast(dtype, getattr(_Plain, name)))
-    _override("__rtruediv__", lambda self, other: self.reciprocal() * other)
-    _override("__rdiv__", lambda self, other: self.reciprocal() * other)
+    for name, (tensor_row, scalar_row) in ops.REFLECTED_OPERATORS.items():
+        _override(name, _reflected(tensor_row, scalar_row, getattr(_Plain, name)))
     _override("__rpow__", lambda self, other: torch.pow(other, self))
     _override("__hash__", _Plain.__hash__)
 

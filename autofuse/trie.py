@@ -115,11 +115,13 @@ def extend(
     first = tensors[0]
     if first.flat and all(meta.shape == shape and meta.flat for meta in tensors):
         stride = first.stride
+    elif op.copies and layout.is_dense(shape, first.stride):
+        stride = first.stride
     elif op.contiguous:
         stride = layout.contiguous(shape)
     else:
         strides = [(v.shape, v.stride) if isinstance(v, Meta) else ((), ()) for v in views]
-        stride = layout.result_stride(shape, strides)
+        stride = layout.result_stride(shape, strides[::-1] if op.reversed else strides)
     node = Node(recorder, tip, op)
     node.args, node.common = tuple(args), CODES[common]
     node.meta = make_meta(result, shape, stride, device)
