@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -141,36 +142,113 @@ def _mapped(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def plain_arguments(value: Any) -> Any:
+    """`value` with every wrapped tensor replaced by its plain one."""
+    return _mapped(value, unwrap)
+
+
 class _Entry:
-    """One outermost fused call: wraps what goes in and gives plain tensors back."""
+    """One outermost fused call: wraps what goes in and gives plain tensors back.
+
+    Lists, dicts and dataclasses are changed in place and back again, because the function may
+    change them too; tuples are replaced.
+    """
 
     def __init__(self) -> None:
-        self.originals: dict[int, tuple[Tensor, torch.Tensor]] = {}
+        self.originals: dict[int, tuple[Tensor, torch.Tensor]] = {}  # by id of the wrapped tensor
+        self.wrapped: dict[int, Tensor] = {}  # by id of the plain one: f(t, t) gets one object
+        self.containers: list[Any] = []
         self.passes = False  # an argument was wrapped already: results stay wrapped
         self.grad = False  # an argument requires grad
 
-    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.__class__ is Tensor:
+    def enter(self, value: Any) -> Any:
+        cls = value.__class__
+        if cls in _ATOMS:
+            return value
+        if cls is torch.Tensor:
+            return self._wrap(value)
+        if cls is Tensor:
             self.passes = True
-            return tensor
-        if not _wrappable(tensor):
-            return tensor
-        self.grad = self.grad or tensor.requires_grad
-        wrapped = alias(tensor)
-        self.originals[id(wrapped)] = (wrapped, tensor)
+            return value
+        if isinstance(value, (torch.Tensor, torch.nn.Module)):
+            return value  # a Parameter stays one; as an operand it is recorded as it is
+        if isinstance(value, tuple):
+            return _rebuilt(value, self.enter)
+        if _is_container(value):
+            self.containers.append(value)
+            _exchange(value, self.enter)
+        return value
+
+    def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        wrapped = self.wrapped.get(id(tensor))
+        if wrapped is None:
+            if not _wrappable(tensor):
+                return tensor
+            self.grad = self.grad or tensor.requires_grad
+            wrapped = self.wrapped[id(tensor)] = alias(tensor)
+            self.originals[id(wrapped)] = (wrapped, tensor)
         return wrapped
 
-    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        known = self.originals.get(id(tensor))
-        if known is not None:
-            return known[1]
-        if tensor.__class__ is Tensor:
-            flush_tensor(tensor, "fuse")
-            if hasattr(tensor._af, "real"):
-                return tensor._af.real
-            tensor.__dict__.pop("_af", None)
-            tensor.__class__ = torch.Tensor
-        return tensor
+    def leave(self, value: Any) -> Any:
+        """Plain tensors for a result, and for what the function left in the arguments."""
+        cls = value.__class__
+        if cls is Tensor:
+            known = self.originals.get(id(value))
+            return _become_plain(value) if known is None else known[1]
+        if cls in _ATOMS or isinstance(value, (torch.Tensor, torch.nn.Module)):
+            return value
+        if isinstance(value, tuple):
+            return _rebuilt(value, self.leave)
+        if _is_container(value) and not any(value is seen for seen in self.containers):
+            self.containers.append(value)
+            _exchange(value, self.leave)
+        return value
+
+    def restore(self) -> None:
+        """Put the arguments back as they were, but for what the function did to them."""
+        for container in self.containers:
+            _exchange(container, self.leave)
+
+
+def _become_plain(tensor: Tensor) -> torch.Tensor:
+    flush_tensor(tensor, "fuse")
+    if hasattr(tensor._af, "real"):
+        return tensor._af.real
+    tensor.__dict__.pop("_af", None)
+    tensor.__class__ = torch.Tensor
+    return tensor
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, dict)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def _exchange(container: Any, change: Callable[[Any], Any]) -> None:
+    """Replace the items of a list, dict or dataclass, in place, where `change` gives another."""
+    if isinstance(container, list):
+        pairs: Any = enumerate(list(container))
+    elif isinstance(container, dict):
+        pairs = list(container.items())
+    else:
+        names = [field.name for field in dataclasses.fields(container)]
+        pairs = [(name, getattr(container, name)) for name in names if hasattr(container, name)]
+    for key, item in pairs:
+        new = change(item)
+        if new is not item:
+            if isinstance(container, (list, dict)):
+                container[key] = new
+            else:
+                object.__setattr__(container, key, new)
+
+
+def _rebuilt(value: tuple[Any, ...], change: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """A tuple, named tuple or torch.return_types with its items changed; itself if none was."""
+    items = [change(item) for item in value]
+    if all(a is b for a, b in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _trains(args: tuple[Any, ...]) -> bool:
@@ -185,22 +263,23 @@ def _trains(args: tuple[Any, ...]) -> bool:
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _local.closed or _local.depth:
+        if torch.compiler.is_compiling() or _local.closed or _local.depth:
             return function(*args, **kwargs)
         if torch.is_grad_enabled() and _trains(args):
             return function(*args, **kwargs)  # autograd sees every op: nothing here would fuse
         entry = _Entry()
-        inner, named = _mapped(args, entry.enter), _mapped(kwargs, entry.enter)
+        inner, named = entry.enter(args), entry.enter(kwargs)
         if entry.passes or (entry.grad and torch.is_grad_enabled()):
+            entry.restore()
             return function(*args, **kwargs)
-        args, kwargs = inner, named
         _local.depth += 1
         try:
-            result = function(*args, **kwargs)
+            result = function(*inner, **named)
         finally:
             _local.depth -= 1
             flush_thread("fuse")
-        return _mapped(result, entry.leave)
+            entry.restore()
+        return entry.leave(result)
 
     return call
 
@@ -228,6 +307,11 @@ def fuse(target: Any = None) -> Any:
         if not getattr(cls, "_autofuse_fused", False):
             target.__class__ = _fused_class(cls)
         return target
+    if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target):
+        raise TypeError(
+            f"autofuse.fuse takes functions that return, not generators or coroutines: {target!r}; "
+            "wrap its tensors with autofuse.wrap instead"
+        )
     if not callable(target):
         raise TypeError(f"autofuse.fuse takes a callable or an nn.Module, not {target!r}")
     return _fused(target)

@@ -22,6 +22,7 @@ from .chain import (
     _local,
     close_thread,
     flush_all,
+    flush_grad,
     flush_readers,
     flush_tensor,
     flush_thread,
@@ -45,6 +46,7 @@ def install() -> None:
     _patch_attributes()
     _patch_calls()
     _patch_modes()
+    _patch_compile()
     _patch_cuda()
     register_optimizer_step_pre_hook(lambda *args: flush_thread("optimizer"))
     os.register_at_fork(
@@ -70,7 +72,7 @@ def _flush_first(owner: Any, name: str, reason: str, flush: Callable[[str], None
 # --- memory of plain tensors ----------------------------------------------------------------------
 
 
-_KEEP = {"requires_grad_", "share_memory_", "retain_grad_", "rename_"}  # write no values
+_KEEP = {"share_memory_", "retain_grad_", "rename_"}  # change nothing that a pending op reads
 _OPERATORS = {"add", "sub", "mul", "truediv", "div", "mod", "floordiv", "pow", "and", "or", "xor",
               "lshift", "rshift", "matmul"}  # fmt: skip
 
@@ -89,7 +91,17 @@ def _patch_inplace() -> None:
         for name in dir(module):
             function = getattr(module, name)
             if name.endswith("_") and not name.startswith("__") and callable(function):
-                setattr(module, name, _reads_first(function, name))
+                patched = _reads_first(function, name)
+                setattr(module, name, patched)
+                symbol = torch.jit._builtins._find_builtin(function)
+                if symbol is not None:  # torch.jit knows its builtins by identity
+                    torch.jit._builtins._register_builtin(patched, symbol)
+    for name in ("batch_norm", "instance_norm", "native_batch_norm"):  # write running statistics
+        function = getattr(torch, name)
+        _flush_first(torch, name, name, flush_thread)
+        symbol = torch.jit._builtins._find_builtin(function)
+        if symbol is not None:
+            torch.jit._builtins._register_builtin(getattr(torch, name), symbol)
 
 
 def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -122,7 +134,7 @@ class _Attribute(property):
 
 def _patch_attributes() -> None:
     """`t.data = s` and `t.grad = s` hand a tensor to C++ without asking it."""
-    for name in ("data", "grad"):
+    for name in ("data", "grad", "requires_grad"):
         base = getattr(torch.Tensor, name)
 
         def get(self: Any, base: Any = base) -> Any:
@@ -154,6 +166,15 @@ def _patch_calls() -> None:
     import torch._functorch.utils as functorch_utils
     from torch.autograd import graph
 
+    from torch.autograd import forward_ad, function
+
+    _closed_during(function.Function, "apply")
+    _closed_during(function.BackwardCFunction, "apply")
+    for owner in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled):
+        for name in ("__enter__", "__exit__"):
+            _flush_first(owner, name, "grad mode", flush_grad)
+    _flush_first(torch.set_grad_enabled, "__init__", "grad mode", flush_grad)
+    _closed_between(forward_ad, "enter_dual_level", "exit_dual_level")
     # every autograd.Function.apply passes its arguments through this module attribute
     for owner, name in (
         (functorch_utils, "unwrap_dead_wrappers"),
@@ -173,6 +194,23 @@ def _patch_calls() -> None:
         return make(cls, data, *args, **kwargs)
 
     torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[assignment]
+
+
+def _closed_during(owner: Any, name: str) -> None:
+    """Record nothing while the class or instance method `owner.name` runs."""
+    original = owner.__dict__[name]
+    static = isinstance(original, classmethod)
+    function = original.__func__ if static else original
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        close_thread(name)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            reopen_thread()
+
+    setattr(owner, name, classmethod(call) if static else call)
 
 
 def _plain(tensor: Tensor) -> torch.Tensor:
@@ -222,14 +260,14 @@ def _closed_between(module: Any, start: str, end: str) -> None:
         return
 
     @functools.wraps(begin)
-    def begun(*args: Any) -> Any:
+    def begun(*args: Any, **kwargs: Any) -> Any:
         close_thread("torch.func")
-        return begin(*args)
+        return begin(*args, **kwargs)
 
     @functools.wraps(finish)
-    def finished(*args: Any) -> Any:
+    def finished(*args: Any, **kwargs: Any) -> Any:
         try:
-            return finish(*args)
+            return finish(*args, **kwargs)
         finally:
             reopen_thread()
 
@@ -258,6 +296,43 @@ def _closed_inside(owner: Any, keep: type) -> None:
 
 
 # --- streams, events, graphs ---------------------------------------------------------------------
+
+
+def _patch_compile() -> None:
+    """A compiled function gets plain tensors: torch._dynamo would trace the shell itself."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile(model: Any = None, **kwargs: Any) -> Any:
+        if model is None:
+            return lambda model: compile(model, **kwargs)
+        compiled = original(model, **kwargs)
+        if isinstance(compiled, torch.nn.Module):
+            cls = type(compiled)
+            if "__call__" not in cls.__dict__ or not hasattr(cls.__call__, "_autofuse"):
+                cls.__call__ = _unwrapping(cls.__call__)  # type: ignore[method-assign]
+            return compiled
+        return _unwrapping(compiled)
+
+    torch.compile = compile  # type: ignore[assignment]
+
+
+def _unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+    from .api import plain_arguments
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        args, kwargs = plain_arguments((args, kwargs))
+        close_thread("torch.compile")
+        try:
+            return function(*args, **kwargs)
+        finally:
+            reopen_thread()
+
+    call._autofuse = True  # type: ignore[attr-defined]
+    return call
 
 
 def _patch_cuda() -> None:

@@ -7,6 +7,7 @@ away at any moment: recording notices that it is no longer the open one and star
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import Counter
@@ -107,11 +108,22 @@ class Recorder:
         self.chain = Chain(self.home)
 
 
+class _Owned(dict):  # type: ignore[type-arg]
+    """A thread's recorders by device; goes when the thread goes, and its number is used again."""
+
+    def __del__(self) -> None:
+        for recorder in self.values():
+            recorder.ident = -1  # whoever holds a value of it now is another thread
+            if not recorder.chain and recorder in _all_recorders:
+                _all_recorders.remove(recorder)
+                counts.forgotten.update(totals(recorder))
+
+
 class _Local(threading.local):
     """This thread's recorders, and how many reasons it has to record nothing."""
 
     def __init__(self) -> None:
-        self.recorders: dict[torch.device, Recorder] = {}
+        self.recorders: dict[torch.device, Recorder] = _Owned()
         self.current: Recorder | None = None  # the one used last
         self.closed = 0 if config.enabled else 1
         self.depth = 0  # fused calls on the stack
@@ -176,6 +188,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         if slot is not None:
             edge.append(slot)
             continue
+        if state.__class__ is Meta and torch.is_grad_enabled():
+            state = concrete_meta(x)  # through a view it may have come to require grad
         if state.__class__ is not Meta or state.device is not recorder.device:
             x, state = _input(x, recorder)
             if state is _SCALAR:
@@ -206,6 +220,11 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             return None
         assert node.meta is not None
         shell = node.shell = make_shell(node.meta, node)
+    if consts is not None and node.limits is not None:
+        low, high = node.limits
+        if not all(low <= value <= high or not math.isfinite(value) for value in consts):
+            counts.eager[op.name, "a scalar that does not fit"] += 1
+            return None
     if fresh is not None:
         if node.careful and torch.is_grad_enabled() and any(m.requires_grad for m in fresh[1::2]):
             counts.eager[op.name, "requires grad"] += 1
@@ -321,17 +340,20 @@ def _miss(recorder: Recorder, chain: Chain, op: Op, key: tuple[Any, ...]) -> Nod
     if tip is recorder.closed:
         return eager_node(recorder, tip, op, "recording is off")
     new_inputs = sum(isinstance(operand, Meta) for operand in key[1:])
-    full = len(chain) >= config.max_nodes or (
-        len(tip.inputs) + new_inputs > config.max_inputs and len(chain) > 0
-    )
-    looped = len(chain) >= config.loop_nodes and chain[0]._af.op is op
-    if full or looped:
-        flush(recorder, "limit")
-        return None
-    if recorder.size >= config.max_trie and not len(chain):
-        forget(recorder)
-        return None
-    metas = [shell._af.meta for shell in chain]
+    with recorder.lock:
+        if recorder.chain is not chain:  # another thread has flushed it meanwhile
+            return None
+        full = len(chain) >= config.max_nodes or (
+            len(tip.inputs) + new_inputs > config.max_inputs and len(chain) > 0
+        )
+        looped = len(chain) >= config.loop_nodes and chain[0]._af.op is op
+        if full or looped:
+            flush(recorder, "limit")
+            return None
+        if recorder.size >= config.max_trie and not len(chain):
+            forget(recorder)
+            return None
+        metas = [shell._af.meta for shell in chain]
     node = extend(recorder, tip, op, key[1:], metas)
     dtypes_checked = op.result == "bool" and int in key and node.common not in ("f32", "f64")
     if dtypes_checked and node.common not in ("i64", "f16", "bf16"):
@@ -396,8 +418,7 @@ def record_write(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     """
     if not any(x.__class__ is Tensor and x._af.recorder is not None for x in operands):
         return False
-    state = target._af
-    meta = state if state.__class__ is Meta else concrete_meta(target)
+    meta = concrete_meta(target)
     if meta is None or meta.requires_grad or meta.inference or torch.is_inference_mode_enabled():
         return False
     result = record(op, operands)
@@ -408,17 +429,31 @@ def record_write(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
         return False
     node = result._af
     recorder = node.recorder
-    chain = recorder.chain
-    with NoTorchFunction():
-        storage = _storage_of(target)._cdata
-        if any(x is not target and _storage_of(x)._cdata == storage for x in chain.inputs):
+    with recorder.lock:
+        chain = recorder.chain
+        if result._af is not node or not chain or chain[-1] is not result:
             return False
-    # one kernel reads and writes an element in one thread; another shape would be another kernel
-    if id(target) in chain.slots and any(shell._af.meta.shape != meta.shape for shell in chain):
-        return False
-    chain.into = target
-    flush(recorder, "write")
+        with NoTorchFunction():
+            extent = _extent(target)
+            if any(x is not target and _overlap(_extent(x), extent) for x in chain.inputs):
+                return False
+        # one thread reads and writes an element; another shape would be another kernel
+        if id(target) in chain.slots and any(shell._af.meta.shape != meta.shape for shell in chain):
+            return False
+        chain.into = target
+        flush(recorder, "write")
     return True
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the storage of `tensor`: the first and the one past the last."""
+    storage = _storage_of(tensor)
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
 
 
 def pending_version(tensor: Tensor) -> int:
@@ -439,8 +474,8 @@ def flush(recorder: Recorder, reason: str) -> None:
         return
     with recorder.lock:  # also waits for a flush by another thread
         ident, recorder.ident = recorder.ident, 0  # a recording thread goes to the slow path
+        chain, done = recorder.chain, False
         try:
-            chain = recorder.chain
             if not chain:
                 return
             recorder.chain = Chain(recorder.home)
@@ -453,15 +488,19 @@ def flush(recorder: Recorder, reason: str) -> None:
                 runner = _runner_for(recorder, node, alive, chain.into is not None)
             counts.flushes[reason] += 1
             try:
-                runner.run(chain)
+                if runner.live:
+                    runner.run(chain)
                 runner.runs += 1
             except Exception as error:
                 _recover(recorder, chain, node, runner, error)
+            done = True
             if any(map(getweakrefcount, chain)):
                 for shell in chain:
                     if shell is not None and getweakrefcount(shell):
                         shell._af.shell = None  # the weak reference dies with the shell
         finally:
+            if not done and chain and None not in chain:  # interrupted: the next flush tries again
+                recorder.chain = chain
             recorder.ident = ident
 
 
@@ -494,12 +533,12 @@ def _recover(
         for owner in runner.owners:
             _shell._set(chain[owner.index], "_af", Lost(error))
             owner.shell = None
+        chain.clear()
         raise error
     try:
         with torch.no_grad(), NoTorchFunction():
             values = _replay_ops(chain, node.path(), runner.live)
-    except Exception as failure:
-        recorder.chain = chain  # nothing is lost: the next flush tries again
+    except Exception as failure:  # nothing is lost: the next flush tries again
         raise failure from error
     if chain.into is not None:
         chain.into.copy_(values.pop())
@@ -560,6 +599,13 @@ def flush_thread(reason: str) -> None:
             flush(recorder, reason)
 
 
+def flush_grad(reason: str) -> None:
+    """Flush what reads tensors that require grad: it was recorded while grad mode was off."""
+    for recorder in _local.recorders.values():
+        if recorder.chain and recorder.chain.tip.holds_grad:
+            flush(recorder, reason)
+
+
 def flush_all(reason: str) -> None:
     """Flush everything that any thread has pending."""
     for recorder in list(_all_recorders):
@@ -568,14 +614,14 @@ def flush_all(reason: str) -> None:
 
 
 def flush_readers(tensor: torch.Tensor, reason: str) -> None:
-    """Flush this thread's chains that read the memory of `tensor`, which is about to change."""
-    for recorder in _local.recorders.values():
+    """Flush the chains that read the memory of `tensor`, which is about to change."""
+    for recorder in list(_all_recorders):
         chain = recorder.chain
         if chain:
             with NoTorchFunction():
                 try:
-                    storage = _storage_of(tensor)._cdata
-                    reads = any(_storage_of(x)._cdata == storage for x in chain.inputs)
+                    extent = _extent(tensor)
+                    reads = any(_overlap(_extent(x), extent) for x in list(chain.inputs))
                 except (RuntimeError, NotImplementedError):  # no storage: sparse, functorch
                     reads = True
             if reads:

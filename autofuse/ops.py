@@ -73,6 +73,11 @@ class Op:
         return f"Op({self.name})"
 
     @property
+    def fits(self) -> bool:
+        """Whether torch converts its scalars with a check for overflow."""
+        return self.name.startswith(("clamp", "where", "pow")) or "opmath" in self.roles
+
+    @property
     def copies(self) -> bool:
         """Whether a dense operand's strides carry over, as in `clone` and `to`."""
         return self.name == "clone" or isinstance(self.result, torch.dtype)
@@ -630,7 +635,6 @@ CAST_METHODS = {
     "byte": torch.uint8,
     "bool": torch.bool,
 }
-
 
 
 @_spelled()

@@ -282,7 +282,7 @@ def handler(self):
             nxt = chain.tip.next.get((OP, first))
             if nxt is not None:
                 shell = nxt.shell
-                if shell is not None and (not nxt.careful or not is_grad_enabled()):
+                if shell is not None and not (fresh and is_grad_enabled()):
                     if fresh:
                         add_input(recorder, chain, self)
                         chain.pinned += nxt.fresh_bytes
@@ -331,7 +331,9 @@ def handler(self, other{more}):
             nxt = chain.tip.next.get((OP, first, second))
             if nxt is not None:
                 shell = nxt.shell
-                if shell is not None and (not nxt.careful or not is_grad_enabled()):
+                if shell is not None and (
+                    fresh is late is None or not is_grad_enabled()
+                ):
                     if fresh is not None:
                         add_input(recorder, chain, fresh)
                     if late is not None:

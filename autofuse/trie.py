@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from . import layout
 from .config import config
 from .dtypes import CODES
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "careful", "common", "consts", "fresh_bytes", "index", "inputs", "meta",
-                 "next", "op", "parent", "pinned_limit", "reason", "recorder", "runners",
-                 "shell")  # fmt: skip
+    __slots__ = ("args", "careful", "common", "consts", "fresh_bytes", "holds_grad", "index",
+                 "inputs", "limits", "meta", "next", "op", "parent", "pinned_limit",
+                 "reason", "recorder", "runners", "shell")  # fmt: skip
 
     def __init__(self, recorder: Recorder, parent: Node | None, op: Op | None) -> None:
         self.recorder, self.parent, self.op = recorder, parent, op
@@ -38,6 +40,8 @@ class Node:
         self.meta: Meta | None = None
         self.inputs: tuple[Meta, ...] = () if parent is None else parent.inputs
         self.consts: tuple[type, ...] = () if parent is None else parent.consts
+        self.limits: tuple[float, float] | None = None  # of Consts that have to fit a dtype
+        self.holds_grad = False if parent is None else parent.holds_grad  # some Input requires grad
         self.fresh_bytes = 0  # of the Inputs that this op brings
         self.pinned_limit = 0  # bytes that only the chain may keep alive
         self.careful = False  # a new Input requires grad or is an inference tensor
@@ -130,5 +134,9 @@ def extend(
     node.fresh_bytes = sum(meta.nbytes for meta in fresh)
     largest = max((meta.nbytes for meta in inputs), default=0)
     node.pinned_limit = max(config.pinned_bytes, 2 * largest)
+    if op.fits and common is not torch.bool:
+        info = torch.finfo(common) if common.is_floating_point else torch.iinfo(common)
+        node.limits = (info.min, info.max)
+    node.holds_grad |= any(meta.requires_grad for meta in fresh)
     node.careful = any(meta.requires_grad or meta.inference for meta in fresh)
     return node

@@ -1,0 +1,266 @@
+"""What torch's machinery around an op decides: operand order, grad, modes, containers, threads."""
+
+import copy
+import dataclasses
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autofuse
+from support import DEVICES, assert_same, assert_same_as_eager
+
+W = autofuse.wrap
+device_param = pytest.mark.parametrize("device", DEVICES)
+
+
+@device_param
+@pytest.mark.parametrize("op", ["+", "-", "*", "/"])
+def test_a_plain_tensor_on_the_left(op, device):
+    """Python calls the subclass's reflected method; torch's operand order decides the layout."""
+    space = {}
+    exec(f"def f(a, b): return a {op} b", space)
+    a, b = torch.rand(2, 3, device=device), torch.rand(3, 2, device=device).t()
+    assert_same(space["f"](a, W(b)), space["f"](a, b), None)
+    assert_same(space["f"](W(a), W(b)), space["f"](a, b), None)
+    with pytest.raises(RuntimeError) as ours:
+        space["f"](torch.ones(2, device=device), W(torch.ones(3, device=device)))
+    with pytest.raises(RuntimeError) as theirs:
+        space["f"](torch.ones(2, device=device), torch.ones(3, device=device))
+    assert str(ours.value) == str(theirs.value)
+
+
+@device_param
+def test_division_by_a_wrapped_tensor_is_a_division(device):
+    small = torch.full((3,), 1e-39, device=device)
+    assert_same(small / W(small), small / small, None)
+
+
+@device_param
+def test_layout_of_rsub_and_of_copies(device):
+    a, b = torch.rand(2, 3, device=device), torch.rand(3, 2, device=device).t()
+    assert_same_as_eager(torch.rsub, a, b)
+    odd = torch.rand(4, device=device).as_strided((1, 4), (100, 1))
+    for call in (torch.clone, torch.Tensor.half, lambda t: t.to(torch.float64)):
+        assert_same(call(W(odd)), call(odd), None)
+
+
+def test_grad_mode_that_comes_on_after_a_parameter_was_read():
+    p, w = torch.ones(4, requires_grad=True), W(torch.ones(4))
+    with torch.no_grad():
+        a = w + p
+    assert (w * p).requires_grad and not a.requires_grad
+    x = torch.ones(4)
+    b = w + x
+    x.requires_grad_()
+    assert (w * x).requires_grad and not b.requires_grad
+
+
+def test_requires_grad_that_comes_through_a_view():
+    w = W(torch.ones(4))
+    autofuse.materialize(w * 1.0)
+    s = torch.ones((), requires_grad=True)
+    w[0].mul_(s)
+    (w * 3.0).sum().backward()
+    assert s.grad.item() == 3.0
+    v = W(torch.ones(4))
+    autofuse.materialize(v * 1.0)
+    t = torch.ones((), requires_grad=True)
+    v[0].mul_(t)
+    v.mul_(W(torch.ones(4)) * 3.0)
+    v.sum().backward()
+    assert t.grad.item() == 3.0
+
+
+def test_user_function_keeps_its_gradient():
+    p = torch.full((3,), 2.0, requires_grad=True)
+
+    class Affine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, p):
+            ctx.save_for_backward(x)
+            return x * p + 1.0
+
+        @staticmethod
+        def backward(ctx, g):
+            return None, g * ctx.saved_tensors[0]
+
+    @autofuse.fuse
+    def f(x):
+        return Affine.apply(x, p)
+
+    y = f(torch.full((3,), 5.0))
+    assert y.requires_grad
+    y.sum().backward()
+    assert p.grad.tolist() == [5.0] * 3
+
+
+def test_forward_mode_keeps_its_tangent():
+    from torch.autograd import forward_ad
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(W(torch.ones(3)), torch.ones(3))
+        assert forward_ad.unpack_dual(dual * 2.0).tangent.tolist() == [2.0] * 3
+
+
+def test_exports_of_a_wrapped_tensor_come_after_pending_reads():
+    for write in (
+        lambda w: w.numpy().fill(5),
+        lambda w: w.untyped_storage().fill_(0),
+        lambda w: torch.from_dlpack(w).add_(1),
+        lambda w: w.data_ptr(),
+    ):
+        w = W(torch.ones(4))
+        y = w * 2.0
+        write(w)
+        assert y.tolist() == [2.0] * 4
+
+
+def test_running_statistics_are_a_write():
+    mean, var = torch.zeros(3), torch.ones(3)
+    y = W(mean) + 1.0
+    F.batch_norm(torch.randn(8, 3), mean, var, training=True)
+    assert y.tolist() == [1.0] * 3
+    memory = torch.ones(4)
+    other = torch.from_numpy(memory.numpy())
+    y = W(memory) * 2
+    other.add_(1)
+    assert y.tolist() == [2.0] * 4
+
+
+@dataclasses.dataclass
+class State:
+    h: torch.Tensor
+
+
+def test_fused_functions_may_change_their_containers():
+    @autofuse.fuse
+    def f(table, items, state):
+        table["out"] = table["a"] * 2.0
+        items.append(items[0] + 1.0)
+        state.h = state.h * 0.5 + table["a"]
+
+    a = torch.ones(3)
+    table, items, state = {"a": a}, [a], State(a)
+    for _ in range(3):
+        f(table, items, state)
+    assert table["a"] is a and items[0] is a
+    assert [type(t) for t in (*table.values(), *items, state.h)] == [torch.Tensor] * 7
+    assert table["out"].tolist() == [2.0] * 3 and len(items) == 4
+    assert state.h.tolist() == [1.875] * 3
+
+
+def test_fused_functions_keep_parameters_and_identity():
+    @autofuse.fuse
+    def f(p, a, b):
+        assert type(p) is nn.Parameter and a is b
+        with torch.no_grad():
+            p.add_(p.grad * -0.5)
+
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    t = torch.ones(3)
+    f(p, t, t)
+    assert p.tolist() == [0.5] * 3
+    with pytest.raises(TypeError, match="generators or coroutines"):
+        autofuse.fuse((lambda: (yield)))
+
+
+def test_jit_script_still_knows_inplace_functions():
+    scripted = torch.jit.script(nn.Sequential(nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)))
+    assert scripted(torch.tensor([-1.0, 0.5, 3.0])).tolist() == [0.0, 0.5, 1.0]
+
+
+def test_compiled_functions_get_plain_tensors():
+    seen = []
+
+    def f(x):
+        seen.append(type(x))
+        return x * 2 + 1
+
+    compiled = torch.compile(f, backend="eager")
+    x = torch.ones(3)
+    assert compiled(W(x) * 2).tolist() == [5.0] * 3
+    assert torch.compile(autofuse.fuse(f), backend="eager")(x).tolist() == [3.0] * 3
+    assert autofuse.Tensor not in seen
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.to(torch.uint8).clamp(0, 300),
+        lambda t: torch.where(t.to(torch.uint8) > 5, t.to(torch.uint8), 300),
+        lambda t: torch.add(t.char(), t.char(), alpha=200),
+        lambda t: t.clamp(-1e300, 1e300),
+        lambda t: F.leaky_relu(t, 1e300),
+        lambda t: t.half().clamp(max=70000),
+        lambda t: t.maximum(1),
+        lambda t: t.logical_xor(True),
+    ],
+)
+def test_scalars_that_do_not_fit(call):
+    assert_same_as_eager(call, torch.arange(4.0))
+
+
+def test_interrupted_flush_tries_again(monkeypatch):
+    y = W(torch.ones(3)) * 7.5 + 2.25
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(autofuse.chain, "_runner_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        y.tolist()
+    monkeypatch.undo()
+    assert y.tolist() == [9.75] * 3
+
+
+def test_threads_leave_nothing_behind_and_numbers_are_used_again():
+    kept = []
+
+    def work():
+        kept.append(W(torch.ones(4)) * 2.0)
+
+    before = len(autofuse.chain._all_recorders)
+    for _ in range(30):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    u = torch.ones(4)
+    for y in kept:
+        z = y * u
+        assert z.tolist() == [2.0] * 4
+    kept.clear()
+    autofuse.chain.flush_all("test")
+    assert len(autofuse.chain._all_recorders) <= before + 30
+    for _ in range(30):
+        thread = threading.Thread(target=lambda: (W(torch.ones(4)) * 2.0).tolist())
+        thread.start()
+        thread.join()
+    assert len(autofuse.chain._all_recorders) <= before + 31
+
+
+def test_writes_race_with_a_flush_from_another_thread():
+    stop = threading.Event()
+
+    def flushing():
+        while not stop.is_set():
+            autofuse.chain.flush_all("race")
+
+    thread = threading.Thread(target=flushing)
+    thread.start()
+    try:
+        w, x = W(torch.zeros(4)), W(torch.ones(4))
+        for _ in range(3000):
+            w.add_(x * 2.0)
+    finally:
+        stop.set()
+        thread.join()
+    assert w.tolist() == [6000.0] * 4
+
+
+def test_deepcopy_of_a_fused_model_is_fused():
+    model = autofuse.fuse(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    assert type(copy.deepcopy(model)) is type(model)
