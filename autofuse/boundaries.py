@@ -164,9 +164,7 @@ def _pending() -> bool:
 
 def _patch_calls() -> None:
     import torch._functorch.utils as functorch_utils
-    from torch.autograd import graph
-
-    from torch.autograd import forward_ad, function
+    from torch.autograd import forward_ad, function, graph
 
     _closed_during(function.Function, "apply")
     _closed_during(function.BackwardCFunction, "apply")

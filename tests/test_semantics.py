@@ -165,7 +165,7 @@ def test_fused_functions_keep_parameters_and_identity():
     f(p, t, t)
     assert p.tolist() == [0.5] * 3
     with pytest.raises(TypeError, match="generators or coroutines"):
-        autofuse.fuse((lambda: (yield)))
+        autofuse.fuse(lambda: (yield))
 
 
 def test_jit_script_still_knows_inplace_functions():
