@@ -45,7 +45,7 @@ from .shell import (
     concrete_meta,
     make_shell,
     plain_meta,
-    version_of,
+    raw_version_of,
 )
 from .trie import Node, eager_node, extend
 
@@ -249,7 +249,11 @@ def add_input(recorder: Recorder, chain: Chain, x: torch.Tensor) -> None:
     if not inputs:
         chain.stream = recorder.stream()
     with NoTorchFunction():
-        chain.marks += (version_of(x), address_of(x))
+        try:
+            version = raw_version_of(x)
+        except RuntimeError:  # an inference tensor has none
+            version = -1
+        chain.marks += (version, address_of(x))
     chain.slots[id(x)] = ~len(inputs)
     inputs.append(x)
 
