@@ -266,8 +266,8 @@ _HANDLER_NAMES = (_local, add_input, concrete_meta, get_ident, is_grad_enabled, 
 # --- recording handlers, generated per op: the hot path ---------------------------------------
 
 _UNARY = """
-def handler(self):
-    if self.__class__ is Tensor:
+def handler(self, *more):
+    if self.__class__ is Tensor and not more:
         node = self._af
         recorder = node.recorder or _local.current
         if recorder is not None and recorder.ident == get_ident():
@@ -292,6 +292,8 @@ def handler(self):
                         if chain.pinned > nxt.pinned_limit:
                             relieve(recorder, chain)
                         return shell
+    if more:
+        return run_eager(FUNC, (self, *more))
     shell = record(OP, (self,))
     return run_eager(FUNC, (self,)) if shell is None else shell
 """
@@ -355,7 +357,11 @@ def handler(self, other{more}):
 def _generate(template: str, op: Op, func: Handler, rest: Handler | None = None) -> Handler:
     """A handler for `func`, which computes `op`; calls with options go to `rest`."""
     space = dict(globals(), OP=op, FUNC=func, REST=rest)
-    parts = {"more": "", "plain": "", "otherwise": ""}
+    parts = {
+        "more": ", *more",
+        "plain": " and not more",
+        "otherwise": "if more: return run_eager(FUNC, (self, other, *more))\n    ",
+    }
     if rest is not None:
         parts["more"] = ", *more, **options"
         parts["otherwise"] = "if more or options: return REST(self, other, *more, **options)\n    "
