@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -14,11 +13,10 @@ import torch
 from . import tensor as _tensor
 from .chain import (
     _local,
-    close_thread,
+    closed,
     flush,
     flush_tensor,
     flush_thread,
-    reopen_thread,
 )
 from .shell import Tensor, alias
 
@@ -90,14 +88,11 @@ def materialize(*xs: Any) -> Any:
     return xs[0] if len(xs) == 1 else xs
 
 
-class disabled(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+class disabled(closed):  # noqa: N801 - used like a function
     """Plain eager PyTorch inside; a context manager and a decorator."""
 
-    def __enter__(self) -> None:
-        close_thread("disabled")
-
-    def __exit__(self, *exc: object) -> None:
-        reopen_thread()
+    def __init__(self) -> None:
+        super().__init__("disabled")
 
 
 # --- fuse ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from . import launch as _launch
 from .chain import (
     _local,
     close_thread,
+    closed,
     flush_all,
     flush_grad,
     flush_readers,
@@ -66,7 +67,15 @@ def _flush_first(owner: Any, name: str, reason: str, flush: Callable[[str], None
         flush(reason)
         return original(*args, **kwargs)
 
-    setattr(owner, name, call)
+    _replace(owner, name, call)
+
+
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Set `owner.name`; torch.jit, which knows its builtins by identity, learns the new one."""
+    symbol = torch.jit._builtins._find_builtin(getattr(owner, name))
+    setattr(owner, name, function)
+    if symbol is not None:
+        torch.jit._builtins._register_builtin(function, symbol)
 
 
 # --- memory of plain tensors ----------------------------------------------------------------------
@@ -91,17 +100,9 @@ def _patch_inplace() -> None:
         for name in dir(module):
             function = getattr(module, name)
             if name.endswith("_") and not name.startswith("__") and callable(function):
-                patched = _reads_first(function, name)
-                setattr(module, name, patched)
-                symbol = torch.jit._builtins._find_builtin(function)
-                if symbol is not None:  # torch.jit knows its builtins by identity
-                    torch.jit._builtins._register_builtin(patched, symbol)
+                _replace(module, name, _reads_first(function, name))
     for name in ("batch_norm", "instance_norm", "native_batch_norm"):  # write running statistics
-        function = getattr(torch, name)
         _flush_first(torch, name, name, flush_thread)
-        symbol = torch.jit._builtins._find_builtin(function)
-        if symbol is not None:
-            torch.jit._builtins._register_builtin(getattr(torch, name), symbol)
 
 
 def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -202,11 +203,8 @@ def _closed_during(owner: Any, name: str) -> None:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        close_thread(name)
-        try:
+        with closed(name):
             return function(*args, **kwargs)
-        finally:
-            reopen_thread()
 
     setattr(owner, name, classmethod(call) if static else call)
 
@@ -215,6 +213,40 @@ def _plain(tensor: Tensor) -> torch.Tensor:
     from .api import unwrap
 
     return unwrap(tensor).detach()
+
+
+def _patch_compile() -> None:
+    """A compiled function gets plain tensors: torch._dynamo would trace the shell itself."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile(model: Any = None, **kwargs: Any) -> Any:
+        if model is None:
+            return lambda model: compile(model, **kwargs)
+        compiled = original(model, **kwargs)
+        if isinstance(compiled, torch.nn.Module):
+            cls = type(compiled)
+            if "__call__" not in cls.__dict__ or not hasattr(cls.__call__, "_autofuse"):
+                cls.__call__ = _unwrapping(cls.__call__)  # type: ignore[method-assign]
+            return compiled
+        return _unwrapping(compiled)
+
+    torch.compile = compile  # type: ignore[assignment]
+
+
+def _unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+    from .api import plain_arguments
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        args, kwargs = plain_arguments((args, kwargs))
+        with closed("torch.compile"):
+            return function(*args, **kwargs)
+
+    call._autofuse = True  # type: ignore[attr-defined]
+    return call
 
 
 # --- a thread's modes -------------------------------------------------------------------------
@@ -294,43 +326,6 @@ def _closed_inside(owner: Any, keep: type) -> None:
 
 
 # --- streams, events, graphs ---------------------------------------------------------------------
-
-
-def _patch_compile() -> None:
-    """A compiled function gets plain tensors: torch._dynamo would trace the shell itself."""
-    original = torch.compile
-
-    @functools.wraps(original)
-    def compile(model: Any = None, **kwargs: Any) -> Any:
-        if model is None:
-            return lambda model: compile(model, **kwargs)
-        compiled = original(model, **kwargs)
-        if isinstance(compiled, torch.nn.Module):
-            cls = type(compiled)
-            if "__call__" not in cls.__dict__ or not hasattr(cls.__call__, "_autofuse"):
-                cls.__call__ = _unwrapping(cls.__call__)  # type: ignore[method-assign]
-            return compiled
-        return _unwrapping(compiled)
-
-    torch.compile = compile  # type: ignore[assignment]
-
-
-def _unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
-    from .api import plain_arguments
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        args, kwargs = plain_arguments((args, kwargs))
-        close_thread("torch.compile")
-        try:
-            return function(*args, **kwargs)
-        finally:
-            reopen_thread()
-
-    call._autofuse = True  # type: ignore[attr-defined]
-    return call
 
 
 def _patch_cuda() -> None:

@@ -7,6 +7,7 @@ away at any moment: recording notices that it is no longer the open one and star
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -226,7 +227,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             counts.eager[op.name, "a scalar that does not fit"] += 1
             return None
     if fresh is not None:
-        if node.careful and torch.is_grad_enabled() and any(m.requires_grad for m in fresh[1::2]):
+        if torch.is_grad_enabled() and any(meta.requires_grad for meta in fresh[1::2]):
             counts.eager[op.name, "requires grad"] += 1
             return None
         for x in fresh[::2]:
@@ -642,6 +643,19 @@ def reopen_thread() -> None:
     """Undo one `close_thread`."""
     _local.closed -= 1
     reopen("reopen")
+
+
+class closed(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+    """Record nothing in this thread inside; a context manager and a decorator."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __enter__(self) -> None:
+        close_thread(self.reason)
+
+    def __exit__(self, *exc: object) -> None:
+        reopen_thread()
 
 
 def reopen(reason: str) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "careful", "common", "consts", "fresh_bytes", "holds_grad", "index",
+    __slots__ = ("args", "common", "consts", "fresh_bytes", "holds_grad", "index",
                  "inputs", "limits", "meta", "next", "op", "parent", "pinned_limit",
                  "reason", "recorder", "runners", "shell")  # fmt: skip
 
@@ -44,7 +44,6 @@ class Node:
         self.holds_grad = False if parent is None else parent.holds_grad  # some Input requires grad
         self.fresh_bytes = 0  # of the Inputs that this op brings
         self.pinned_limit = 0  # bytes that only the chain may keep alive
-        self.careful = False  # a new Input requires grad or is an inference tensor
         self.next: dict[tuple[Any, ...], Node] = {}
         self.shell: Tensor | None = None  # free unless it stands in the open chain
         self.runners: dict[tuple[int, ...], Any] = {}  # by reference counts, then by live-outs
@@ -138,5 +137,4 @@ def extend(
         info = torch.finfo(common) if common.is_floating_point else torch.iinfo(common)
         node.limits = (info.min, info.max)
     node.holds_grad |= any(meta.requires_grad for meta in fresh)
-    node.careful = any(meta.requires_grad or meta.inference for meta in fresh)
     return node
