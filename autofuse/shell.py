@@ -155,16 +155,19 @@ _READERS = tuple(
     getattr(torch.Tensor, name).__get__ for name in ("layout", "dtype", "shape", "device",
                                                      "requires_grad")
 )  # fmt: skip
-_stride_of, _is_neg, _is_inference = (
-    torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_inference
-)  # fmt: skip
+_stride_of, _is_neg, _is_zero, _is_inference = (
+    torch.Tensor.stride,
+    torch.Tensor.is_neg,
+    torch.Tensor._is_zerotensor,
+    torch.Tensor.is_inference,
+)
 
 
 def concrete_meta(tensor: Tensor) -> Meta | None:
     """The Meta of a wrapped concrete tensor, remembered on it until an op may change it."""
     with NoTorchFunction():
         layout, dtype, shape, device, requires_grad = [read(tensor) for read in _READERS]
-        if layout is not torch.strided or _is_neg(tensor):
+        if layout is not torch.strided or _is_neg(tensor) or _is_zero(tensor):
             return None
         key = (dtype, shape, _stride_of(tensor), device, requires_grad, _is_inference(tensor))
     meta = _metas.get(key) or _new_meta(key)

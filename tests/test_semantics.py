@@ -261,6 +261,14 @@ def test_writes_race_with_a_flush_from_another_thread():
     assert w.tolist() == [6000.0] * 4
 
 
+def test_tensors_without_memory_are_not_read():
+    zero = torch._efficientzerotensor(3)
+    for a, b in ((W(torch.ones(3)), zero), (W(zero), torch.ones(3))):
+        assert (a + b).tolist() == [1.0] * 3
+    both = W(zero) + W(zero)
+    assert not autofuse.is_pending(both) and autofuse.unwrap(both)._is_zerotensor()
+
+
 def test_deepcopy_of_a_fused_model_is_fused():
     model = autofuse.fuse(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     assert type(copy.deepcopy(model)) is type(model)
