@@ -28,7 +28,9 @@ def wrap(t: torch.Tensor) -> Tensor:
     """A tensor over the memory of `t` whose pointwise ops are recorded and fused.
 
     t: a dense tensor of any shape and dtype on the CPU or a CUDA device; complex ones are accepted
-        and run eagerly. A wrapped tensor is returned as it is.
+        and run eagerly. A wrapped tensor is returned as it is. One that requires grad is made a
+        wrapped one itself, for `grad`, hooks and leaf-ness belong to the object; a Parameter stays
+        what it is, and the result leads on to it.
     Raises TypeError for what is not a dense tensor: sparse, quantized, nested, other subclasses.
     """
     if isinstance(t, Tensor):
@@ -41,6 +43,9 @@ def wrap(t: torch.Tensor) -> Tensor:
             f"autofuse.wrap takes dense (strided, not quantized or nested) CPU and CUDA tensors, "
             f"not {kind} on {t.device.type}; convert it first, for example with to_dense()"
         )
+    if t.requires_grad and type(t) is torch.Tensor:
+        t.__class__ = Tensor
+        return t  # type: ignore[return-value]
     return alias(t)
 
 
@@ -152,9 +157,9 @@ class _Entry:
     def __init__(self) -> None:
         self.originals: dict[int, tuple[Tensor, torch.Tensor]] = {}  # by id of the wrapped tensor
         self.wrapped: dict[int, Tensor] = {}  # by id of the plain one: f(t, t) gets one object
+        self.changed: list[torch.Tensor] = []  # those that require grad are wrapped themselves
         self.containers: list[Any] = []
         self.passes = False  # an argument was wrapped already: results stay wrapped
-        self.grad = False  # an argument requires grad
 
     def enter(self, value: Any) -> Any:
         cls = value.__class__
@@ -163,7 +168,7 @@ class _Entry:
         if cls is torch.Tensor:
             return self._wrap(value)
         if cls is Tensor:
-            self.passes = True
+            self.passes |= not any(value is tensor for tensor in self.changed)
             return value
         if isinstance(value, (torch.Tensor, torch.nn.Module)):
             return value  # a Parameter stays one; as an operand it is recorded as it is
@@ -179,7 +184,9 @@ class _Entry:
         if wrapped is None:
             if not _wrappable(tensor):
                 return tensor
-            self.grad = self.grad or tensor.requires_grad
+            if tensor.requires_grad:
+                self.changed.append(tensor)
+                return wrap(tensor)
             wrapped = self.wrapped[id(tensor)] = alias(tensor)
             self.originals[id(wrapped)] = (wrapped, tensor)
         return wrapped
@@ -201,6 +208,9 @@ class _Entry:
 
     def restore(self) -> None:
         """Put the arguments back as they were, but for what the function did to them."""
+        for tensor in self.changed:
+            if tensor.__class__ is Tensor:
+                _become_plain(tensor)
         for container in self.containers:
             _exchange(container, self.leave)
 
@@ -246,25 +256,14 @@ def _rebuilt(value: tuple[Any, ...], change: Callable[[Any], Any]) -> tuple[Any,
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def _trains(args: tuple[Any, ...]) -> bool:
-    """Whether a method belongs to a module with parameters that require grad."""
-    return (
-        bool(args)
-        and isinstance(args[0], torch.nn.Module)
-        and any(parameter.requires_grad for parameter in args[0].parameters())
-    )
-
-
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _local.closed or _local.depth:
             return function(*args, **kwargs)
-        if torch.is_grad_enabled() and _trains(args):
-            return function(*args, **kwargs)  # autograd sees every op: nothing here would fuse
         entry = _Entry()
         inner, named = entry.enter(args), entry.enter(kwargs)
-        if entry.passes or (entry.grad and torch.is_grad_enabled()):
+        if entry.passes:
             entry.restore()
             return function(*args, **kwargs)
         _local.depth += 1

@@ -23,10 +23,10 @@ from .chain import (
     close_thread,
     closed,
     flush_all,
-    flush_grad,
     flush_readers,
     flush_tensor,
     flush_thread,
+    regrade,
     reopen,
     reopen_all,
     reopen_thread,
@@ -170,9 +170,9 @@ def _patch_calls() -> None:
     _closed_during(function.Function, "apply")
     _closed_during(function.BackwardCFunction, "apply")
     for owner in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled):
-        for name in ("__enter__", "__exit__"):
-            _flush_first(owner, name, "grad mode", flush_grad)
-    _flush_first(torch.set_grad_enabled, "__init__", "grad mode", flush_grad)
+        for name in ("__init__", "__enter__", "__exit__"):
+            if name in owner.__dict__:
+                _regraded_after(owner, name)
     _closed_between(forward_ad, "enter_dual_level", "exit_dual_level")
     # every autograd.Function.apply passes its arguments through this module attribute
     for owner, name in (
@@ -193,6 +193,19 @@ def _patch_calls() -> None:
         return make(cls, data, *args, **kwargs)
 
     torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[assignment]
+
+
+def _regraded_after(owner: Any, name: str) -> None:
+    """Grad mode may be another one after `owner.name`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        regrade()
+        return result
+
+    setattr(owner, name, call)
 
 
 def _closed_during(owner: Any, name: str) -> None:
@@ -259,11 +272,17 @@ def _patch_modes() -> None:
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    for owner in (TorchFunctionMode, TorchDispatchMode, torch.autocast):
+    for owner in (
+        TorchFunctionMode,
+        TorchDispatchMode,
+        torch.autocast,
+        torch.autograd.graph.saved_tensors_hooks,
+    ):
         _closed_inside(owner, keep=DeviceContext)
     for name in ("__enter__", "__exit__"):
         _reopened_after(torch.inference_mode, name, "inference mode", reopen)
     _reopened_after(torch, "set_default_dtype", "default dtype", reopen_all)
+    _reopened_after(torch, "set_anomaly_enabled", "anomaly mode", reopen_all)
     for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
         for kind in ("grad", "jvp", "vmap", "func"):
             _closed_between(module, f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting")

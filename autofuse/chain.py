@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -21,17 +20,10 @@ from weakref import getweakrefcount
 import torch
 
 from . import shell as _shell
+from .autograd import graded, graph_of
 from .config import config
-from .errors import StaleInputError
-from .launch import (
-    CpuRunner,
-    CudaRunner,
-    FailedRunner,
-    Runner,
-    enter_context,
-    settle,
-    stream_reader,
-)
+from .errors import StaleInputError, warn_once
+from .launch import FailedRunner, Runner, enter_context, runner_class, settle, stream_reader
 from .ops import CASTS, Op
 from .plan import CONST, make_pieces
 from .shell import (
@@ -101,11 +93,14 @@ class Recorder:
 
     def open(self) -> None:
         """Start an empty chain where the modes of this moment say: the trie is theirs alone."""
-        modes = (torch.is_inference_mode_enabled(), torch.get_default_dtype())
+        self.grad = torch.is_grad_enabled()
+        modes = (self.grad, torch.is_inference_mode_enabled(), torch.get_default_dtype())
         root = self.roots.get(modes)
         if root is None:
-            root = self.roots[modes] = Node(self, None, None)
-        self.home = self.closed if self.off else root
+            graded = self.grad and not torch.is_inference_mode_enabled()
+            root = self.roots[modes] = Node(self, None, None, graded)
+        # under anomaly mode every op has to have its own autograd node
+        self.home = self.closed if self.off or torch.is_anomaly_enabled() else root
         self.chain = Chain(self.home)
 
 
@@ -165,6 +160,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     recorder = _local.current
     if recorder is None or not recorder.ident:
         return _record_elsewhere(op, operands)
+    if recorder.grad is not torch.is_grad_enabled():
+        regrade()
     chain = recorder.chain
     slots = chain.slots
     edge: list[Any] = [op]
@@ -227,9 +224,6 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             counts.eager[op.name, "a scalar that does not fit"] += 1
             return None
     if fresh is not None:
-        if torch.is_grad_enabled() and any(meta.requires_grad for meta in fresh[1::2]):
-            counts.eager[op.name, "requires grad"] += 1
-            return None
         for x in fresh[::2]:
             add_input(recorder, chain, x)
         chain.pinned += node.fresh_bytes
@@ -385,8 +379,8 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     """
     node = target._af
     recorder = node.recorder
-    if recorder is None or recorder.ident != get_ident():
-        return False
+    if recorder is None or recorder.ident != get_ident() or recorder.chain.tip.holds_grad:
+        return False  # under grad the value before the write may be saved for backward
     result = record(op, operands)
     if result is None or target._af is not node:
         return False
@@ -425,6 +419,8 @@ def record_write(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
         return False
     meta = concrete_meta(target)
     if meta is None or meta.requires_grad or meta.inference or torch.is_inference_mode_enabled():
+        return False
+    if any(recorder.chain.tip.holds_grad for recorder in _local.recorders.values()):
         return False
     result = record(op, operands)
     if result is not None and result._af.meta is not meta and meta.flat:
@@ -515,19 +511,38 @@ def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bo
     runner = node.runners.get(mask)
     if runner is None:
         device = recorder.device
-        nodes = node.path()
-        pieces = make_pieces(node.program(), live, device.type)
-        build = CudaRunner if device.type == "cuda" else CpuRunner
         try:
-            runner = build(device, nodes, node.inputs, live, pieces, into)
+            runner = _build_runner(recorder, node, live, into)
         except Exception as error:
-            runner = FailedRunner(device, nodes, node.inputs, live, (), into, error=error)
+            runner = FailedRunner(device, node.path(), node.inputs, live, (), into, error=error)
         recorder.runners.append(runner)
         node.runners[mask] = runner
     if len(node.runners) > 256:  # a value may be held in any number of places
         node.runners = {key: kept for key, kept in node.runners.items() if key[0] in (-1, -3)}
     node.runners[(-2, *alive) if into else alive] = runner
     return runner
+
+
+def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: bool) -> Runner:
+    device, nodes = recorder.device, node.path()
+    graph = None
+    computed = live
+    if any(nodes[index].meta.requires_grad for index in live):  # type: ignore[union-attr]
+        graph = graph_of(recorder, nodes, node.inputs, live)
+        if graph is None:
+            return EagerRunner(device, nodes, node.inputs, live, (), into)
+        computed = tuple(sorted({*live, *graph.stored}))
+    pieces = make_pieces(node.program(), computed, device.type)
+    runner = runner_class(device)(device, nodes, node.inputs, computed, pieces, into)
+    return runner.settling() if graph is None else graded(runner.returning(True), graph, live)
+
+
+class EagerRunner(Runner):
+    """Runs a chain as the ops it was recorded from."""
+
+    def run(self, chain: Chain) -> None:  # type: ignore[override]
+        self.check(chain)
+        settle(chain, self.owners, _replay_ops(chain, self.nodes, self.live))
 
 
 def _recover(
@@ -541,8 +556,7 @@ def _recover(
         chain.clear()
         raise error
     try:
-        with torch.no_grad(), NoTorchFunction():
-            values = _replay_ops(chain, node.path(), runner.live)
+        values = _replay_ops(chain, node.path(), runner.live)
     except Exception as failure:  # nothing is lost: the next flush tries again
         raise failure from error
     if chain.into is not None:
@@ -556,6 +570,16 @@ def _recover(
 
 def _replay_ops(chain: Chain, nodes: list[Node], live: tuple[int, ...]) -> list[torch.Tensor]:
     """The live-outs by the eager ops the chain was recorded from; dead values go early."""
+    was = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(nodes[-1].graded)
+    try:
+        with NoTorchFunction():
+            return _replay(chain, nodes, live)
+    finally:
+        torch._C._set_grad_enabled(was)
+
+
+def _replay(chain: Chain, nodes: list[Node], live: tuple[int, ...]) -> list[torch.Tensor]:
     values: list[Any] = []
     last = {ref: index for index, node in enumerate(nodes) for ref in node.args}
     for index, node in enumerate(nodes):
@@ -573,16 +597,6 @@ def _replay_ops(chain: Chain, nodes: list[Node], live: tuple[int, ...]) -> list[
             if 0 <= ref < CONST and last[ref] == index and ref not in live:
                 values[ref] = None
     return [values[index] for index in live]
-
-
-_said: set[str] = set()
-
-
-def warn_once(message: str) -> None:
-    """Warn on stderr, once per message."""
-    if message not in _said:
-        _said.add(message)
-        print(message, file=sys.stderr)
 
 
 def flush_tensor(tensor: Tensor, reason: str) -> None:
@@ -604,11 +618,12 @@ def flush_thread(reason: str) -> None:
             flush(recorder, reason)
 
 
-def flush_grad(reason: str) -> None:
-    """Flush what reads tensors that require grad: it was recorded while grad mode was off."""
+def regrade() -> None:
+    """After a change of grad mode: what was recorded before it keeps the mode it was recorded in."""
     for recorder in _local.recorders.values():
-        if recorder.chain and recorder.chain.tip.holds_grad:
-            flush(recorder, reason)
+        if recorder.grad is not torch.is_grad_enabled():
+            flush(recorder, "grad mode")
+            recorder.open()
 
 
 def flush_all(reason: str) -> None:
@@ -679,10 +694,13 @@ def totals(recorder: Recorder) -> Counter[str]:
     total: Counter[str] = Counter()
     for runner in recorder.runners:
         runs = runner.runs
-        total["ops_recorded"] += runs * len(runner.nodes)
+        total["bytes_saved_for_backward"] += runs * runner.saved_bytes
         total["kernels_launched"] += runs * len(runner.pieces)
         total["kernels_compiled"] += runner.compiled
         total["cache_hits"] += max(0, runs - 1) * bool(runner.pieces) + runner.hits
+        if not runner.recorded:
+            continue
+        total["ops_recorded"] += runs * len(runner.nodes)
         total["nodes_elided"] += runs * runner.elided
         total["bytes_elided"] += runs * runner.elided_bytes
         total["live_outs_stored"] += runs * len(runner.live)

@@ -70,8 +70,7 @@ def _statements(plan: Plan, index: int, line: Line) -> list[str]:
             text.append(f"    v{index}_{name} = {target}({value})")
             value = f"v{index}_{name}"
         names[name] = value
-    integer = own not in ("f32", "f64")
-    *parts, result = parse(op, integer)
+    *parts, result = parse(op, line.common)
     for part in parts:
         assert isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name)
         target = part.targets[0].id
@@ -85,9 +84,13 @@ def _statements(plan: Plan, index: int, line: Line) -> list[str]:
 
 
 @cache
-def parse(op: Op, integer: bool) -> tuple[ast.stmt, ...]:
-    """The statements of an op's expression; the last is its value."""
-    source = op.integer if integer and op.integer else op.expr
+def parse(op: Op, common: str) -> tuple[ast.stmt, ...]:
+    """The statements of an op's expression for operands of type `common`; the last is its value."""
+    source = op.expr
+    if common in ("f16", "bf16"):
+        source = op.narrow or source
+    elif common not in ("f32", "f64"):
+        source = op.integer or source
     return tuple(ast.parse(source.replace(";", "\n").replace("\n ", "\n")).body)
 
 

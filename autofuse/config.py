@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass
@@ -18,6 +19,9 @@ class Config:
         the 4 KB of a kernel's parameters.
     pinned_bytes: Inputs that nobody but the chain may still hold are tolerated up to this size,
         or up to twice the largest of them, whichever is more.
+    recompute: what backward computes again instead of keeping it. "free": what follows from the
+        tensors that eager would keep. "inputs": everything, from the chain's Inputs alone; less
+        memory, but an Input that is written in place before backward is then an error.
     max_trie: recorded ops remembered per thread and device before the memory of them is dropped.
     """
 
@@ -27,6 +31,7 @@ class Config:
     max_inputs: int = 30
     pinned_bytes: int = 2 << 20
     max_trie: int = 8192
+    recompute: Literal["free", "inputs"] = "free"
 
 
 def _from_environment() -> Config:

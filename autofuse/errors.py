@@ -1,5 +1,7 @@
 """The failures that autofuse itself reports, one class per failure. Imports nothing of autofuse."""
 
+import sys
+
 
 class AutofuseError(RuntimeError):
     """Base class of every error that autofuse raises on its own account."""
@@ -9,5 +11,19 @@ class StaleInputError(AutofuseError):
     """An Input of a pending chain was modified behind autofuse's back before the chain ran."""
 
 
+class LostGradientError(AutofuseError):
+    """C++ code took a pending value that requires grad where autograd cannot follow."""
+
+
 class KernelError(AutofuseError):
     """A kernel could not be compiled, loaded or launched; the chain then runs as eager ops."""
+
+
+_said: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn on stderr, once per message."""
+    if message not in _said:
+        _said.add(message)
+        print(message, file=sys.stderr)

@@ -84,6 +84,9 @@ class Runner:
     """Computes the live-outs `live` of one program; counts what that saved."""
 
     run: Callable[[Chain], None]  # computes and settles
+    compute: Callable[[Chain], list[torch.Tensor]]  # the values of `owners`, not yet settled
+    recorded = True  # its ops were recorded, not made by autograd
+    saved_bytes = 0  # kept for backward
 
     def __init__(
         self,
@@ -146,6 +149,11 @@ class FailedRunner(Runner):
     def run(self, chain: Chain) -> None:  # type: ignore[override]
         self.check(chain)
         raise KernelError(f"no kernel: {self.error}") from self.error
+
+
+def runner_class(device: torch.device) -> type[CudaRunner] | type[CpuRunner]:
+    """The kind of Runner that computes on `device`."""
+    return CudaRunner if device.type == "cuda" else CpuRunner
 
 
 # --- CUDA ----------------------------------------------------------------------------------------
@@ -213,7 +221,18 @@ class CudaRunner(Runner):
 
         self._launch = driver.cuLaunchKernel
         self._scalar: dict[int, tuple[Any, _Slots]] = {}
-        self.run = self._generate()  # type: ignore[method-assign]
+        self._parts = [self._load(piece) for piece in self.pieces]
+
+    def settling(self) -> CudaRunner:
+        """Make ready for `run`; returns self."""
+        self.run = self._generate("run", self._generate_settling)
+        return self
+
+    def returning(self, checked: bool) -> CudaRunner:
+        """Make ready for `compute`, with the check for stale Inputs or without; returns self."""
+        names = ", ".join(f"o{owner.index}" for owner in self.owners)
+        self.compute = self._generate("compute", lambda space: [f"return [{names}]"], checked)
+        return self
 
     def _load(self, piece: Piece) -> tuple[Any, _Slots]:
         device = self.device
@@ -237,22 +256,21 @@ class CudaRunner(Runner):
             names = ", ".join(piece.plan.name for piece in self.pieces)
             raise KernelError(f"cannot launch {names}: {error}")
 
-    def _generate(self) -> Callable[[Chain], None]:
-        """A run function without loops and calls that its program does not need."""
+    def _generate(
+        self, name: str, end: Callable[[dict[str, Any]], list[str]], checked: bool = True
+    ) -> Callable[[Chain], Any]:
+        """A function of a chain without loops and calls that its program does not need."""
         space: dict[str, Any] = {
             "NoTorchFunction": NoTorchFunction, "check": self.check, "fail": self._check,
             "unaligned": self._unaligned, "launch": self._launch, "empty": _empty_strided,
             "version": raw_version_of, "address": address_of, "use_count": use_count,
             "swap": swap, "Tensor": Tensor, "settle": settle, "owners": self.owners,
         }  # fmt: skip
-        lines = ["inputs = chain.inputs; marks = chain.marks; stream = chain.stream"]
-        lines += [f"i{k} = inputs[{k}]" for k in range(len(self.inputs))]
-        versions = ["-1" if meta.inference else "version(i{})" for meta in self.inputs]
-        fresh = ", ".join(
-            f"{version.format(k)}, address(i{k})" for k, version in enumerate(versions)
-        )
-        lines += [f"if marks != [{fresh}]: check(chain)"]
-        lines += [f"p{k} = marks[{2 * k + 1}]" for k in range(len(self.inputs))]
+        lines = ["inputs = chain.inputs; stream = chain.stream"]
+        if checked:
+            lines += self._generate_check()
+        else:
+            lines += [f"p{k} = address(inputs[{k}])" for k in range(len(self.inputs))]
         if self.into:
             lines.append(f"o{self.live[-1]} = chain.into; q{self.live[-1]} = address(chain.into)")
         for owner in self.owners:
@@ -264,13 +282,24 @@ class CudaRunner(Runner):
             lines.append(f"q{index} = address(o{index})")
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space)
-        lines += self._generate_settling(space)
+        lines += end(space)
         if torch.cuda.device_count() > 1:
             space["device"], space["number"] = torch.cuda.device, self.device.index
             lines = ["with device(number):", *("    " + line for line in lines)]
         body = "".join(f"        {line}\n" for line in lines)
-        exec(_code(f"def run(chain):\n    with NoTorchFunction():\n{body}"), space)
-        return space["run"]
+        exec(_code(f"def {name}(chain):\n    with NoTorchFunction():\n{body}"), space)
+        return space[name]
+
+    def _generate_check(self) -> list[str]:
+        """The test for stale Inputs, and their addresses."""
+        lines = ["marks = chain.marks"]
+        lines += [f"i{k} = inputs[{k}]" for k in range(len(self.inputs))]
+        versions = ["-1" if meta.inference else "version(i{})" for meta in self.inputs]
+        fresh = ", ".join(
+            f"{version.format(k)}, address(i{k})" for k, version in enumerate(versions)
+        )
+        lines += [f"if marks != [{fresh}]: check(chain)"]
+        return lines + [f"p{k} = marks[{2 * k + 1}]" for k in range(len(self.inputs))]
 
     def _generate_settling(self, space: dict[str, Any]) -> list[str]:
         """`settle`, unrolled: 0.3 us less for one live-out."""
@@ -296,7 +325,7 @@ class CudaRunner(Runner):
         return lines
 
     def _generate_piece(self, k: int, piece: Piece, space: dict[str, Any]) -> list[str]:
-        entry, slots = self._load(piece)
+        entry, slots = self._parts[k]
         space[f"entry{k}"], space[f"pack{k}"] = entry, slots.pack
         space[f"buffer{k}"], space[f"slots{k}"] = slots.buffer, slots
         pointers = [f"p{~ref}" if ref < 0 else f"q{ref}" for ref in piece.loads]
@@ -362,14 +391,31 @@ class CpuRunner(Runner):
         self._entries = [
             self._kernel(piece.plan, "cpu", compile_cpu).entry for piece in self.pieces
         ]
+        self._checked = True
+
+    def settling(self) -> CpuRunner:
+        """Make ready for `run`; returns self."""
+        return self
+
+    def returning(self, checked: bool) -> CpuRunner:
+        """Make ready for `compute`, with the check for stale Inputs or without; returns self."""
+        self._checked = checked
+        return self
 
     def run(self, chain: Chain) -> None:  # type: ignore[override]
-        with NoTorchFunction():
-            self._run(chain)
+        values = self.compute(chain)
+        if chain.into is not None:
+            torch.autograd.graph.increment_version(chain.into)
+        settle(chain, self.owners, values)
 
-    def _run(self, chain: Chain) -> None:
-        self.check(chain)
-        marks, consts = chain.marks, chain.consts
+    def compute(self, chain: Chain) -> list[torch.Tensor]:  # type: ignore[override]
+        with NoTorchFunction():
+            return self._compute(chain)
+
+    def _compute(self, chain: Chain) -> list[torch.Tensor]:
+        if self._checked:
+            self.check(chain)
+        addresses = list(map(address_of, chain.inputs))
         outs: dict[int, torch.Tensor] = {}
         for owner in self.owners:
             meta = owner.meta
@@ -377,22 +423,20 @@ class CpuRunner(Runner):
             outs[owner.index] = torch.empty_strided(
                 meta.shape, meta.stride, dtype=meta.dtype, device=self.device
             )
-        reals = list(outs.values())
+        values = list(outs.values())
         if chain.into is not None:
             outs[self.live[-1]] = chain.into
         for piece, entry in zip(self.pieces, self._entries, strict=True):
             pointers = [
-                marks[2 * ~ref + 1] if ref < 0 else address_of(outs[ref]) for ref in piece.loads
+                addresses[~ref] if ref < 0 else address_of(outs[ref]) for ref in piece.loads
             ]
             pointers += [address_of(outs[index]) for index in piece.stores]
-            scalars = [consts[const] for const in piece.consts]
+            scalars = [chain.consts[const] for const in piece.consts]
             rank = piece.plan.rank
             columns = piece.numbers[rank - 2] if rank > 1 else 1
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
             self._loop(entry, piece.numel // columns, piece.numel, arguments)
-        if chain.into is not None:
-            torch.autograd.graph.increment_version(chain.into)
-        settle(chain, self.owners, reals)
+        return values
 
     @staticmethod
     def _loop(entry: Any, steps: int, numel: int, arguments: tuple[Any, ...]) -> None:

@@ -7,6 +7,8 @@ and the primitives of a target; nothing of memory, indices or torch.
 from __future__ import annotations
 
 import ast
+import struct
+from operator import add, mul, sub, truediv
 from typing import Any
 
 from llvmlite import ir
@@ -16,6 +18,24 @@ from .targets import CARRIED, F32, F64, I8, I16, I32, I64, STORED, Cpu, Cuda, Va
 
 _COMPARE = {"Eq": "==", "NotEq": "!=", "Lt": "<", "LtE": "<=", "Gt": ">", "GtE": ">="}
 Literal = int | float
+
+
+class Folded(float):
+    """An expression of literals; float32 kernels fold theirs in float32, as a C++ compiler does."""
+
+    single: float
+
+    @classmethod
+    def of(cls, operator: ast.operator, a: Literal, b: Literal) -> Folded:
+        compute = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}[type(operator)]
+        folded = cls(compute(a, b))
+        folded.single = _single(compute(_single(a), _single(b)))
+        return folded
+
+
+def _single(value: Literal) -> float:
+    value = value.single if isinstance(value, Folded) else value
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 class Element:
@@ -105,7 +125,7 @@ class Element:
     def binary(self, tree: ast.BinOp, exact: bool) -> Value | Literal:
         a, b = self.eval(tree.left), self.eval(tree.right)
         if not isinstance(a, Value) and not isinstance(b, Value):
-            return eval(compile(ast.Expression(tree), "constant", "eval"))
+            return Folded.of(tree.op, a, b)
         a, b = self.unify(a, b)
         builder = self.builder
         name = {
@@ -157,6 +177,8 @@ class Element:
         if isinstance(value, Value):
             return value
         kind = CARRIED[code]
+        if code == "f32" and isinstance(value, Folded):
+            value = value.single
         return Value(ir.Constant(kind, float(value) if code[0] == "f" else int(value)), code)
 
     def unify(self, a: Value | Literal, b: Value | Literal) -> tuple[Value, Value]:

@@ -13,6 +13,7 @@ and a sum inside one expression contract as they do there, never across expressi
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,6 +42,11 @@ class Op:
         the "opmath" type: on CUDA; `cpu_scalar` is the same for the CPU.
     by_scalar: the Op that stands in when the last operand is a scalar. Its `by(x, y)` divides as
         torch does then: by multiplying with the reciprocal on CUDA, truly on the CPU.
+    narrow: the expression for float16 and bfloat16, where PyTorch's kernel rounds on the way.
+    grad: the derivative rules, one per operand, separated by `;`, with PyTorch's own formulas
+        (tools/autograd/derivatives.yaml): over `g` (the gradient of the result), the operands,
+        `out` (the result) and calls of other rows, each of which rounds as that torch function
+        does; `none` where an operand has no gradient. A row without rules is eager under grad.
     eager: the torch function of the same operands, for chains that run without their kernel.
     """
 
@@ -51,7 +57,9 @@ class Op:
     accepts: str = "f"
     scalar: str = "common"
     cpu_scalar: str = "common"
+    grad: str = ""
     integer: str = ""  # the expression for integer and bool dtypes, if it is another
+    narrow: str = ""
     takes_bool: bool = True  # as an operand, even where another one decides the dtype
     tensors_only: bool = False  # no Python scalar among the operands
     reversed: bool = False  # the result's layout follows the operands from the last to the first
@@ -60,6 +68,7 @@ class Op:
     eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given
     names: tuple[str, ...] = field(init=False)
     roles: tuple[str, ...] = field(init=False)
+    rules: tuple[ast.expr | None, ...] = field(init=False)  # of `grad`, parsed
 
     def __post_init__(self) -> None:
         split = [param.partition(":") for param in self.params.split()]
@@ -68,6 +77,8 @@ class Op:
 
         if self.eager is None:
             object.__setattr__(self, "eager", getattr(torch, self.name, None))
+        object.__setattr__(self, "rules", tuple(map(_rule, self.grad.split(";"))))
+        assert not self.grad or len(self.rules) == len(self.names), self.name
 
     def __repr__(self) -> str:
         return f"Op({self.name})"
@@ -75,7 +86,7 @@ class Op:
     @property
     def fits(self) -> bool:
         """Whether torch converts its scalars with a check for overflow."""
-        return self.name.startswith(("clamp", "where", "pow")) or "opmath" in self.roles
+        return self.name.startswith(("clamp", "hardtanh", "where", "pow")) or "opmath" in self.roles
 
     @property
     def copies(self) -> bool:
@@ -127,6 +138,11 @@ class Op:
         return common, torch.bool if self.result == "bool" else common
 
 
+def _rule(text: str) -> ast.expr | None:
+    text = text.strip()
+    return None if text in ("", "none") else ast.parse(text, mode="eval").body
+
+
 _resolved: dict[object, tuple[torch.dtype, torch.dtype] | None] = {}  # bounded by dtypes and ranks
 OPS: dict[str, Op] = {}
 SPELLINGS: dict[str, Callable[..., Chosen]] = {}  # torch name -> chooser, beyond the plain rows
@@ -156,54 +172,129 @@ def _spelled(*names: str) -> Callable[[Callable[..., Chosen]], Callable[..., Cho
 
 # --- one operand ---------------------------------------------------------------------------------
 
-for _name in (
-    "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh "
-    "atanh sqrt rsqrt erf erfc"
-).split():
+_UNARY_GRADS = {
+    "exp": "g * out",
+    "exp2": "g * out * 0.69314718055994530942",
+    "expm1": "g * (out + 1)",
+    "log": "g / x",
+    "log2": "g / (x * 0.6931471805599453)",
+    "log10": "g / (x * 2.3025850929940456)",
+    "log1p": "g / (x + 1)",
+    "sin": "g * cos(x)",
+    "cos": "g * -sin(x)",
+    "tan": "g * (1 + pow_2(out))",
+    "asin": "g * rsqrt(-x * x + 1)",
+    "acos": "g * -rsqrt(-x * x + 1)",
+    "atan": "g / (x * x + 1)",
+    "sinh": "g * cosh(x)",
+    "cosh": "g * sinh(x)",
+    "tanh": "tanh_backward(g, out)",
+    "asinh": "g * rsqrt(pow_2(x) + 1)",
+    "acosh": "g * rsqrt(x * x - 1)",
+    "atanh": "g * 1 / (1 - pow_2(x))",
+    "sqrt": "g / (2 * out)",
+    "rsqrt": "-0.5 * g * pow_3(out)",
+    "erf": "1.1283791670955126 * exp(-pow_2(x)) * g",
+    "erfc": "-1.1283791670955126 * exp(-pow_2(x)) * g",
+}
+for _name, _grad in _UNARY_GRADS.items():
     _alias = "arc" + _name[1:]
     _aliases = (_alias,) if hasattr(torch, _alias) else ()
-    _plain(_name, "x", f"{_name}(x)", *_aliases, result="float", accepts="fib")
+    _plain(_name, "x", f"{_name}(x)", *_aliases, result="float", accepts="fib", grad=_grad)
 
-_plain("reciprocal", "x", "1 / x", result="float", accepts="fib")
-_plain("sigmoid", "x", "1 / (1 + exp(-x))", "expit", result="float", accepts="fib")
-_plain("neg", "x", "-x", "negative", accepts="fi")
-_plain("abs", "x", "abs(x)", "absolute", integer="x if x >= 0 else -x", accepts="fi")
-_plain("sign", "x", "(1 if 0 < x else 0) - (1 if x < 0 else 0)", accepts="f")
-_plain("floor", "x", "floor(x)")
-_plain("ceil", "x", "ceil(x)")
-_plain("trunc", "x", "trunc(x)", "fix")
-_plain("frac", "x", "x - trunc(x)")
-_plain("square", "x", "x * x", accepts="fi")
+_plain("reciprocal", "x", "1 / x", result="float", accepts="fib", grad="-g * (out * out)")
+_plain(
+    "sigmoid",
+    "x",
+    "1 / (1 + exp(-x))",
+    "expit",
+    result="float",
+    accepts="fib",
+    grad="sigmoid_backward(g, out)",
+)
+_plain("neg", "x", "-x", "negative", accepts="fi", grad="-g")
+_plain(
+    "abs",
+    "x",
+    "abs(x)",
+    "absolute",
+    integer="x if x >= 0 else -x",
+    accepts="fi",
+    grad="g * sign(x)",
+)
+_plain("sign", "x", "(1 if 0 < x else 0) - (1 if x < 0 else 0)", accepts="f", grad="zeros(g)")
+_plain("floor", "x", "floor(x)", grad="zeros(g)")
+_plain("ceil", "x", "ceil(x)", grad="zeros(g)")
+_plain("trunc", "x", "trunc(x)", "fix", grad="zeros(g)")
+_plain("frac", "x", "x - trunc(x)", grad="g")
+_plain("square", "x", "x * x", accepts="fi", grad="g * (2.0 * x)")
 _plain("isnan", "x", "x != x", result="bool")
 _plain("isinf", "x", "abs(x) == inf", result="bool")
 _plain("isfinite", "x", "abs(x) < inf", result="bool")
 _plain("logical_not", "x", "x == 0", result="bool", accepts="fib")
 _plain("bitwise_not", "x", "~x", accepts="ib")
 
-_op("round", "x", "round(x)")
-_op("relu", "x", "x if x != x else fmax(x, 0)", integer="x if x > 0 else 0", accepts="fi")
-_op("silu", "x", "x / (1 + exp(-x))", eager=F.silu)
-_op("mish", "x", "x * tanh(log1p(exp(x)))", eager=F.mish)
-_op("hardswish", "x", "x * clip(x + 3, 0, 6) * sixth", eager=F.hardswish)
-_op("hardsigmoid", "x", "clip(x + 3, 0, 6) * sixth", eager=F.hardsigmoid)
-_op("gelu", "x", "x * 0.5 * (1 + erf(x * 0.70710678118654752440))", eager=F.gelu)
+_op("round", "x", "round(x)", grad="zeros(g)")
+_op(
+    "relu",
+    "x",
+    "x if x != x else fmax(x, 0)",
+    integer="x if x > 0 else 0",
+    accepts="fi",
+    grad="threshold_backward(out, g)",
+)
+_op("silu", "x", "x / (1 + exp(-x))", eager=F.silu, grad="silu_backward(g, x)")
+_op("mish", "x", "x * tanh(log1p(exp(x)))", eager=F.mish, grad="mish_backward(g, x)")
+_op(
+    "hardswish",
+    "x",
+    "x * clip(x + 3, 0, 6) * sixth",
+    eager=F.hardswish,
+    grad="hardswish_backward(g, x)",
+)
+_op(
+    "hardsigmoid",
+    "x",
+    "clip(x + 3, 0, 6) * sixth",
+    eager=F.hardsigmoid,
+    grad="hardsigmoid_backward(g, x)",
+)
+_op(
+    "gelu",
+    "x",
+    "x * 0.5 * (1 + erf(x * 0.70710678118654752440))",
+    eager=F.gelu,
+    grad="gelu_backward(g, x)",
+)
 _op(
     "gelu_tanh",
     "x",
     "0.5 * x * (1 + tanh(0.79788456080286535588 * (x + 0.044715 * (x * x * x))))",
     eager=partial(F.gelu, approximate="tanh"),
+    grad="gelu_tanh_backward(g, x)",
 )
-_op("leaky_relu", "x s:opmath", "x if x > 0 else x * s", eager=F.leaky_relu)
 _op(
-    "softplus", "x b:opmath t:opmath", "x if x * b > t else log1p(exp(x * b)) / b", eager=F.softplus
+    "leaky_relu",
+    "x s:opmath",
+    "x if x > 0 else x * s",
+    eager=F.leaky_relu,
+    grad="leaky_relu_backward(x, g, s); none",
+)
+_op(
+    "softplus",
+    "x b:opmath t:opmath",
+    "x if x * b > t else log1p(exp(x * b)) / b",
+    eager=F.softplus,
+    grad="softplus_backward(g, x, b, t); none; none",
 )
 _op(
     "elu",
     "x a:opmath s:opmath i:opmath",
     "x * s if x > 0 else expm1(x * i) * (a * s)",
     eager=torch._C._nn.elu,
+    grad="elu_backward(g, x, a, s, i); none; none; none",
 )
-_op("clone", "x", "x", accepts="fib")
+_op("clone", "x", "x", accepts="fib", grad="g")
 
 CASTS = {
     dtype: _op(
@@ -212,6 +303,7 @@ CASTS = {
         "x",
         result=dtype,
         accepts="fib",
+        grad="g",
         eager=partial(torch.Tensor.to, dtype=dtype),
     )
     for dtype, code in CODES.items()
@@ -294,10 +386,10 @@ def clone(input, *, memory_format=torch.preserve_format):
 # --- two operands --------------------------------------------------------------------------------
 
 _ARITHMETIC = {"scalar": "opmath", "accepts": "fi"}
-_plain("add", "x y", "x + y", **_ARITHMETIC)
-_plain("sub", "x y", "x - y", "subtract", takes_bool=False, **_ARITHMETIC)
-_plain("rsub", "x y", "y - x", takes_bool=False, reversed=True, **_ARITHMETIC)
-_plain("mul", "x y", "x * y", "multiply", cpu_scalar="opmath", **_ARITHMETIC)
+_plain("add", "x y", "x + y", **_ARITHMETIC, grad="g; g")
+_plain("sub", "x y", "x - y", "subtract", takes_bool=False, **_ARITHMETIC, grad="g; -g")
+_plain("rsub", "x y", "y - x", takes_bool=False, reversed=True, **_ARITHMETIC, grad="-g; g")
+_plain("mul", "x y", "x * y", "multiply", cpu_scalar="opmath", **_ARITHMETIC, grad="g * y; g * x")
 _op(
     "div_by_scalar",
     "x y",
@@ -318,6 +410,7 @@ _plain(
     result="float",
     accepts="fib",
     by_scalar=OPS["div_by_scalar"],
+    grad="g / y; -g * ((x / y) / y)",
 )
 _op(
     "add_scaled",
@@ -326,6 +419,7 @@ _op(
     integer="x + s * y",
     **_ARITHMETIC,
     eager=lambda x, y, s: torch.add(x, y, alpha=s),
+    grad="g; g * s; none",
 )
 _op(
     "sub_scaled",
@@ -334,6 +428,7 @@ _op(
     integer="x - s * y",
     **_ARITHMETIC,
     eager=lambda x, y, s: torch.sub(x, y, alpha=s),
+    grad="g; -g * s; none",
 )
 _op(
     "rsub_scaled",
@@ -343,6 +438,7 @@ _op(
     reversed=True,
     **_ARITHMETIC,
     eager=lambda x, y, s: torch.rsub(x, y, alpha=s),
+    grad="-g * s; g; none",
 )
 _op("div_trunc_by_scalar", "x y", "trunc(by(x, y))", scalar="opmath", cpu_scalar="opmath")
 _op(
@@ -351,6 +447,7 @@ _op(
     "trunc(rnd(x / y))",
     by_scalar=OPS["div_trunc_by_scalar"],
     eager=partial(torch.div, rounding_mode="trunc"),
+    grad="zeros(g); zeros(g)",
 )
 _FLOORED = (
     "m = fmod(x, y);"
@@ -367,7 +464,15 @@ _op(
     _FLOORED.format(by="divide"),
     scalar="opmath",
     by_scalar=OPS["div_floor_by_scalar"],
-    eager=torch.floor_divide,
+    eager=partial(torch.div, rounding_mode="floor"),
+    grad="zeros(g); zeros(g)",
+)
+_op(
+    "floor_divide",  # the same, but torch has no derivative for it
+    "x y",
+    _FLOORED.format(by="divide"),
+    scalar="opmath",
+    by_scalar=OPS["div_floor_by_scalar"],
 )
 for _name, _sign in (
     ("eq", "=="),
@@ -400,6 +505,7 @@ _plain(
     integer="x if x > y else y",
     accepts="fi",
     tensors_only=True,
+    grad="where(x < y, 0, where(x == y, g / 2, g)); where(x > y, 0, where(x == y, g / 2, g))",
 )
 _plain(
     "minimum",
@@ -408,22 +514,81 @@ _plain(
     integer="x if x < y else y",
     accepts="fi",
     tensors_only=True,
+    grad="where(x > y, 0, where(x == y, g / 2, g)); where(x < y, 0, where(x == y, g / 2, g))",
 )
 _TENSORS = {"accepts": "fi", "tensors_only": True}
-_plain("fmax", "x y", "fmax(x, y)", integer="x if x > y else y", **_TENSORS)
-_plain("fmin", "x y", "fmin(x, y)", integer="x if x < y else y", **_TENSORS)
-_plain("fmod", "x y", "fmod(x, y)")
+_plain(
+    "fmax",
+    "x y",
+    "fmax(x, y)",
+    integer="x if x > y else y",
+    **_TENSORS,
+    grad="masked_fill(g, logical_not(logical_or(x >= y, isnan(y))), 0); masked_fill(g, logical_or(x >= y, isnan(y)), 0)",
+)
+_plain(
+    "fmin",
+    "x y",
+    "fmin(x, y)",
+    integer="x if x < y else y",
+    **_TENSORS,
+    grad="masked_fill(g, logical_not(logical_or(x <= y, isnan(y))), 0); masked_fill(g, logical_or(x <= y, isnan(y)), 0)",
+)
+_plain("fmod", "x y", "fmod(x, y)", grad="g; -g * div_trunc(x, y)")
 _plain(
     "remainder",
     "x y",
     "m = fmod(x, y); m + y if m != 0 and (y < 0) != (m < 0) else m",
+    grad="g; -g * div_floor(x, y)",
 )
-_plain("atan2", "x y", "atan2(x, y)", "arctan2", result="float", **_TENSORS)
-_plain("hypot", "x y", "hypot(x, y)", tensors_only=True)
-_plain("copysign", "x y", "copysign(x, y)", result="float")
-_op("pow", "x y", "pow(x, y)")
-_op("pow_half", "x", "sqrt(x)", eager=partial(torch.pow, exponent=0.5))
-_op("pow_2", "x", "x * x", accepts="fi", eager=partial(torch.pow, exponent=2))
+_plain(
+    "atan2",
+    "x y",
+    "atan2(x, y)",
+    "arctan2",
+    result="float",
+    **_TENSORS,
+    grad="g * y * reciprocal(x * x + y * y); g * -x * reciprocal(x * x + y * y)",
+)
+_plain("hypot", "x y", "hypot(x, y)", tensors_only=True, grad="g * x / out; g * y / out")
+_plain(
+    "copysign",
+    "x y",
+    "copysign(x, y)",
+    result="float",
+    grad="g * where(x == 0, 0, out / x); zeros(g)",
+)
+_op(
+    "pow",
+    "x y",
+    "pow(x, y)",
+    grad="where(y == 0.0, 0, g * (y * pow(x, y - 1)));"
+    "g * where(logical_and(x == 0, y >= 0), 0, out * log(x))",
+)
+_op("pow_scalar", "x y", "pow(x, y)", grad="g * (y * pow(x, y - 1)); none", eager=torch.pow)
+_op("rpow_scalar", "x y", "pow(x, y)", grad="none; g * (out * log(x))", eager=torch.pow)
+# exponents whose derivative has a form of its own
+_op(
+    "pow_4",
+    "x",
+    "pow(x, 4.0)",
+    grad="g * (4.0 * pow_3(x))",
+    eager=partial(torch.pow, exponent=4.0),
+)
+_op(
+    "pow_1_5",
+    "x",
+    "pow(x, 1.5)",
+    grad="g * (1.5 * sqrt(x))",
+    eager=partial(torch.pow, exponent=1.5),
+)
+_op(
+    "pow_half",
+    "x",
+    "sqrt(x)",
+    eager=partial(torch.pow, exponent=0.5),
+    grad="g * (0.5 * pow_minus_half(x))",
+)
+_op("pow_2", "x", "x * x", accepts="fi", eager=partial(torch.pow, exponent=2), grad="g * (2.0 * x)")
 _op(
     "pow_3",
     "x",
@@ -431,16 +596,36 @@ _op(
     integer="x * x * x",
     accepts="fi",
     eager=partial(torch.pow, exponent=3),
+    grad="g * (3.0 * pow_2(x))",
 )
-_op("pow_minus_half", "x", "rsqrt(x)", eager=partial(torch.pow, exponent=-0.5))
-_op("pow_minus_1", "x", "1 / x", eager=partial(torch.pow, exponent=-1))
-_op("pow_minus_2", "x", "1 / rnd(x * x)", eager=partial(torch.pow, exponent=-2))
+_op(
+    "pow_minus_half",
+    "x",
+    "rsqrt(x)",
+    eager=partial(torch.pow, exponent=-0.5),
+    grad="g * (-0.5 * pow(x, -1.5))",
+)
+_op(
+    "pow_minus_1",
+    "x",
+    "1 / x",
+    eager=partial(torch.pow, exponent=-1),
+    grad="g * (-1.0 * pow_minus_2(x))",
+)
+_op(
+    "pow_minus_2",
+    "x",
+    "1 / rnd(x * x)",
+    eager=partial(torch.pow, exponent=-2),
+    grad="g * (-2.0 * pow(x, -3.0))",
+)
 _op(
     "clamp_min",
     "x y",
     "x if x != x else y if y != y else fmax(x, y)",
     integer="x if x > y else y",
     accepts="fi",
+    grad="where(x >= y, g, 0); where(x < y, g, 0)",
 )
 _op(
     "clamp_max",
@@ -448,9 +633,11 @@ _op(
     "x if x != x else y if y != y else fmin(x, y)",
     integer="x if x < y else y",
     accepts="fi",
+    grad="where(x <= y, g, 0); where(x > y, g, 0)",
 )
 
-_POWERS = {0.5: "half", 2.0: "2", 3.0: "3", -0.5: "minus_half", -1.0: "minus_1", -2.0: "minus_2"}
+_POWERS = {0.5: "half", 1.5: "1_5", 2.0: "2", 3.0: "3", 4.0: "4",
+           -0.5: "minus_half", -1.0: "minus_1", -2.0: "minus_2"}  # fmt: skip
 
 
 def _is_number(value: Operand) -> bool:
@@ -490,13 +677,13 @@ def _div(input, other, *, rounding_mode=None):
 
 @_spelled()
 def floor_divide(input, other):
-    return _div(input, other, rounding_mode="floor")
+    return OPS["floor_divide"], (input, other)
 
 
 @_spelled("pow")
 def _pow(input, exponent):
     if not isinstance(input, torch.Tensor):
-        return None if _same(input, 1) else (OPS["pow"], (input, exponent))
+        return None if input in (0, 1) else (OPS["rpow_scalar"], (input, exponent))
     if not _is_number(exponent):
         return None if type(exponent) is bool else (OPS["pow"], (input, exponent))
     if exponent in (0, 1) or not math.isfinite(exponent):
@@ -504,8 +691,8 @@ def _pow(input, exponent):
     if not input.is_floating_point() and type(exponent) is float:
         return None  # the exponent promotes
     special = _POWERS.get(exponent)
-    if special is None:
-        return OPS["pow"], (input, exponent)
+    if special is None or (special in ("4", "1_5") and not input.is_floating_point()):
+        return OPS["pow_scalar"], (input, exponent)
     return OPS[f"pow_{special}"], (input,)
 
 
@@ -527,13 +714,34 @@ _op(
     "x if x != x else l if l != l else h if h != h else fmin(fmax(x, l), h)",
     integer="h if (x if x > l else l) > h else (x if x > l else l)",
     accepts="fi",
+    grad="where(logical_and(x >= l, x <= h), g, 0); where(logical_and(x < l, l < h), g, 0); where(logical_or(x > h, h < l), g, 0)",
 )
-_op("where", "c:bool x y", "x if c else y", accepts="fib")
-_op("masked_fill", "x m:bool v:common", "v if m else x", accepts="fib", contiguous=True)
+_op(
+    "hardtanh",
+    "x l h",
+    OPS["clamp"].expr,
+    grad="hardtanh_backward(g, x, l, h); none; none",
+    eager=F.hardtanh,
+)
+_op(
+    "where",
+    "c:bool x y",
+    "x if c else y",
+    accepts="fib",
+    grad="none; where(c, g, 0); where(c, 0, g)",
+)
+_op(
+    "masked_fill",
+    "x m:bool v:common",
+    "v if m else x",
+    accepts="fib",
+    contiguous=True,
+    grad="masked_fill(g, m, 0); none; none",
+)
 _LERP = "d = y - x; fma(w, d, x) if abs(w) < 0.5 else fma(-d, 1 - w, y)"
-_op("lerp", "x y w", _LERP)
-_op("lerp_scalar", "x y w:opmath", _LERP, eager=torch.lerp)
-_op("addcmul", "x y z", "fma(y, z, x)", integer="x + y * z", accepts="fi")
+_op("lerp", "x y w", _LERP, grad="g * (1 - w); g * w; g * (y - x)")
+_op("lerp_scalar", "x y w:opmath", _LERP, eager=torch.lerp, grad="g * (1 - w); g * w; none")
+_op("addcmul", "x y z", "fma(y, z, x)", integer="x + y * z", accepts="fi", grad="g; g * z; g * y")
 _op(
     "addcmul_scaled",
     "x y z s:opmath",
@@ -541,13 +749,15 @@ _op(
     integer="x + s * y * z",
     accepts="fi",
     eager=lambda x, y, z, s: torch.addcmul(x, y, z, value=s),
+    grad="g; g * (z * s); g * (y * s); none",
 )
-_op("addcdiv", "x y z", "x + y / z")
+_op("addcdiv", "x y z", "x + y / z", grad="g; g * reciprocal(z); -g * (y / (z * z))")
 _op(
     "addcdiv_scaled",
     "x y z s:opmath",
     "fma(s, y / z, x)",
     eager=lambda x, y, z, s: torch.addcdiv(x, y, z, value=s),
+    grad="g; g * (reciprocal(z) * s); -g * (y * s / (z * z)); none",
 )
 
 
@@ -570,7 +780,7 @@ def clamp_max(input, max):
 def hardtanh(input, min_val=-1.0, max_val=1.0, inplace=False):
     if inplace or not input.is_floating_point() or not min_val <= max_val:
         return None
-    return OPS["clamp"], (input, min_val, max_val)
+    return OPS["hardtanh"], (input, min_val, max_val)
 
 
 @_spelled()
@@ -619,6 +829,114 @@ def addcmul(input, tensor1, tensor2, *, value=1):
 @_spelled()
 def addcdiv(input, tensor1, tensor2, *, value=1):
     return _addc("addcdiv", input, tensor1, tensor2, value)
+
+
+# --- what derivative rules call: the kernels of PyTorch's own backward ops ------------------------
+
+_backward = torch.ops.aten
+
+
+def _silu_backward(g, x):
+    if not torch.is_grad_enabled():
+        return _backward.silu_backward(g, x)
+    s = torch.sigmoid(x)  # the kernel itself has no derivative
+    return torch.mul(torch.mul(g, s), torch.add(torch.mul(x, torch.rsub(s, 1)), 1))
+
+
+def _mish_backward(g, x):
+    if not torch.is_grad_enabled():
+        return _backward.mish_backward(g, x)
+    t = torch.tanh(F.softplus(x))
+    inner = torch.mul(torch.mul(x, torch.sigmoid(x)), torch.rsub(torch.square(t), 1))
+    return torch.mul(g, torch.add(inner, t))
+
+
+_op("zeros", "x", "0", eager=torch.zeros_like)
+_op(
+    "sigmoid_backward",
+    "g y",
+    "g * (1 - y) * y",
+    narrow="rnd(g * rnd(1 - y)) * y",
+    eager=_backward.sigmoid_backward,
+)
+_op(
+    "tanh_backward",
+    "g y",
+    "g * fma(-y, y, 1)",
+    narrow="g * rnd(1 - rnd(y * y))",
+    eager=_backward.tanh_backward,
+)
+_op(
+    "threshold_backward",
+    "y g",
+    "0 if y <= 0 else g",
+    eager=lambda y, g: _backward.threshold_backward(g, y, 0),
+)
+_op(
+    "silu_backward",
+    "g x",
+    "s = 1 / (1 + exp(-x)); g * s * (1 + x * (1 - s))",
+    eager=_silu_backward,
+)
+_op(
+    "mish_backward",
+    "g x",
+    "s = 1 / (1 + exp(-x)); t = tanh(log1p(exp(x))); g * (t + x * s * (1 - t * t))",
+    eager=_mish_backward,
+)
+_op(
+    "hardswish_backward",
+    "g x",
+    "0 if x <= -3 else g * (x / 3 + 0.5) if x < 3 else g",
+    eager=_backward.hardswish_backward,
+)
+_op(
+    "hardsigmoid_backward",
+    "g x",
+    "g * 0.1666666716337204 if x > -3 and x < 3 else 0",  # 1.0f / 6.0f in every dtype
+    eager=_backward.hardsigmoid_backward,
+)
+_op(
+    "gelu_backward",
+    "g x",
+    "c = 0.5 * (1 + erf(x * 0.70710678118654752440));"
+    "p = exp(-0.5 * x * x) * 0.3989422804014327;"
+    "g * (c + x * p)",
+    eager=_backward.gelu_backward,
+)
+_op(
+    "gelu_tanh_backward",
+    "g x",
+    "q = x * x;"
+    "t = tanh(0.79788456080286535588 * (x + 0.044715 * (q * x)));"
+    "i = 0.79788456080286535588 * (1 + 3 * 0.044715 * q);"
+    "g * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * i)",
+    eager=partial(_backward.gelu_backward, approximate="tanh"),
+)
+_op(
+    "leaky_relu_backward",
+    "x g s:opmath",
+    "g if x > 0 else g * s",
+    eager=lambda x, g, s: _backward.leaky_relu_backward(g, x, s, False),
+)
+_op(
+    "softplus_backward",
+    "g x b:opmath t:opmath",
+    "z = exp(x * b); g if x * b > t else g * z / (z + 1)",
+    eager=_backward.softplus_backward,
+)
+_op(
+    "elu_backward",
+    "g x a:opmath s:opmath i:opmath",
+    "g * i * (a * s) * exp(x * i) if x <= 0 else g * s",
+    eager=lambda g, x, a, s, i: _backward.elu_backward(g, a, s, i, False, x),
+)
+_op(
+    "hardtanh_backward",
+    "g x l:opmath h:opmath",
+    "0 if x <= l or x >= h else g",
+    eager=_backward.hardtanh_backward,
+)
 
 
 # --- casts: `x.to(dtype)`, `x.float()` and so on; one to the dtype x has is x itself ------------

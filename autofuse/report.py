@@ -19,6 +19,7 @@ class Stats:
     cache_hits: kernels that were needed and there already.
     nodes_elided, bytes_elided: dead intermediates that never got memory.
     live_outs_stored: values that were written to memory.
+    bytes_saved_for_backward: of the tensors that the autograd nodes of fused chains keep.
     replays: chains that ran as eager ops because their kernel failed.
     """
 
@@ -31,6 +32,7 @@ class Stats:
     nodes_elided: int = 0
     bytes_elided: int = 0
     live_outs_stored: int = 0
+    bytes_saved_for_backward: int = 0
     replays: int = 0
     eager_ops: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -53,7 +55,7 @@ def stats() -> Stats:
     return Stats(
         **{name: total[name] for name in (
             "ops_recorded", "kernels_launched", "kernels_compiled", "cache_hits",
-            "nodes_elided", "bytes_elided", "live_outs_stored",
+            "nodes_elided", "bytes_elided", "live_outs_stored", "bytes_saved_for_backward",
         )},
         ops_eager=sum(counts.eager.values()),
         flushes=dict(counts.flushes),

@@ -126,9 +126,11 @@ def make_shell(meta: Meta, state: object) -> Tensor:
     return shell
 
 
-def make_meta(dtype: torch.dtype, shape: Ints, stride: Ints, device: torch.device) -> Meta:
-    """The Meta of a result that does not require grad."""
-    key = (dtype, shape, stride, device, False, torch.is_inference_mode_enabled())
+def make_meta(
+    dtype: torch.dtype, shape: Ints, stride: Ints, device: torch.device, requires_grad: bool = False
+) -> Meta:
+    """The Meta of a result."""
+    key = (dtype, shape, stride, device, requires_grad, torch.is_inference_mode_enabled())
     meta = _metas.get(key)
     if meta is None:
         meta = _metas[key] = Meta(*key)

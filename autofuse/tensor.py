@@ -32,7 +32,7 @@ from .chain import (
     record_write,
     relieve,
 )
-from .errors import KernelError
+from .errors import KernelError, LostGradientError
 from .ops import OPS, Op
 from .shell import (
     UNKNOWN,
@@ -59,15 +59,18 @@ OPTIONS: dict[Any, Handler] = {}  # the same for calls with keywords
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Wrapped tensors in an argument, inside the containers that torch functions take."""
-    cls = value.__class__
-    if cls is Tensor:
-        yield value
-    elif cls is tuple or cls is list or isinstance(value, (tuple, list)):
+    return (item for item in _flat(value) if item.__class__ is Tensor)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Everything in an argument, inside the containers that torch functions take."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
+            yield from _flat(item)
+    else:
+        yield value
 
 
 class _Known:
@@ -103,6 +106,9 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
             _known[func] = known
     if kwargs or known.writes or not known.in_c:
         return _run_any(func, known, args, kwargs)
+    recorder = _local.current
+    if recorder is not None and recorder.chain.tip.holds_grad:
+        _keep_order(recorder, args)
     for x in args:  # --- hot path: the everyday op between two chains, budget 1 us ---
         if x.__class__ is Tensor:
             state = x._af
@@ -124,9 +130,22 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     return _lifted(result)
 
 
+def _keep_order(recorder: Any, args: Any) -> None:
+    """Flush if an op that is not recorded reads an Input of the chain.
+
+    The engine adds up the gradients of a tensor in the reverse order of its uses.
+    """
+    slots = recorder.chain.slots
+    if any(id(x) in slots for x in args):
+        flush(recorder, "order of gradients")
+
+
 def _run_any(func: Handler, known: _Known, args: Any, kwargs: Any) -> Any:
     """`run_eager` for nested arguments, keywords, Python functions and writes."""
     name = known.name
+    recorder = _local.current
+    if recorder is not None and recorder.chain.tip.holds_grad:
+        _keep_order(recorder, [*_flat(args), *_flat(kwargs or {})])
     wrapped = list(_tensors(args))
     if kwargs:
         wrapped += _tensors(kwargs)
@@ -238,11 +257,20 @@ _ONLY = (Tensor,)
 _KNOWN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
+_CONSTANT = {"detach", "_local_scalar_dense"}  # no gradient leads through these
+
+
 def _torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """A pending shell reached C++ below `__torch_function__`: compute it and go on."""
     args, kwargs = list(args), dict(kwargs or {})
+    name = func.overloadpacket.__name__
     for tensor in [*_tensors(args), *_tensors(kwargs)]:
         if tensor._af.recorder is not None:
+            if tensor._af.meta.requires_grad and is_grad_enabled() and name not in _CONSTANT:
+                raise LostGradientError(
+                    f"C++ code calls {name} on a pending tensor that requires grad; call "
+                    "autofuse.materialize(tensor) before handing it over"
+                )
             flush_tensor(tensor, "C++")
             if tensor._af.recorder is not None:
                 raise KernelError(
@@ -251,7 +279,7 @@ def _torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -
                 )
     if func._schema.is_mutable:
         flush_thread("C++")
-    counts.eager[func.overloadpacket.__name__, "called from C++"] += 1
+    counts.eager[name, "called from C++"] += 1
     with NoTorchFunction():
         return func(*_released(args), **_released(kwargs))
 
@@ -282,7 +310,7 @@ def handler(self, *more):
             nxt = chain.tip.next.get((OP, first))
             if nxt is not None:
                 shell = nxt.shell
-                if shell is not None and not (fresh and is_grad_enabled()):
+                if shell is not None and not (fresh and (recorder.grad or is_grad_enabled())):
                     if fresh:
                         add_input(recorder, chain, self)
                         chain.pinned += nxt.fresh_bytes
@@ -334,7 +362,7 @@ def handler(self, other{more}):
             if nxt is not None:
                 shell = nxt.shell
                 if shell is not None and (
-                    fresh is late is None or not is_grad_enabled()
+                    fresh is late is None or not (recorder.grad or is_grad_enabled())
                 ):
                     if fresh is not None:
                         add_input(recorder, chain, fresh)
@@ -549,8 +577,25 @@ def _install_metadata() -> None:
     for place_name in ("is_floating_point", "is_complex", "numel", "is_signed"):
         func = getattr(torch, place_name)
         HANDLERS[func] = OPTIONS[func] = getattr(Tensor, place_name)
+    for name in ("requires_grad", "is_leaf"):
+        base = Tensor.__dict__[name]
+        pending = _pending_grad(name == "is_leaf", base.fget)
+        setattr(Tensor, name, property(pending, base.fset))
+        HANDLERS[getattr(_Plain, name).__get__] = pending
     Tensor._version = property(pending_version)  # type: ignore[assignment]
     HANDLERS[_Plain._version.__get__] = pending_version  # type: ignore[attr-defined]
+
+
+def _pending_grad(leaf: bool, concrete: Handler) -> Handler:
+    """`requires_grad` or `is_leaf`: a shell's own answer would be that of a plain constant."""
+
+    def get(self: Any) -> bool:
+        state = self._af
+        if state.recorder is not None and state.meta.requires_grad:
+            return not leaf
+        return concrete(self)
+
+    return get
 
 
 def _install_methods() -> None:

@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "common", "consts", "fresh_bytes", "holds_grad", "index",
+    __slots__ = ("args", "common", "consts", "fresh_bytes", "graded", "holds_grad", "index",
                  "inputs", "limits", "meta", "next", "op", "parent", "pinned_limit",
                  "reason", "recorder", "runners", "shell")  # fmt: skip
 
-    def __init__(self, recorder: Recorder, parent: Node | None, op: Op | None) -> None:
+    def __init__(
+        self, recorder: Recorder, parent: Node | None, op: Op | None, graded: bool = False
+    ) -> None:
         self.recorder, self.parent, self.op = recorder, parent, op
+        self.graded: bool = graded if parent is None else parent.graded  # recorded in grad mode
         self.index: int = -1 if parent is None else parent.index + 1
         self.args: tuple[Ref, ...] = ()
         self.common = ""
@@ -41,7 +44,7 @@ class Node:
         self.inputs: tuple[Meta, ...] = () if parent is None else parent.inputs
         self.consts: tuple[type, ...] = () if parent is None else parent.consts
         self.limits: tuple[float, float] | None = None  # of Consts that have to fit a dtype
-        self.holds_grad = False if parent is None else parent.holds_grad  # some Input requires grad
+        self.holds_grad = False if parent is None else parent.holds_grad  # an Input's graph goes on
         self.fresh_bytes = 0  # of the Inputs that this op brings
         self.pinned_limit = 0  # bytes that only the chain may keep alive
         self.next: dict[tuple[Any, ...], Node] = {}
@@ -125,9 +128,12 @@ def extend(
     else:
         strides = [(v.shape, v.stride) if isinstance(v, Meta) else ((), ()) for v in views]
         stride = layout.result_stride(shape, strides[::-1] if op.reversed else strides)
+    graph = tip.graded and result.is_floating_point and any(meta.requires_grad for meta in tensors)
+    if graph and not op.grad:
+        return eager_node(recorder, tip, op, "no derivative rule")
     node = Node(recorder, tip, op)
     node.args, node.common = tuple(args), CODES[common]
-    node.meta = make_meta(result, shape, stride, device)
+    node.meta = make_meta(result, shape, stride, device, graph)
     node.inputs, node.consts = tuple(inputs), tuple(consts)
     fresh = node.inputs[len(tip.inputs) :]
     node.fresh_bytes = sum(meta.nbytes for meta in fresh)
@@ -136,5 +142,5 @@ def extend(
     if op.fits and common is not torch.bool:
         info = torch.finfo(common) if common.is_floating_point else torch.iinfo(common)
         node.limits = (info.min, info.max)
-    node.holds_grad |= any(meta.requires_grad for meta in fresh)
+    node.holds_grad |= graph
     return node

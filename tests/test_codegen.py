@@ -65,7 +65,7 @@ def test_ptx_of_every_op(name, dtype):
         slow_path = name in ("sin", "cos", "tan")  # Payne-Hanek reduction of huge arguments
         assert not arithmetic or slow_path, f"float64 in a float32 kernel: {set(arithmetic)}"
     loads = re.findall(r"ld\.global\.(\S+)", ptx)
-    assert any(load.startswith(("v4", "v2")) for load in loads), loads
+    assert name == "zeros" or any(load.startswith(("v4", "v2")) for load in loads), loads
     assert not re.search(r"\bmul\.f32\b", ptx), "a product that ptxas may contract"
 
 

@@ -17,7 +17,7 @@ def cold(capsys):
     clear_kernels()
     for recorder in list(autofuse.chain._all_recorders):
         autofuse.chain.forget(recorder)
-    autofuse.chain._said.clear()
+    autofuse.errors._said.clear()
     yield
     clear_kernels()
     for recorder in list(autofuse.chain._all_recorders):

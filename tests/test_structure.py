@@ -9,7 +9,7 @@ PACKAGE = Path(autofuse.__file__).parent
 # each module may import only what stands before it
 ORDER = [
     "errors", "config", "dtypes", "layout", "ops", "plan", "codegen", "targets", "lower", "emit",
-    "compile", "shell", "launch", "trie", "chain", "tensor", "boundaries", "api", "report",
+    "compile", "shell", "launch", "trie", "autograd", "chain", "tensor", "boundaries", "api", "report",
     "__init__",
 ]  # fmt: skip
 EXCEPTIONS = {("boundaries", "api")}  # inside a function: unwrap is public vocabulary

@@ -1,0 +1,571 @@
+"""Autograd: the graph nodes that a flush leaves behind, and the kernel of each one's backward.
+
+The forward kernel computes with grad off. Then every value that somebody can see gets an autograd
+node of its own, in the order of recording. A Segment is what such a node differentiates through:
+the dead ops between its root and the tensors that a graph of their own leads on from. Its backward
+applies the derivative rules of the op table in the order in which eager's engine would, as one
+kernel; under `create_graph` as differentiable torch ops.
+
+What is saved is what eager would save: of the values the rules read, the visible ones and the
+Inputs; a dead one is computed again where it follows from these, and otherwise stored by the
+forward kernel. A stored one is a further output of its segment's node, so that second derivatives
+flow through it.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import shell as _shell
+from .config import config
+from .errors import warn_once
+from .launch import Runner, enter_context, runner_class, settle, stream_reader
+from .ops import CASTS, OPS, Op
+from .plan import CONST, Ref, make_pieces
+from .shell import Meta, NoTorchFunction, Tensor, plain_meta
+from .trie import Node, extend
+
+if TYPE_CHECKING:
+    from .chain import Chain, Recorder
+
+_ADD = OPS["add"]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A differentiable operand of a step: the rule for its gradient, and what the rule reads."""
+
+    ref: Ref
+    rule: ast.expr
+    reads: frozenset[Ref]
+
+
+def _uses(node: Node, meta_of: Callable[[Ref], Meta]) -> Iterator[Use]:
+    """The operands of `node` that get a gradient, in order."""
+    assert node.op is not None
+    for ref, rule in zip(node.args, node.op.rules, strict=True):
+        if ref < CONST and rule is not None and meta_of(ref).requires_grad:
+            named = dict(zip(node.op.names, node.args, strict=True), out=node.index)
+            yield Use(ref, rule, frozenset(named[n] for n in _names(rule) if n in named))
+
+
+@cache
+def _names(rule: ast.expr) -> frozenset[str]:
+    """The names that a rule reads; a called row is none."""
+    called = {id(tree.func) for tree in ast.walk(rule) if isinstance(tree, ast.Call)}
+    return frozenset(
+        tree.id for tree in ast.walk(rule) if isinstance(tree, ast.Name) and id(tree) not in called
+    )
+
+
+# --- what a flush has to leave behind: pure, from the program and its live-outs ------------------
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """The segments of a flush, in order, and the dead values that its kernel stores for them."""
+
+    segments: list[Segment]
+    stored: tuple[int, ...]
+    saved_bytes: int
+
+
+def graph_of(
+    recorder: Recorder, nodes: list[Node], inputs: tuple[Meta, ...], live: tuple[int, ...]
+) -> Graph | None:
+    """The autograd side of a flush; None if the engine would add gradients in another order."""
+
+    def meta_of(ref: Ref) -> Meta:
+        meta = nodes[ref].meta if ref >= 0 else inputs[~ref]
+        assert meta is not None
+        return meta
+
+    uses = [list(_uses(node, meta_of)) if meta_of(node.index).requires_grad else []
+            for node in nodes]  # fmt: skip
+    owner = _owners(uses, meta_of, [index for index in live if meta_of(index).requires_grad])
+    roots = sorted(index for index, root in owner.items() if index == root)
+    if not _in_order(uses, owner, roots):
+        return None
+    memory = {*live, *roots}
+    saved_refs: set[Ref] = set()
+    segments = []
+    for root in roots:
+        steps = [index for index in sorted(owner) if owner[index] == root]
+        saved = _saved(nodes, uses, steps, memory)
+        extras = [ref for ref in saved if ref >= 0 and ref not in memory]
+        memory.update(extras)
+        saved_refs.update(saved)
+        segments.append(Segment(recorder, nodes, uses, steps, meta_of, saved, extras))
+    stored = tuple(sorted(memory - set(live)))
+    return Graph(segments, stored, sum(meta_of(ref).nbytes for ref in saved_refs))
+
+
+def _owners(
+    uses: list[list[Use]], meta_of: Callable[[Ref], Meta], live: list[int]
+) -> dict[int, int]:
+    """The root of the segment that each differentiated step belongs to.
+
+    Beside the live values, a dead one is a root if two segments meet in it or if it is broadcast:
+    its gradient is complete only after both, or after a reduction.
+    """
+    owner = {index: index for index in live}
+    for index in range(len(uses) - 1, -1, -1):
+        if index in owner:
+            for use in uses[index]:
+                ref = use.ref
+                if ref >= 0 and owner.get(ref) != ref:
+                    alone = owner.setdefault(ref, owner[index]) == owner[index]
+                    if not alone or meta_of(ref).shape != meta_of(index).shape:
+                        owner[ref] = ref
+    return owner
+
+
+def _in_order(uses: list[list[Use]], owner: dict[int, int], roots: list[int]) -> bool:
+    """Whether node after node adds to every gradient in the order in which op after op does."""
+    by_op = sorted(owner, reverse=True)
+    by_node = sorted(owner, key=lambda index: (owner[index], index), reverse=True)
+    orders = []
+    for sequence in (by_op, by_node):
+        added: dict[Ref, list[int]] = {}
+        for index in sequence:
+            for use in uses[index]:
+                if use.ref < 0 or use.ref in roots:
+                    added.setdefault(use.ref, []).append(index)
+        orders.append(added)
+    return orders[0] == orders[1]
+
+
+def _saved(
+    nodes: list[Node], uses: list[list[Use]], steps: list[int], memory: set[int]
+) -> list[Ref]:
+    """The values that the backward of `steps` is given; the others it needs follow from them."""
+    reads = {ref for index in steps for use in uses[index] for ref in use.reads if ref < CONST}
+    saved = {ref for ref in reads if ref < 0 or ref in memory}
+
+    everything = config.recompute == "inputs"
+    for ref in sorted(reads - saved):
+        sources = _sources(nodes, ref, memory | saved)
+        if everything:
+            saved |= sources
+        elif not sources <= saved:
+            saved.add(ref)
+    return sorted(saved)
+
+
+def _sources(nodes: list[Node], ref: Ref, given: set[Ref]) -> set[Ref]:
+    """The Inputs and the values of `given` from which the value `ref` is computed."""
+    sources, seen, stack = set(), {ref}, [ref]
+    while stack:
+        for operand in nodes[stack.pop()].args:
+            if operand < 0 or operand in given:
+                sources.add(operand)
+            elif operand < CONST and operand not in seen:
+                seen.add(operand)
+                stack.append(operand)
+    return sources
+
+
+# --- one autograd node ---------------------------------------------------------------------------
+
+
+class Segment:
+    """What one autograd node differentiates through; the same for every run of a program."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        nodes: list[Node],
+        uses: list[list[Use]],
+        steps: list[int],
+        meta_of: Callable[[Ref], Meta],
+        saved: list[Ref],
+        extras: list[int],
+    ) -> None:
+        self.recorder, self.nodes, self.uses, self.meta_of = recorder, nodes, uses, meta_of
+        self.steps = steps  # node indices, ascending; the last is the root
+        self.root = steps[-1]
+        self.saved = saved
+        self.outs = [self.root, *(index for index in extras if meta_of(index).requires_grad)]
+        self.inside = set(steps[:-1])
+        outside = [
+            use.ref for index in reversed(steps) for use in uses[index]
+            if use.ref not in self.inside
+        ]  # fmt: skip
+        self.slots: list[Ref] = outside  # what gets a gradient, in the order of adding
+        self.frees = bool(saved) or any(
+            _keeps_scalar(nodes[index], use) for index in steps for use in uses[index]
+        )
+        op = nodes[self.root].op
+        assert op is not None
+        self.apply = _function(op.name.partition("_")[0])
+        self.stream = stream_reader(recorder.device)
+        self.backwards: dict[tuple[Meta | None, ...], Backward | None] = {}
+
+    def attach(
+        self, inputs: list[torch.Tensor], values: dict[int, torch.Tensor], consts: list[Any]
+    ) -> None:
+        """Give the computed root, and what is stored for it, their autograd node."""
+        slots = [inputs[~ref] if ref < 0 else values[ref] for ref in self.slots]
+        saved = [inputs[~ref] if ref < 0 else values[ref] for ref in self.saved]
+        outs = tuple([values[index] for index in self.outs])
+        self.apply((self, outs, saved, consts), *slots)
+
+    def backward(
+        self, grads: Sequence[Any], saved: Sequence[torch.Tensor], consts: list[Any]
+    ) -> list[torch.Tensor | None]:
+        """The gradients for `slots`, from those of `outs` and the values of `saved`."""
+        if torch.is_grad_enabled():
+            return self._by_torch(grads, saved, consts)
+        with NoTorchFunction():
+            key = tuple([None if g is None else plain_meta(g) for g in grads])
+            try:
+                backward = self.backwards[key]
+            except KeyError:
+                backward = self.backwards[key] = self._build(key, grads)
+            if backward is None:
+                return self._by_torch(grads, saved, consts)
+            given = [g for g in grads if g is not None]
+            return backward([*given, *saved], consts, self.stream())
+
+    def _by_torch(
+        self, grads: Sequence[Any], saved: Sequence[torch.Tensor], consts: list[Any]
+    ) -> list[torch.Tensor | None]:
+        with NoTorchFunction():
+            return _sweep(self, _Torch(consts), grads, dict(zip(self.saved, saved, strict=True)))
+
+    def _build(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Backward | None:
+        """The kernel for incoming gradients of these Metas; None if torch has to do it."""
+        metas = [meta for meta in key if meta is not None]
+        if len(metas) != sum(g is not None for g in grads):
+            return None  # a gradient that autofuse cannot read, such as a sparse one
+        tape = _Tape(self.recorder, [*metas, *(self.meta_of(ref) for ref in self.saved)])
+        position = iter(range(len(metas)))
+        seeds = [None if meta is None else ~next(position) for meta in key]
+        values = {ref: ~(len(metas) + k) for k, ref in enumerate(self.saved)}
+        try:
+            return Backward(tape, _sweep(self, tape, seeds, values))
+        except _UnfusedError:
+            return None
+        except Exception as error:
+            warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
+            return None
+
+
+def _keeps_scalar(node: Node, use: Use) -> bool:
+    """Whether eager saves a Python number as a tensor: its graph then runs only once."""
+    assert node.op is not None
+    return node.op.name in ("mul", "div") and any(ref >= CONST for ref in use.reads)
+
+
+class _Fused(torch.autograd.Function):
+    """The autograd node of a segment; `_function` makes one class per op name."""
+
+    @staticmethod
+    def forward(ctx: Any, holder: Any, *slots: torch.Tensor) -> Any:
+        segment, outs, saved, consts = holder
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.segment, ctx.consts = segment, consts
+        return outs[0] if len(outs) == 1 else outs
+
+
+def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    segment: Segment = ctx.segment
+    saved = ctx.saved_tensors if segment.frees else ()  # raises if they are freed or were written
+    if not any(g is not None for g in grads):
+        return (None,) * (1 + len(segment.slots))
+    for g in grads:
+        if g.__class__ is Tensor and g._af.recorder is not None:
+            _shell._leave_pending(g)
+    return (None, *segment.backward(grads, saved, ctx.consts))
+
+
+@cache
+def _function(name: str) -> Callable[..., Any]:
+    """`apply` of the Function whose nodes are named as eager names those of the op."""
+    cls = type(name, (_Fused,), {})
+    node = cls._backward_cls  # type: ignore[attr-defined]
+    node.__name__ = node.__qualname__ = f"{name.capitalize()}Backward0"
+    node.apply = _apply_backward  # past the Python layers of Function: 3 us less per backward
+    return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
+
+
+# --- applying the rules --------------------------------------------------------------------------
+
+
+def _sweep(
+    segment: Segment, algebra: _Tape | _Torch, seeds: Sequence[Any], saved: dict[Ref, Any]
+) -> list[Any]:
+    """The gradients for the segment's slots, by its ops from the last to the first.
+
+    seeds: of each of `segment.outs`, its gradient or None. saved: the values that are at hand.
+    """
+    nodes, values = segment.nodes, saved
+
+    def value(ref: Ref) -> Any:
+        if ref >= CONST:
+            return algebra.const(ref - CONST, nodes[-1].consts)
+        if ref not in values:
+            node = nodes[ref]
+            assert node.op is not None
+            values[ref] = algebra.apply(node.op, tuple(map(value, node.args)))
+        return values[ref]
+
+    grads = {ref: g for ref, g in zip(segment.outs, seeds, strict=True) if g is not None}
+    given = []
+    for index in reversed(segment.steps):
+        op, g = nodes[index].op, grads.pop(index, None)
+        assert op is not None
+        named = dict(zip(op.names, nodes[index].args, strict=True), out=index)
+        for use in segment.uses[index]:
+            ref, meta = use.ref, segment.meta_of(use.ref)
+            inside = ref in segment.inside
+            if g is None:
+                if not inside:
+                    given.append(None)
+                continue
+            d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else value(named[n]),
+                          algebra)  # fmt: skip
+            if algebra.dtype(d) is not meta.dtype and algebra.shape(d) == meta.shape:
+                d = algebra.apply(CASTS[meta.dtype], (d,))
+            if not inside:
+                given.append(d)
+            else:
+                grads[ref] = algebra.apply(_ADD, (grads[ref], d)) if ref in grads else d
+    return given
+
+
+_ROWS = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div",
+    ast.Eq: "eq", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
+}  # fmt: skip
+_FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
+def _evaluate(tree: ast.expr, env: Callable[[str], Any], algebra: _Tape | _Torch) -> Any:
+    """The value of a rule, with a Python number where torch's C++ formula has a Scalar."""
+    match tree:
+        case ast.Constant(value=number):
+            return algebra.number(number)
+        case ast.Name(id=name):
+            return env(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = _evaluate(operand, env, algebra)
+            return -value if algebra.is_number(value) else algebra.apply(OPS["neg"], (value,))
+        case ast.BinOp(left=left, op=sign, right=right):
+            pass
+        case ast.Compare(left=left, ops=[sign], comparators=[right]):
+            pass
+        case ast.Call(func=ast.Name(id=name), args=args):
+            values = tuple([_evaluate(arg, env, algebra) for arg in args])
+            if all(map(algebra.is_number, values)):
+                assert name == "log"
+                return algebra.log(*values)
+            return algebra.apply(OPS[name], values)
+        case _:
+            raise AssertionError(f"not part of a derivative rule: {ast.dump(tree)}")
+    row = _ROWS[type(sign)]
+    a, b = _evaluate(left, env, algebra), _evaluate(right, env, algebra)
+    if not algebra.is_number(a):
+        return algebra.apply(OPS[row], (a, b))
+    if algebra.is_number(b):
+        return {"add": operator.add, "sub": operator.sub, "mul": operator.mul,
+                "div": operator.truediv}[row](a, b)  # fmt: skip
+    if row == "div":  # as C++ divides a Scalar by a tensor
+        return algebra.apply(OPS["mul"], (algebra.apply(OPS["reciprocal"], (b,)), a))
+    return algebra.apply(OPS["rsub" if row == "sub" else _FLIPPED.get(row, row)], (b, a))
+
+
+def _log(number: float) -> float:
+    """The logarithm as C gives it."""
+    return math.log(number) if number > 0 else float("-inf") if number == 0 else float("nan")
+
+
+class _Torch:
+    """Applies rules to tensors: differentiable where grad mode is on."""
+
+    def __init__(self, consts: list[Any]) -> None:
+        self.consts = consts
+
+    def const(self, position: int, classes: tuple[type, ...]) -> Any:
+        return self.consts[position]
+
+    def number(self, value: float) -> Any:
+        return value
+
+    def is_number(self, value: Any) -> bool:
+        return not isinstance(value, torch.Tensor)
+
+    def apply(self, op: Op, operands: tuple[Any, ...]) -> torch.Tensor:
+        assert op.eager is not None
+        return op.eager(*operands)
+
+    def dtype(self, value: torch.Tensor) -> torch.dtype:
+        return value.dtype
+
+    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        return value.shape
+
+    log = staticmethod(_log)
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A Python number that a backward computes from the chain's Consts `c`."""
+
+    cls: type
+    text: str
+
+    def _with(self, sign: str, other: _Number) -> _Number:
+        cls = float if float in (self.cls, other.cls) or sign == "/" else int
+        return _Number(cls, f"({self.text} {sign} {other.text})")
+
+    def __add__(self, other: _Number) -> _Number:
+        return self._with("+", other)
+
+    def __sub__(self, other: _Number) -> _Number:
+        return self._with("-", other)
+
+    def __mul__(self, other: _Number) -> _Number:
+        return self._with("*", other)
+
+    def __truediv__(self, other: _Number) -> _Number:
+        return self._with("/", other)
+
+    def __neg__(self) -> _Number:
+        return _Number(self.cls, f"(-{self.text})")
+
+
+class _UnfusedError(Exception):
+    """A rule that needs an op which is eager for these dtypes or shapes."""
+
+
+class _Tape:
+    """Records rules as a program of its own; a value is a reference as in a plan."""
+
+    def __init__(self, recorder: Recorder, inputs: list[Meta]) -> None:
+        self.recorder = recorder
+        self.tip = Node(recorder, None, None)
+        self.tip.inputs = tuple(inputs)
+        self.metas: list[Meta] = []
+        self.numbers: list[str] = []
+        self.known: dict[Any, int] = {}
+
+    def const(self, position: int, classes: tuple[type, ...]) -> _Number:
+        return _Number(classes[position], f"c[{position}]")
+
+    def number(self, value: float) -> _Number:
+        return _Number(type(value), repr(value))
+
+    def is_number(self, value: Any) -> bool:
+        return isinstance(value, _Number)
+
+    def log(self, value: _Number) -> _Number:
+        return _Number(float, f"log({value.text})")
+
+    def apply(self, op: Op, operands: tuple[Any, ...]) -> int:
+        key = (op, *operands)
+        if key not in self.known:
+            numbers = [x for x in operands if isinstance(x, _Number)]
+            edge = [x.cls if isinstance(x, _Number) else x for x in operands]
+            node = extend(self.recorder, self.tip, op, edge, self.metas)
+            if node.reason:
+                raise _UnfusedError(node.reason)
+            assert node.meta is not None
+            self.tip = node
+            self.metas.append(node.meta)
+            self.numbers += [x.text for x in numbers]
+            self.known[key] = node.index
+        return self.known[key]
+
+    def _meta(self, ref: Ref) -> Meta:
+        return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]
+
+    def dtype(self, ref: Ref) -> torch.dtype:
+        return self._meta(ref).dtype
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        return self._meta(ref).shape
+
+
+class _Call:
+    """What a Runner reads of a chain."""
+
+    __slots__ = ("consts", "inputs", "stream")
+    into = None
+
+    def __init__(self, inputs: list[torch.Tensor], consts: Any, stream: int) -> None:
+        self.inputs, self.consts, self.stream = inputs, consts, stream
+
+
+_entered = threading.local()  # devices whose context is current in an engine's thread
+
+
+class Backward:
+    """The kernels of a segment's backward for one layout of the incoming gradients."""
+
+    def __init__(self, tape: _Tape, given: list[Ref | None]) -> None:
+        self.device = tape.recorder.device
+        self.given = given  # of each slot: a result, an incoming gradient as ~k, or nothing
+        live = tuple(sorted({ref for ref in given if ref is not None and ref >= 0}))
+        self.place = {ref: k for k, ref in enumerate(live)}
+        self.runner: Runner | None = None
+        if live:
+            pieces = make_pieces(tape.tip.program(), live, self.device.type)
+            build = runner_class(self.device)
+            nodes, inputs = tape.tip.path(), tape.tip.inputs
+            self.runner = build(self.device, nodes, inputs, live, pieces, False).returning(False)
+            self.runner.recorded = False
+            tape.recorder.runners.append(self.runner)
+        numbers = "".join(f"{text}, " for text in tape.numbers)
+        self.numbers = eval(f"lambda c: ({numbers})", {"log": _log})
+
+    def __call__(
+        self, inputs: list[torch.Tensor], consts: list[Any], stream: int
+    ) -> list[torch.Tensor | None]:
+        """The gradients; inputs: those that came in, then the saved values."""
+        results: list[torch.Tensor] = []
+        if self.runner is not None:
+            if self.device.type == "cuda" and self.device not in _entered.__dict__:
+                enter_context(self.device)
+                _entered.__dict__[self.device] = True
+            results = self.runner.compute(_Call(inputs, self.numbers(consts), stream))  # type: ignore[arg-type]
+            self.runner.runs += 1
+        return [
+            None if ref is None else inputs[~ref] if ref < 0 else results[self.place[ref]]
+            for ref in self.given
+        ]
+
+
+# --- the runner of a chain under grad ------------------------------------------------------------
+
+
+def graded(runner: Runner, graph: Graph, live: tuple[int, ...]) -> Runner:
+    """`runner`, which computes `live` and what `graph` stores, made to leave `graph` behind."""
+    indices = [owner.index for owner in runner.owners]
+    visible = [owner for owner in runner.owners if owner.index in live]
+    segments = graph.segments
+
+    def run(chain: Chain) -> None:
+        values = dict(zip(indices, runner.compute(chain), strict=True))
+        was = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        try:
+            for segment in segments:
+                segment.attach(chain.inputs, values, chain.consts)
+        finally:
+            torch._C._set_grad_enabled(was)
+        settle(chain, visible, [values[owner.index] for owner in visible])
+
+    runner.run = run
+    runner.saved_bytes = graph.saved_bytes
+    return runner

@@ -1,0 +1,112 @@
+"""Every derivative rule against eager's gradient, and against finite differences."""
+
+import pytest
+import torch
+
+import autofuse
+from cases import ARITHMETIC, FLOAT_CALLS, PAIR_CALLS, TRIPLE_CALLS
+from support import DEVICES, FLOATS, assert_same, random_tensor
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+CALLS = [
+    (name, call, count)
+    for count, calls in ((1, FLOAT_CALLS), (2, PAIR_CALLS), (3, TRIPLE_CALLS))
+    for name, call in calls.items()
+]
+# on the CPU some of torch's vectorised backward kernels round differently from their scalar form
+# and celu's works with float32 coefficients
+LOOSE = {torch.float32: 2e-5, torch.float64: 1e-10, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def leaves(count, dtype, device, shape=(150,), wild=False):
+    return [
+        random_tensor(shape, dtype, device, seed=k, wild=wild).requires_grad_()
+        for k in range(count)
+    ]
+
+
+def gradients(call, operands, wrapped):
+    """(gradients of the operands or an error, ops that ran eagerly) for a fixed gradient."""
+    if wrapped:
+        operands = [t.detach().clone().requires_grad_() for t in operands]
+    autofuse.reset_stats()
+    y = call(*map(autofuse.wrap, operands)) if wrapped else call(*operands)
+    if not y.requires_grad:
+        return None, autofuse.stats()
+    seed = random_tensor(y.shape, y.dtype, y.device.type, seed=9)
+    pending = autofuse.is_pending(y)
+    try:
+        return torch.autograd.grad(y, operands, seed, allow_unused=True), pending
+    except RuntimeError as error:
+        return str(error), pending
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name, call, count", CALLS, ids=[name for name, _, _ in CALLS])
+def test_gradient_of_every_op(name, call, count, dtype, device):
+    """The same gradients, None where eager has none; on CUDA the same bits, for any bits."""
+    for wild in (False, True):
+        operands = leaves(count, dtype, device, wild=wild and device == "cuda")
+        want, _ = gradients(call, operands, wrapped=False)
+        got, pending = gradients(call, operands, wrapped=True)
+        if isinstance(want, str):
+            assert got == want
+        elif want is not None:
+            assert pending or "to_" in name, "was not recorded"
+            for a, b in zip(got, want, strict=True):
+                rtol = max(LOOSE[dtype], 1e-6 * (name == "celu"))
+                assert_same(a, b, rtol if device == "cpu" else None, name)
+        else:
+            assert got is None
+
+
+SMOOTH = [
+    case for case in CALLS
+    if case[0] not in ("to_half", "to_bfloat16", "to_float", "to_bool", "floordiv",
+                       "floordiv_scalar", "floordiv_negative")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, call, count", SMOOTH, ids=[name for name, _, _ in SMOOTH])
+def test_gradcheck(name, call, count, device):
+    """First and second derivatives against finite differences, in float64, away from kinks."""
+    generator = torch.Generator().manual_seed(5)
+    operands = [
+        (torch.rand(7, generator=generator, dtype=torch.float64) * 0.35 + 0.31 + 0.2 * k)
+        .to(device)
+        .requires_grad_()
+        for k in range(count)
+    ]
+    if name == "acosh":
+        operands = [(t.detach() + 1.5).requires_grad_() for t in operands]
+
+    def fused(*xs):
+        return autofuse.unwrap(call(*[autofuse.wrap(x + 0) for x in xs]))
+
+    if call(*operands).requires_grad:
+        options = {}
+        assert torch.autograd.gradcheck(fused, operands, **options)
+        try:
+            torch.autograd.gradgradcheck(call, operands, **options)
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=str(error)):
+                torch.autograd.gradgradcheck(fused, operands, **options)
+        else:
+            assert torch.autograd.gradgradcheck(fused, operands, **options)
+
+
+@pytest.mark.parametrize("name", sorted(ARITHMETIC & FLOAT_CALLS.keys()))
+def test_gradient_through_a_chain(name, device):
+    """A dead result of every op in the middle of a segment."""
+    x, w = leaves(2, torch.float32, device)
+    if not FLOAT_CALLS[name](x).requires_grad:
+        pytest.skip("has no gradient: its result is bool")
+
+    def chain(x, w):
+        return FLOAT_CALLS[name](x * w + 1.0) * w
+
+    want, _ = gradients(chain, (x, w), wrapped=False)
+    got, pending = gradients(chain, (x, w), wrapped=True)
+    assert pending
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b, 1e-5 if device == "cpu" else None)
