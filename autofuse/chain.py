@@ -20,7 +20,7 @@ from weakref import getweakrefcount
 import torch
 
 from . import shell as _shell
-from .autograd import graded, graph_of
+from .autograd import graded, graph_of, pays
 from .config import config
 from .errors import StaleInputError, warn_once
 from .launch import FailedRunner, Runner, enter_context, runner_class, settle, stream_reader
@@ -39,8 +39,9 @@ from .shell import (
     make_shell,
     plain_meta,
     raw_version_of,
+    requires_grad_of,
 )
-from .trie import Node, eager_node, extend
+from .trie import Node, eager_node, extend, make_eager
 
 _Parameter = torch.nn.Parameter
 _storage_of = torch.Tensor.untyped_storage
@@ -186,8 +187,6 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         if slot is not None:
             edge.append(slot)
             continue
-        if state.__class__ is Meta and torch.is_grad_enabled():
-            state = concrete_meta(x)  # through a view it may have come to require grad
         if state.__class__ is not Meta or state.device is not recorder.device:
             x, state = _input(x, recorder)
             if state is _SCALAR:
@@ -224,8 +223,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             counts.eager[op.name, "a scalar that does not fit"] += 1
             return None
     if fresh is not None:
-        for x in fresh[::2]:
-            add_input(recorder, chain, x)
+        if not add_inputs(recorder, chain, fresh[::2], fresh[1::2]):
+            return record(op, operands)
         chain.pinned += node.fresh_bytes
     if consts is not None:
         chain.consts += consts
@@ -238,19 +237,31 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     return shell
 
 
-def add_input(recorder: Recorder, chain: Chain, x: torch.Tensor) -> None:
-    """Make `x` the next Input of `chain`."""
-    inputs = chain.inputs
+def add_inputs(
+    recorder: Recorder, chain: Chain, xs: Sequence[torch.Tensor], metas: Sequence[Meta]
+) -> bool:
+    """Make `xs` the next Inputs of `chain`.
+
+    False, with nothing done, if one has come to require grad since its Meta was read, as a view
+    does when its base is written.
+    """
+    inputs, marks, slots = chain.inputs, chain.marks, chain.slots
     if not inputs:
         chain.stream = recorder.stream()
     with NoTorchFunction():
-        try:
-            version = raw_version_of(x)
-        except RuntimeError:  # an inference tensor has none
-            version = -1
-        chain.marks += (version, address_of(x))
-    chain.slots[id(x)] = ~len(inputs)
-    inputs.append(x)
+        if recorder.grad:
+            for x, meta in zip(xs, metas):  # noqa: B905 - strict costs 0.1 us
+                if requires_grad_of(x) is not meta.requires_grad:
+                    x.__dict__["_af"] = UNKNOWN
+                    return False
+        for x in xs:
+            try:
+                marks += (raw_version_of(x), address_of(x))
+            except RuntimeError:  # an inference tensor has no version
+                marks += (-1, address_of(x))
+            slots[id(x)] = ~len(inputs)
+            inputs.append(x)
+    return True
 
 
 # --- end of the hot path ---------------------------------------------------------------------
@@ -531,6 +542,9 @@ def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: b
         graph = graph_of(recorder, nodes, node.inputs, live)
         if graph is None:
             return EagerRunner(device, nodes, node.inputs, live, (), into)
+        if not (config.always_fuse or pays(nodes, live, graph)):
+            return ShortRunner(device, nodes, node.inputs, live, (), into)
+        nodes[0].long = True
         computed = tuple(sorted({*live, *graph.stored}))
     pieces = make_pieces(node.program(), computed, device.type)
     runner = runner_class(device)(device, nodes, node.inputs, computed, pieces, into)
@@ -543,6 +557,16 @@ class EagerRunner(Runner):
     def run(self, chain: Chain) -> None:  # type: ignore[override]
         self.check(chain)
         settle(chain, self.owners, _replay_ops(chain, self.nodes, self.live))
+
+
+class ShortRunner(EagerRunner):
+    """The same for a chain under grad that costs less so; it soon is not recorded any more."""
+
+    def run(self, chain: Chain) -> None:
+        super().run(chain)
+        first = self.nodes[0]
+        if self.runs >= 3 and not first.long:
+            make_eager(first, "a short chain under grad")
 
 
 def _recover(
@@ -619,7 +643,7 @@ def flush_thread(reason: str) -> None:
 
 
 def regrade() -> None:
-    """After a change of grad mode: what was recorded before it keeps the mode it was recorded in."""
+    """After a change of grad mode: what was recorded before keeps the mode it was recorded in."""
     for recorder in _local.recorders.values():
         if recorder.grad is not torch.is_grad_enabled():
             flush(recorder, "grad mode")

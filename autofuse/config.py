@@ -22,6 +22,7 @@ class Config:
     recompute: what backward computes again instead of keeping it. "free": what follows from the
         tensors that eager would keep. "inputs": everything, from the chain's Inputs alone; less
         memory, but an Input that is written in place before backward is then an error.
+    always_fuse: fuse chains under grad even where eager ops cost less, as in chains of one op.
     max_trie: recorded ops remembered per thread and device before the memory of them is dropped.
     """
 
@@ -31,6 +32,7 @@ class Config:
     max_inputs: int = 30
     pinned_bytes: int = 2 << 20
     max_trie: int = 8192
+    always_fuse: bool = False
     recompute: Literal["free", "inputs"] = "free"
 
 

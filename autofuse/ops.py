@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,9 +90,14 @@ class Op:
         return self.name.startswith(("clamp", "hardtanh", "where", "pow")) or "opmath" in self.roles
 
     @property
+    def scalars_apart(self) -> bool:
+        """Whether torch's kernel takes Python scalars beside its operands, not as 0-d ones."""
+        return self.name.startswith(("clamp", "hardtanh", "pow"))
+
+    @property
     def copies(self) -> bool:
-        """Whether a dense operand's strides carry over, as in `clone` and `to`."""
-        return self.name == "clone" or isinstance(self.result, torch.dtype)
+        """Whether a dense operand's strides carry over, as in `clone`, `to` and `empty_like`."""
+        return self.name in ("clone", "hardtanh", "zeros") or isinstance(self.result, torch.dtype)
 
     def resolve(
         self, operands: tuple[tuple[torch.dtype | type, int], ...]
@@ -294,6 +300,13 @@ _op(
     eager=torch._C._nn.elu,
     grad="elu_backward(g, x, a, s, i); none; none; none",
 )
+_op(
+    "celu",  # torch's derivative takes the scale from alpha in float32
+    "x a:opmath i:opmath k:opmath",
+    "x if x > 0 else expm1(x * i) * a",
+    eager=lambda x, a, i, k: torch.celu(x, a),
+    grad="elu_backward(g, x, a, 1.0, k); none; none; none",
+)
 _op("clone", "x", "x", accepts="fib", grad="g")
 
 CASTS = {
@@ -364,7 +377,10 @@ def elu(input, alpha=1.0, inplace=False):
 
 @_spelled()
 def celu(input, alpha=1.0, inplace=False):
-    return None if alpha == 0 else _elu(input, alpha, 1.0, 1.0 / alpha, inplace)
+    if inplace or not _is_number(alpha) or not 1e-30 < abs(alpha) < 1e30:
+        return None
+    single = struct.unpack("f", struct.pack("f", alpha))[0]
+    return OPS["celu"], (input, float(alpha), 1.0 / alpha, 1.0 / single)
 
 
 @_spelled()
@@ -523,7 +539,8 @@ _plain(
     "fmax(x, y)",
     integer="x if x > y else y",
     **_TENSORS,
-    grad="masked_fill(g, logical_not(logical_or(x >= y, isnan(y))), 0); masked_fill(g, logical_or(x >= y, isnan(y)), 0)",
+    grad="masked_fill(g, logical_not(logical_or(x >= y, isnan(y))), 0);"
+    "masked_fill(g, logical_or(x >= y, isnan(y)), 0)",
 )
 _plain(
     "fmin",
@@ -531,7 +548,8 @@ _plain(
     "fmin(x, y)",
     integer="x if x < y else y",
     **_TENSORS,
-    grad="masked_fill(g, logical_not(logical_or(x <= y, isnan(y))), 0); masked_fill(g, logical_or(x <= y, isnan(y)), 0)",
+    grad="masked_fill(g, logical_not(logical_or(x <= y, isnan(y))), 0);"
+    "masked_fill(g, logical_or(x <= y, isnan(y)), 0)",
 )
 _plain("fmod", "x y", "fmod(x, y)", grad="g; -g * div_trunc(x, y)")
 _plain(
@@ -547,7 +565,8 @@ _plain(
     "arctan2",
     result="float",
     **_TENSORS,
-    grad="g * y * reciprocal(x * x + y * y); g * -x * reciprocal(x * x + y * y)",
+    grad="g * y * where(x * x + y * y == 0, 0, reciprocal(x * x + y * y));"
+    "g * -x * where(x * x + y * y == 0, 0, reciprocal(x * x + y * y))",
 )
 _plain("hypot", "x y", "hypot(x, y)", tensors_only=True, grad="g * x / out; g * y / out")
 _plain(
@@ -565,7 +584,14 @@ _op(
     "g * where(logical_and(x == 0, y >= 0), 0, out * log(x))",
 )
 _op("pow_scalar", "x y", "pow(x, y)", grad="g * (y * pow(x, y - 1)); none", eager=torch.pow)
-_op("rpow_scalar", "x y", "pow(x, y)", grad="none; g * (out * log(x))", eager=torch.pow)
+_op(
+    "rpow_scalar",
+    "x y",
+    "pow(x, y)",
+    grad="none; g * (out * log(x))",
+    contiguous=True,
+    eager=torch.pow,
+)
 # exponents whose derivative has a form of its own
 _op(
     "pow_4",
@@ -714,7 +740,9 @@ _op(
     "x if x != x else l if l != l else h if h != h else fmin(fmax(x, l), h)",
     integer="h if (x if x > l else l) > h else (x if x > l else l)",
     accepts="fi",
-    grad="where(logical_and(x >= l, x <= h), g, 0); where(logical_and(x < l, l < h), g, 0); where(logical_or(x > h, h < l), g, 0)",
+    # nested, for the layout: torch joins the conditions in place
+    grad="where(x >= l, where(x <= h, g, 0), 0); where(x < l, where(l < h, g, 0), 0);"
+    "where(x > h, g, where(h < l, g, 0))",
 )
 _op(
     "hardtanh",
@@ -757,7 +785,7 @@ _op(
     "x y z s:opmath",
     "fma(s, y / z, x)",
     eager=lambda x, y, z, s: torch.addcdiv(x, y, z, value=s),
-    grad="g; g * (reciprocal(z) * s); -g * (y * s / (z * z)); none",
+    grad="g; g * (s / z); -g * (y * s / (z * z)); none",
 )
 
 
@@ -853,6 +881,12 @@ def _mish_backward(g, x):
 
 _op("zeros", "x", "0", eager=torch.zeros_like)
 _op(
+    "scalar_div",
+    "x y",
+    "x / y",
+    eager=lambda x, y: torch.div(torch.tensor(x, dtype=torch.float64), y),
+)
+_op(
     "sigmoid_backward",
     "g y",
     "g * (1 - y) * y",
@@ -881,7 +915,7 @@ _op(
 _op(
     "mish_backward",
     "g x",
-    "s = 1 / (1 + exp(-x)); t = tanh(log1p(exp(x))); g * (t + x * s * (1 - t * t))",
+    "s = 1 / (1 + exp(-x)); t = tanh(log1p(exp(x))); g * (t + x * s * fma(-t, t, 1))",
     eager=_mish_backward,
 )
 _op(
@@ -910,7 +944,7 @@ _op(
     "q = x * x;"
     "t = tanh(0.79788456080286535588 * (x + 0.044715 * (q * x)));"
     "i = 0.79788456080286535588 * (1 + 3 * 0.044715 * q);"
-    "g * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * i)",
+    "g * (0.5 * (1 + t) + 0.5 * x * fma(-t, t, 1) * i)",
     eager=partial(_backward.gelu_backward, approximate="tanh"),
 )
 _op(

@@ -103,6 +103,7 @@ _set = torch.Tensor.__setattr__
 use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 address_of = torch.Tensor.data_ptr
+requires_grad_of = torch.Tensor.requires_grad.__get__
 raw_version_of = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 

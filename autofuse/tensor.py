@@ -21,7 +21,7 @@ from torch import is_grad_enabled
 from . import ops
 from .chain import (
     _local,
-    add_input,
+    add_inputs,
     counts,
     flush,
     flush_tensor,
@@ -289,7 +289,7 @@ Tensor.__torch_dispatch__ = staticmethod(_torch_dispatch)  # type: ignore[assign
 
 
 # the names that the handlers' text uses besides those above
-_HANDLER_NAMES = (_local, add_input, concrete_meta, get_ident, is_grad_enabled, relieve)
+_HANDLER_NAMES = (_local, add_inputs, concrete_meta, get_ident, is_grad_enabled, relieve)
 
 # --- recording handlers, generated per op: the hot path ---------------------------------------
 
@@ -310,16 +310,20 @@ def handler(self, *more):
             nxt = chain.tip.next.get((OP, first))
             if nxt is not None:
                 shell = nxt.shell
-                if shell is not None and not (fresh and (recorder.grad or is_grad_enabled())):
-                    if fresh:
-                        add_input(recorder, chain, self)
-                        chain.pinned += nxt.fresh_bytes
+                if shell is not None and (
+                    not fresh
+                    or recorder.grad is is_grad_enabled()
+                    and add_inputs(recorder, chain, (self,), (first,))
+                ):
+                    chain.pinned += nxt.fresh_bytes
                     chain.append(shell)
                     chain.tip = nxt
                     if recorder.chain is chain:
                         if chain.pinned > nxt.pinned_limit:
                             relieve(recorder, chain)
                         return shell
+                if nxt.reason and recorder.grad is is_grad_enabled():
+                    return run_eager(FUNC, (self,))
     if more:
         return run_eager(FUNC, (self, *more))
     shell = record(OP, (self,))
@@ -362,12 +366,16 @@ def handler(self, other{more}):
             if nxt is not None:
                 shell = nxt.shell
                 if shell is not None and (
-                    fresh is late is None or not (recorder.grad or is_grad_enabled())
+                    fresh is late is None
+                    or recorder.grad is is_grad_enabled()
+                    and (
+                        add_inputs(recorder, chain, (other,), (second,))
+                        if fresh is None
+                        else add_inputs(recorder, chain, (self,), (first,))
+                        if late is None
+                        else add_inputs(recorder, chain, (self, other), (first, second))
+                    )
                 ):
-                    if fresh is not None:
-                        add_input(recorder, chain, fresh)
-                    if late is not None:
-                        add_input(recorder, chain, late)
                     chain.pinned += nxt.fresh_bytes
                     if cls is float:
                         chain.consts.append(other)
@@ -377,6 +385,8 @@ def handler(self, other{more}):
                         if chain.pinned > nxt.pinned_limit:
                             relieve(recorder, chain)
                         return shell
+                if nxt.reason and recorder.grad is is_grad_enabled():
+                    return run_eager(FUNC, (self, other))
     {otherwise}shell = record(OP, (self, other))
     return run_eager(FUNC, (self, other)) if shell is None else shell
 """

@@ -29,7 +29,7 @@ class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
     __slots__ = ("args", "common", "consts", "fresh_bytes", "graded", "holds_grad", "index",
-                 "inputs", "limits", "meta", "next", "op", "parent", "pinned_limit",
+                 "inputs", "limits", "long", "meta", "next", "op", "parent", "pinned_limit",
                  "reason", "recorder", "runners", "shell")  # fmt: skip
 
     def __init__(
@@ -50,6 +50,7 @@ class Node:
         self.next: dict[tuple[Any, ...], Node] = {}
         self.shell: Tensor | None = None  # free unless it stands in the open chain
         self.runners: dict[tuple[int, ...], Any] = {}  # by reference counts, then by live-outs
+        self.long = False  # a chain that begins here has paid as a fused one
         self.reason = ""  # why this op is eager here, if it is
 
     def path(self) -> list[Node]:
@@ -69,6 +70,16 @@ class Node:
             assert node.op is not None and node.meta is not None
             steps.append(Step(node.op, node.args, node.common, node.meta.view))
         return Program(tuple(steps), tuple(meta.view for meta in self.inputs), self.consts)
+
+
+def make_eager(node: Node, reason: str) -> None:
+    """Let the op of `node`, where a chain begins with it, run as eager PyTorch from now on."""
+    tip = node.parent
+    assert tip is not None and node.op is not None
+    for key, known in tip.next.items():
+        if known is node:
+            tip.next[key] = eager_node(node.recorder, tip, node.op, reason)
+            return
 
 
 def eager_node(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:
@@ -126,11 +137,17 @@ def extend(
     elif op.contiguous:
         stride = layout.contiguous(shape)
     else:
-        strides = [(v.shape, v.stride) if isinstance(v, Meta) else ((), ()) for v in views]
+        strides = [
+            (view.shape, view.stride) if isinstance(view, Meta) else ((), ())
+            for view, role in zip(views, op.roles, strict=True)
+            if isinstance(view, Meta) or (role == "promote" and not op.scalars_apart)
+        ]
         stride = layout.result_stride(shape, strides[::-1] if op.reversed else strides)
     graph = tip.graded and result.is_floating_point and any(meta.requires_grad for meta in tensors)
     if graph and not op.grad:
         return eager_node(recorder, tip, op, "no derivative rule")
+    if graph and any(meta.inference for meta in tensors):
+        return eager_node(recorder, tip, op, "an inference tensor, which autograd cannot save")
     node = Node(recorder, tip, op)
     node.args, node.common = tuple(args), CODES[common]
     node.meta = make_meta(result, shape, stride, device, graph)

@@ -1,10 +1,14 @@
 """Shapes and strides against TensorIterator itself, over random layouts."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autofuse
 from autofuse import layout
+from cases import FLOAT_CALLS, PAIR_CALLS
+from support import copied
 
 
 @st.composite
@@ -84,3 +88,31 @@ def test_collapse_visits_every_element_once(tensors):
 def test_shapes_that_do_not_broadcast():
     assert layout.broadcast([(2, 3), (4,)]) is None
     assert layout.broadcast([(2, 3), (1,), ()]) == (2, 3)
+
+
+ODD = [
+    torch.zeros(8, 1).t(),
+    torch.zeros(4, 6).t(),
+    torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    torch.zeros(1, 5).expand(4, 5),
+    torch.zeros(8, 8)[::2, 1::3],
+]
+
+
+@pytest.mark.parametrize("k", range(len(ODD)))
+def test_strides_of_every_op_and_its_gradient(k, monkeypatch):
+    """Scalars are operands of TensorIterator for some ops and plain arguments for others."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    calls = [(n, f, 1) for n, f in FLOAT_CALLS.items()]
+    calls += [(n, f, 2) for n, f in PAIR_CALLS.items()]
+    for name, call, count in calls:
+        results = []
+        for wrap in (lambda t: t, autofuse.wrap):
+            leaf = copied(ODD[k]).requires_grad_()
+            y = call(*[wrap(leaf)] * count)
+            strides = [y.stride()]
+            if y.requires_grad and y is not leaf and not name.startswith("floordiv"):
+                seed = torch.ones_like(y).detach()
+                strides.append(torch.autograd.grad(y, leaf, seed)[0].stride())
+            results.append(strides)
+        assert results[0] == results[1], name

@@ -1,0 +1,255 @@
+"""Training steps: eager, torch.compile and autofuse in one run.
+
+    python bench/training.py [--rounds 7] [--steps 50] [--compile] [--device cuda]
+
+Forward + backward of an LSTM cell and a GRU cell written as plain ops (64x256), an MLP with layer
+norm and GELU, residual blocks; chains of 1 to 10 ops; peak memory of a 10-op chain. Times are
+medians over interleaved rounds with the 20th and 80th percentile; ratios are to eager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autofuse
+from timing import interleaved, machine, synchronize
+
+BATCH, HIDDEN, STEPS = 64, 256, 50
+
+
+class LstmCell(nn.Module):
+    """x, h, c: [B, H]; returns (h, c)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(HIDDEN, 4 * HIDDEN) * HIDDEN**-0.5)
+        self.u = nn.Parameter(torch.randn(HIDDEN, 4 * HIDDEN) * HIDDEN**-0.5)
+        self.b = nn.Parameter(torch.zeros(4 * HIDDEN))
+
+    def forward(self, x, h, c):
+        gates = x @ self.w + h @ self.u + self.b  # [B, 4H]
+        i, f, g, o = gates.chunk(4, 1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+
+class GruCell(nn.Module):
+    """x, h: [B, H]; returns (h,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(HIDDEN, 3 * HIDDEN) * HIDDEN**-0.5)
+        self.u = nn.Parameter(torch.randn(HIDDEN, 3 * HIDDEN) * HIDDEN**-0.5)
+        self.b = nn.Parameter(torch.zeros(3 * HIDDEN))
+
+    def forward(self, x, h):
+        xr, xz, xn = (x @ self.w + self.b).chunk(3, 1)
+        hr, hz, hn = (h @ self.u).chunk(3, 1)
+        r = torch.sigmoid(xr + hr)
+        z = torch.sigmoid(xz + hz)
+        n = torch.tanh(xn + r * hn)
+        return ((1 - z) * n + z * h,)
+
+
+class Mlp(nn.Module):
+    """Three layers with layer norm, GELU and scaling; x: [B, H]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.gelu(norm(layer(x)) * self.scale) * 0.5 + x
+        return (x,)
+
+
+class Residual(nn.Module):
+    """Blocks x + scale * silu(a) * b; x: [B, H]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(HIDDEN, 2 * HIDDEN) for _ in range(3))
+        self.scales = nn.ParameterList(torch.full((HIDDEN,), 0.1) for _ in range(3))
+
+    def forward(self, x):
+        for layer, scale in zip(self.wide, self.scales, strict=True):
+            a, b = layer(x).chunk(2, 1)
+            x = x + scale * (F.silu(a) * torch.tanh(b) - 0.1 * a)
+        return (x,)
+
+
+class Chain(nn.Module):
+    """`length` pointwise ops over x: [B, H]."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(BATCH, HIDDEN))
+        self.length = length
+
+    def forward(self, x):
+        w = self.w
+        for k in range(self.length):
+            op = ("mul", "sigmoid", "add", "tanh", "neg")[k % 5]
+            x = x * w if op == "mul" else x + w if op == "add" else getattr(torch, op)(x)
+        return (x,)
+
+
+class Unrolled(nn.Module):
+    """`steps` steps of a cell; x: [T, B, H], states: [B, H]; returns the last states."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x, *states):
+        for step in x.unbind(0):
+            states = self.cell(step, *states)
+        return states
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "LSTM cell": lambda: Unrolled(LstmCell()),
+    "GRU cell": lambda: Unrolled(GruCell()),
+    "MLP, layer norm, GELU": Mlp,
+    "residual blocks": Residual,
+    **{f"chain of {n}": functools.partial(Chain, n) for n in (1, 2, 3, 5, 10)},
+}
+
+
+def states(name: str, device: str) -> list[torch.Tensor]:
+    """The inputs of a model: a sequence and zero states for a cell, otherwise x."""
+    generator = torch.Generator().manual_seed(0)
+    if "cell" not in name:
+        return [torch.randn(BATCH, HIDDEN, generator=generator).to(device)]
+    x = torch.randn(STEPS, BATCH, HIDDEN, generator=generator).to(device)
+    count = 2 if "LSTM" in name else 1
+    return [x, *(torch.zeros(BATCH, HIDDEN, device=device) for _ in range(count))]
+
+
+def stepper(model: nn.Module, inputs: list[torch.Tensor], backward: bool) -> Callable[[], object]:
+    parameters = list(model.parameters())
+    gradient = torch.ones(BATCH, HIDDEN, device=inputs[0].device)
+
+    def forward() -> object:
+        return model(*inputs)
+
+    def both() -> object:
+        outs = model(*inputs)
+        return torch.autograd.grad(outs, parameters, [gradient] * len(outs))
+
+    return both if backward else forward
+
+
+def measure(name: str, device: str, rounds: int, steps: int, compiled: bool) -> None:
+    torch.manual_seed(0)
+    eager = MODELS[name]().to(device)
+    fused = autofuse.fuse(MODELS[name]().to(device))
+    fused.load_state_dict(eager.state_dict())
+    variants = {"eager": eager, "autofuse": fused}
+    if compiled:
+        variants["torch.compile"] = torch.compile(eager)
+    inputs = states(name, device)
+    cold = {}
+    for label, model in variants.items():
+        start = time.perf_counter()
+        stepper(model, inputs, True)()
+        synchronize(device)
+        cold[label] = time.perf_counter() - start
+    want, got = stepper(eager, inputs, True)(), stepper(fused, inputs, True)()
+    same = all(map(torch.equal, want, got))
+    print(f"\n{name}: same bits {same}; first step " +
+          ", ".join(f"{label} {seconds:.2f} s" for label, seconds in cold.items()))  # fmt: skip
+    per = STEPS if "cell" in name else 1
+    for what, backward in (("forward", False), ("forward + backward", True)):
+        calls = {label: stepper(model, inputs, backward) for label, model in variants.items()}
+        series = interleaved(calls, device, rounds, max(3, steps // per))
+        for times in series.values():
+            times.times = [us / per for us in times.times]
+        base = series["eager"].median
+        for label, times in series.items():
+            print(f"  {what:20s}{label:14s}{times} us  {times.median / base:5.2f}", flush=True)
+    if device == "cuda":  # after all timing: the profiler's hooks stay and cost
+        COUNTED.append((name, per, {k: stepper(m, inputs, True) for k, m in variants.items()}))
+
+
+COUNTED: list[tuple[str, int, dict[str, Callable[[], object]]]] = []
+
+
+def count_kernels(call: Callable[[], object]) -> int:
+    """Kernels that one call launches, as the profiler sees them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        call()
+        torch.cuda.synchronize()
+    events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not e.name.startswith(("Mem", "cuda")) for e in events)
+
+
+def ten_ops(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = torch.sigmoid(x * w + 0.5)
+    y = torch.tanh(y * w) * y
+    return F.silu(y * 2.0 - w) + y
+
+
+def memory(device: str) -> None:
+    """Peak of forward + backward of ten ops over 2^24 float32, in multiples of one tensor."""
+    size = 1 << 24
+    tensors = [torch.randn(size, device=device, requires_grad=True) for _ in range(2)]
+    gradient = torch.ones(size, device=device)
+    print("\npeak memory of forward + backward, 10 ops on 2^24 float32, in tensors of 64 MiB")
+    results = {}
+    for label in ("eager", "autofuse", "autofuse, recompute='inputs'"):
+        autofuse.config.recompute = "inputs" if "inputs" in label else "free"
+        call = ten_ops if label == "eager" else autofuse.fuse(lambda x, w: ten_ops(x, w))
+        for _ in range(2):  # the first compiles
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            y = call(*tensors)
+            kept = torch.cuda.memory_allocated() - before
+            grads = torch.autograd.grad(y, tensors, gradient)
+            peak = torch.cuda.max_memory_allocated() - before
+            del y, grads
+        results[label] = peak
+        ratio = peak / results["eager"]
+        unit = size * 4
+        print(f"  {label:30s}{peak / unit:6.1f}  {ratio:5.2f}  after forward {kept / unit:.1f}")
+        autofuse.chain.flush_all("bench")
+    autofuse.config.recompute = "free"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--compile", action="store_true", help="measure torch.compile too")
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    print(machine(args.device))
+    for name in MODELS:
+        if args.only in name:
+            measure(name, args.device, args.rounds, args.steps, args.compile)
+    if args.device == "cuda":
+        memory(args.device)
+        print("\nkernels of one step, forward + backward")
+        for name, per, calls in COUNTED:
+            counts = {label: count_kernels(call) / per for label, call in calls.items()}
+            print(f"  {name:24s}" + ", ".join(f"{k} {n:.1f}" for k, n in counts.items()))
+
+
+if __name__ == "__main__":
+    main()
