@@ -15,9 +15,7 @@ flow through it.
 from __future__ import annotations
 
 import ast
-import math
 import operator
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,14 +26,15 @@ import torch
 from . import shell as _shell
 from .config import config
 from .errors import warn_once
-from .launch import Runner, enter_context, runner_class, settle, stream_reader
+from .launch import Answer, Runner, compiled, log_of, runner_class
+from .layout import is_dense
 from .ops import CASTS, OPS, Op
 from .plan import CONST, Ref, make_pieces
-from .shell import Meta, NoTorchFunction, Tensor, plain_meta
+from .shell import Held, Meta, NoTorchFunction, Tensor, plain_meta
 from .trie import Node, extend
 
 if TYPE_CHECKING:
-    from .chain import Chain, Recorder
+    from .chain import Recorder
 
 _ADD = OPS["add"]
 
@@ -217,8 +216,11 @@ class Segment:
         self.recorder, self.nodes, self.uses, self.meta_of = recorder, nodes, uses, meta_of
         self.steps = steps  # node indices, ascending; the last is the root
         self.root = steps[-1]
-        self.saved = saved
-        self.outs = [self.root, *(index for index in extras if meta_of(index).requires_grad)]
+        self.pack = _pack([index for index in extras if meta_of(index).requires_grad], meta_of)
+        packed = self.pack[1:]
+        self.saved = [ref for ref in saved if ref not in packed]
+        graphs = [i for i in extras if meta_of(i).requires_grad and i not in packed]
+        self.outs = [self.root, *graphs]  # the node's outputs, a pack by its first
         self.inside = set(steps[:-1])
         outside = [
             use.ref for index in reversed(steps) for use in uses[index]
@@ -231,57 +233,85 @@ class Segment:
         op = nodes[self.root].op
         assert op is not None
         self.apply = _function(op.name.partition("_")[0])
-        self.stream = stream_reader(recorder.device)
-        self.backwards: dict[tuple[Meta | None, ...], Backward | None] = {}
-
-    def attach(
-        self, inputs: list[torch.Tensor], values: dict[int, torch.Tensor], consts: list[Any]
-    ) -> None:
-        """Give the computed root, and what is stored for it, their autograd node."""
-        slots = [inputs[~ref] if ref < 0 else values[ref] for ref in self.slots]
-        saved = [inputs[~ref] if ref < 0 else values[ref] for ref in self.saved]
-        outs = tuple([values[index] for index in self.outs])
-        self.apply((self, outs, saved, consts), *slots)
+        self.answers: dict[tuple[Meta | None, ...], Answer | None] = {}
+        self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient
 
     def backward(
         self, grads: Sequence[Any], saved: Sequence[torch.Tensor], consts: list[Any]
-    ) -> list[torch.Tensor | None]:
-        """The gradients for `slots`, from those of `outs` and the values of `saved`."""
-        if torch.is_grad_enabled():
-            return self._by_torch(grads, saved, consts)
-        with NoTorchFunction():
-            key = tuple([None if g is None else plain_meta(g) for g in grads])
+    ) -> tuple[Any, ...]:
+        """None, then the gradients for `slots`: from those of `outs` and the values of `saved`."""
+        grads = [_concrete(g) if g.__class__ is Tensor else g for g in grads]
+        incoming = [g for g in grads if g is not None]
+        if not incoming:
+            return (None,) * (1 + len(self.slots))
+        answer = None
+        if not torch.is_grad_enabled():
+            with NoTorchFunction():
+                key = tuple([None if g is None else plain_meta(g) for g in grads])
             try:
-                backward = self.backwards[key]
+                answer = self.answers[key]
             except KeyError:
-                backward = self.backwards[key] = self._build(key, grads)
-            if backward is None:
-                return self._by_torch(grads, saved, consts)
-            given = [g for g in grads if g is not None]
-            return backward([*given, *saved], consts, self.stream())
-
-    def _by_torch(
-        self, grads: Sequence[Any], saved: Sequence[torch.Tensor], consts: list[Any]
-    ) -> list[torch.Tensor | None]:
+                answer = self.answers[key] = self._build(key, grads)
+        if answer is not None:
+            return answer(incoming, saved, consts)
         with NoTorchFunction():
-            return _sweep(self, _Torch(consts), grads, dict(zip(self.saved, saved, strict=True)))
+            values = dict(zip(self.saved, saved, strict=True))
+            seeds = dict(zip(self.outs, grads, strict=True))
+            if self.pack:
+                values |= zip(self.pack, torch.unbind(values[self.pack[0]]), strict=True)
+                more = seeds[self.pack[0]]
+                parts = [None] * len(self.pack) if more is None else torch.unbind(more)
+                seeds |= zip(self.pack, parts, strict=True)
+            return (None, *_sweep(self, _Torch(consts), seeds, values))
 
-    def _build(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Backward | None:
+    def _build(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Answer | None:
         """The kernel for incoming gradients of these Metas; None if torch has to do it."""
         metas = [meta for meta in key if meta is not None]
         if len(metas) != sum(g is not None for g in grads):
             return None  # a gradient that autofuse cannot read, such as a sparse one
-        tape = _Tape(self.recorder, [*metas, *(self.meta_of(ref) for ref in self.saved)])
+        if self.pack and grads[self.outs.index(self.pack[0])] is not None:
+            return None  # second derivatives through a pack
         position = iter(range(len(metas)))
-        seeds = [None if meta is None else ~next(position) for meta in key]
-        values = {ref: ~(len(metas) + k) for k, ref in enumerate(self.saved)}
+        seeds = {
+            index: None if meta is None else ~next(position)
+            for index, meta in zip(self.outs, key, strict=True)
+        }
+        places = [(k, 0) for k in range(len(metas))]
+        values: dict[Ref, Ref] = {}
+        for k, ref in enumerate(self.saved, len(metas)):
+            inner = self.pack if self.pack and ref == self.pack[0] else [ref]
+            for n, one in enumerate(inner):
+                values[one] = ~len(places)
+                places.append((k, n * self.meta_of(one).nbytes))
+                metas.append(self.meta_of(one))
+        tape = _Tape(self.recorder, metas)
         try:
-            return Backward(tape, _sweep(self, tape, seeds, values))
+            return tape.answer(_sweep(self, tape, seeds, values), places)
         except _UnfusedError:
             return None
         except Exception as error:
             warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
             return None
+
+
+def _pack(indices: list[int], meta_of: Callable[[Ref], Meta]) -> list[int]:
+    """`indices` if their values can lie in one tensor, which makes one output of a node of them.
+
+    A further output costs 3 us: its allocation, its autograd state, its saved variable.
+    """
+    metas = {id(meta_of(index)) for index in indices}
+    if len(indices) < 2 or len(metas) != 1:
+        return []
+    meta = meta_of(indices[0])
+    whole = meta.nbytes and meta.nbytes % 16 == 0 and is_dense(tuple(meta.shape), meta.stride)
+    return indices if whole else []
+
+
+def _concrete(g: Tensor) -> torch.Tensor:
+    """A gradient that a hook has left pending, computed; C++ holds it, so that it cannot become."""
+    if g._af.recorder is not None:
+        _shell._leave_pending(g)
+    return g._af.real if isinstance(g._af, Held) else g
 
 
 def _keeps_scalar(node: Node, use: Use) -> bool:
@@ -295,22 +325,27 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, holder: Any, *slots: torch.Tensor) -> Any:
-        segment, outs, saved, consts = holder
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        ctx.segment, ctx.consts = segment, consts
-        return outs[0] if len(outs) == 1 else outs
+        outs, ctx.to_save, ctx.work = holder  # as save_for_backward does
+        ctx.materialize_grads = False
+        return outs
 
 
 def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-    segment: Segment = ctx.segment
+    segment, consts = ctx.work
     saved = ctx.saved_tensors if segment.frees else ()  # raises if they are freed or were written
-    if not any(g is not None for g in grads):
-        return (None,) * (1 + len(segment.slots))
-    for g in grads:
-        if g.__class__ is Tensor and g._af.recorder is not None:
-            _shell._leave_pending(g)
-    return (None, *segment.backward(grads, saved, ctx.consts))
+    g = grads[0]
+    if g.__class__ is torch.Tensor and not torch.is_grad_enabled():
+        # --- hot path: the gradient of the root alone, of a layout that was seen before ---
+        if len(grads) == 1 or all(more is None for more in grads[1:]):
+            answer = segment.direct.get(g.stride()) if g.layout is torch.strided else None
+            if answer is not None and not (g.is_neg() or g._is_zerotensor()):
+                return answer((g,), saved, consts)
+            result = segment.backward(grads, saved, consts)
+            answer = segment.answers.get((plain_meta(g), *[None] * (len(grads) - 1)))
+            if answer is not None:
+                segment.direct[g.stride()] = answer
+            return result
+    return segment.backward(grads, saved, consts)
 
 
 @cache
@@ -327,11 +362,11 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _sweep(
-    segment: Segment, algebra: _Tape | _Torch, seeds: Sequence[Any], saved: dict[Ref, Any]
+    segment: Segment, algebra: _Tape | _Torch, seeds: dict[int, Any], saved: dict[Ref, Any]
 ) -> list[Any]:
     """The gradients for the segment's slots, by its ops from the last to the first.
 
-    seeds: of each of `segment.outs`, its gradient or None. saved: the values that are at hand.
+    seeds: the gradients that came in, or None, by node. saved: the values that are at hand.
     """
     nodes, values = segment.nodes, saved
 
@@ -344,7 +379,7 @@ def _sweep(
             values[ref] = algebra.apply(node.op, tuple(map(value, node.args)))
         return values[ref]
 
-    grads = {ref: g for ref, g in zip(segment.outs, seeds, strict=True) if g is not None}
+    grads = {index: g for index, g in seeds.items() if g is not None}
     given = []
     for index in reversed(segment.steps):
         op, g = nodes[index].op, grads.pop(index, None)
@@ -409,11 +444,6 @@ def _evaluate(tree: ast.expr, env: Callable[[str], Any], algebra: _Tape | _Torch
     return algebra.apply(OPS["rsub" if row == "sub" else _FLIPPED.get(row, row)], (b, a))
 
 
-def _log(number: float) -> float:
-    """The logarithm as C gives it."""
-    return math.log(number) if number > 0 else float("-inf") if number == 0 else float("nan")
-
-
 class _Torch:
     """Applies rules to tensors: differentiable where grad mode is on."""
 
@@ -439,7 +469,7 @@ class _Torch:
     def shape(self, value: torch.Tensor) -> tuple[int, ...]:
         return value.shape
 
-    log = staticmethod(_log)
+    log = staticmethod(log_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,54 +550,16 @@ class _Tape:
     def shape(self, ref: Ref) -> tuple[int, ...]:
         return self._meta(ref).shape
 
-
-class _Call:
-    """What a Runner reads of a chain."""
-
-    __slots__ = ("consts", "inputs", "stream")
-    into = None
-
-    def __init__(self, inputs: list[torch.Tensor], consts: Any, stream: int) -> None:
-        self.inputs, self.consts, self.stream = inputs, consts, stream
-
-
-_entered = threading.local()  # devices whose context is current in an engine's thread
-
-
-class Backward:
-    """The kernels of a segment's backward for one layout of the incoming gradients."""
-
-    def __init__(self, tape: _Tape, given: list[Ref | None]) -> None:
-        self.device = tape.recorder.device
-        self.given = given  # of each slot: a result, an incoming gradient as ~k, or nothing
+    def answer(self, given: list[Ref | None], places: list[tuple[int, int]]) -> Answer:
+        """The compiled tape; given: of each slot a result, an incoming gradient as ~k, or None."""
+        device = self.recorder.device
         live = tuple(sorted({ref for ref in given if ref is not None and ref >= 0}))
-        self.place = {ref: k for k, ref in enumerate(live)}
-        self.runner: Runner | None = None
-        if live:
-            pieces = make_pieces(tape.tip.program(), live, self.device.type)
-            build = runner_class(self.device)
-            nodes, inputs = tape.tip.path(), tape.tip.inputs
-            self.runner = build(self.device, nodes, inputs, live, pieces, False).returning(False)
-            self.runner.recorded = False
-            tape.recorder.runners.append(self.runner)
-        numbers = "".join(f"{text}, " for text in tape.numbers)
-        self.numbers = eval(f"lambda c: ({numbers})", {"log": _log})
-
-    def __call__(
-        self, inputs: list[torch.Tensor], consts: list[Any], stream: int
-    ) -> list[torch.Tensor | None]:
-        """The gradients; inputs: those that came in, then the saved values."""
-        results: list[torch.Tensor] = []
-        if self.runner is not None:
-            if self.device.type == "cuda" and self.device not in _entered.__dict__:
-                enter_context(self.device)
-                _entered.__dict__[self.device] = True
-            results = self.runner.compute(_Call(inputs, self.numbers(consts), stream))  # type: ignore[arg-type]
-            self.runner.runs += 1
-        return [
-            None if ref is None else inputs[~ref] if ref < 0 else results[self.place[ref]]
-            for ref in self.given
-        ]
+        pieces = make_pieces(self.tip.program(), live, device.type)
+        build = runner_class(device)
+        runner = build(device, self.tip.path(), self.tip.inputs, live, pieces, False)
+        runner.recorded = False
+        self.recorder.runners.append(runner)
+        return runner.answering(given, self.numbers, places)
 
 
 # --- the runner of a chain under grad ------------------------------------------------------------
@@ -575,21 +567,31 @@ class Backward:
 
 def graded(runner: Runner, graph: Graph, live: tuple[int, ...]) -> Runner:
     """`runner`, which computes `live` and what `graph` stores, made to leave `graph` behind."""
-    indices = [owner.index for owner in runner.owners]
-    visible = [owner for owner in runner.owners if owner.index in live]
-    segments = graph.segments
-
-    def run(chain: Chain) -> None:
-        values = dict(zip(indices, runner.compute(chain), strict=True))
-        was = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)
-        try:
-            for segment in segments:
-                segment.attach(chain.inputs, values, chain.consts)
-        finally:
-            torch._C._set_grad_enabled(was)
-        settle(chain, visible, [values[owner.index] for owner in visible])
-
-    runner.run = run
+    runner.visible = [owner for owner in runner.owners if owner.index in live]
+    runner.packs = tuple(tuple(segment.pack) for segment in graph.segments if segment.pack)
+    runner.attach = _attaching(graph.segments, runner.made())
     runner.saved_bytes = graph.saved_bytes
     return runner
+
+
+def _attaching(segments: list[Segment], computed: list[int]) -> Callable[..., None]:
+    """A function of the Inputs, the Consts and the computed values that makes the graph."""
+
+    def listed(refs: list[Ref]) -> str:
+        return "".join(f"inputs[{~ref}], " if ref < 0 else f"v{ref}, " for ref in refs)
+
+    space: dict[str, Any] = {"get": torch.is_grad_enabled, "set_": torch._C._set_grad_enabled}
+    calls = []
+    for k, segment in enumerate(segments):
+        space[f"segment{k}"], space[f"apply{k}"] = segment, segment.apply
+        outs = f"({listed(segment.outs)})" if len(segment.outs) > 1 else f"v{segment.root}"
+        holder = f"({outs}, ({listed(segment.saved)}), (segment{k}, consts))"
+        calls.append(f"apply{k}({holder}, {listed(segment.slots)})")
+    params = ", ".join(f"v{index}" for index in computed)
+    body = "".join(f"        {call}\n" for call in calls)
+    source = (
+        f"def attach(inputs, consts, {params}):\n    was = get()\n    set_(True)\n    try:\n"
+        f"{body}    finally:\n        set_(was)\n"
+    )
+    exec(compiled(source), space)
+    return space["attach"]

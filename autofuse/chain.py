@@ -548,7 +548,9 @@ def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: b
         computed = tuple(sorted({*live, *graph.stored}))
     pieces = make_pieces(node.program(), computed, device.type)
     runner = runner_class(device)(device, nodes, node.inputs, computed, pieces, into)
-    return runner.settling() if graph is None else graded(runner.returning(True), graph, live)
+    if graph is not None:
+        runner = graded(runner, graph, live)
+    return runner.settling()
 
 
 class EagerRunner(Runner):

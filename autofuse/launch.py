@@ -9,10 +9,12 @@ array is made once and only the slots are rewritten.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache, partial
+from threading import get_ident
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from .codegen import render
 from .compile import Kernel, assemble, compile_cpu, compile_ptx, kernel_for
 from .emit import THREADS_PER_BLOCK, Parameters
 from .errors import KernelError, StaleInputError
-from .plan import Piece, Plan, unvectorised
+from .plan import Piece, Plan, Ref, unvectorised
 from .shell import (
     Meta,
     NoTorchFunction,
@@ -84,7 +86,8 @@ class Runner:
     """Computes the live-outs `live` of one program; counts what that saved."""
 
     run: Callable[[Chain], None]  # computes and settles
-    compute: Callable[[Chain], list[torch.Tensor]]  # the values of `owners`, not yet settled
+    attach: Callable[..., None] | None = None  # takes inputs, consts and what `made` names
+    packs: tuple[tuple[int, ...], ...] = ()  # live-outs that share one tensor, one after another
     recorded = True  # its ops were recorded, not made by autograd
     saved_bytes = 0  # kept for backward
 
@@ -100,6 +103,7 @@ class Runner:
         self.device, self.nodes, self.inputs, self.live = device, nodes, inputs, live
         self.into = into  # the last live value goes to the memory of `chain.into`
         self.owners = [nodes[index] for index in (live[:-1] if into else live)]
+        self.visible = self.owners  # those that have a shell to settle
         self.pieces = pieces
         self.runs = 0
         self.kernels: list[Kernel] = []
@@ -107,6 +111,11 @@ class Runner:
         dead = [node for node in nodes if node.index not in set(live)]
         self.elided = len(dead) + into
         self.elided_bytes = sum(node.meta.nbytes for node in dead if node.meta is not None)
+
+    def made(self) -> list[int]:
+        """The owners in order, a pack by its first."""
+        inner = {index for pack in self.packs for index in pack[1:]}
+        return [owner.index for owner in self.owners if owner.index not in inner]
 
     def _kernel(self, plan: Plan, where: object, build: Callable[[Plan], Kernel]) -> Kernel:
         kernel, hit = kernel_for(plan, where, build)
@@ -149,6 +158,40 @@ class FailedRunner(Runner):
     def run(self, chain: Chain) -> None:  # type: ignore[override]
         self.check(chain)
         raise KernelError(f"no kernel: {self.error}") from self.error
+
+
+# computes gradients: (incoming gradients, saved tensors, the chain's Consts) -> a tuple that
+# begins with None
+Answer = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], list[Any]], tuple[Any, ...]]
+
+
+def _answer(given: list[Ref | None], made: str) -> str:
+    """The expression for an Answer's result; given: a result, an incoming one as ~k, or None."""
+    items = [
+        "None" if ref is None else f"inputs[{~ref}]" if ref < 0 else made.format(ref)
+        for ref in given
+    ]
+    return f"(None, {''.join(item + ', ' for item in items)})"
+
+
+def log_of(number: float) -> float:
+    """The logarithm as C gives it."""
+    return math.log(number) if number > 0 else float("-inf") if number == 0 else float("nan")
+
+
+_entered: set[int] = set()  # threads of torch's engine in which a context is current
+
+
+def _enter(device: torch.device) -> None:
+    enter_context(device)
+    _entered.add(get_ident())
+
+
+def _packed(meta: Meta, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, stride) of a tensor for `count` values of one dense layout, one after another."""
+    if count == 1:
+        return tuple(meta.shape), tuple(meta.stride)
+    return (count, *meta.shape), (meta.nbytes // meta.dtype.itemsize, *meta.stride)
 
 
 def runner_class(device: torch.device) -> type[CudaRunner] | type[CpuRunner]:
@@ -207,7 +250,7 @@ class _Slots:
 
 
 @lru_cache(maxsize=1024)
-def _code(source: str) -> CodeType:
+def compiled(source: str) -> CodeType:
     """Compiled once for all sizes: numbers and addresses reach it as names."""
     return compile(source, "<autofuse runner>", "exec")
 
@@ -225,14 +268,38 @@ class CudaRunner(Runner):
 
     def settling(self) -> CudaRunner:
         """Make ready for `run`; returns self."""
-        self.run = self._generate("run", self._generate_settling)
+        head = [
+            "inputs = chain.inputs; stream = chain.stream; consts = chain.consts",
+            *self._generate_check(),
+        ]
+        self.run = self._generate("run(chain)", head, self._generate_settling)
         return self
 
-    def returning(self, checked: bool) -> CudaRunner:
-        """Make ready for `compute`, with the check for stale Inputs or without; returns self."""
-        names = ", ".join(f"o{owner.index}" for owner in self.owners)
-        self.compute = self._generate("compute", lambda space: [f"return [{names}]"], checked)
-        return self
+    def answering(
+        self, given: list[Ref | None], numbers: list[str], places: list[tuple[int, int]]
+    ) -> Answer:
+        """A function of `Answer`'s kind, for the current stream of the thread that calls it.
+
+        places: of each Input, the tensor it lies in and the byte at which it begins there.
+        """
+
+        def head(space: dict[str, Any]) -> list[str]:
+            return [
+                "inputs = (*incoming, *saved)",
+                "if get_ident() not in entered: enter()",
+                "stream = current(); runner.runs += 1",
+                f"consts = ({''.join(text + ', ' for text in numbers)})",
+                *(f"p{k} = address(inputs[{n}]) + {at}" for k, (n, at) in enumerate(places)),
+            ]
+
+        def end(space: dict[str, Any]) -> list[str]:
+            space.update(
+                get_ident=get_ident, entered=_entered, enter=partial(_enter, self.device),
+                current=stream_reader(self.device), runner=self, log=log_of,
+            )  # fmt: skip
+            return [f"return {_answer(given, 'o{}')}"]
+
+        return self._generate("answer(incoming, saved, c)", head({}), end)
 
     def _load(self, piece: Piece) -> tuple[Any, _Slots]:
         device = self.device
@@ -257,29 +324,33 @@ class CudaRunner(Runner):
             raise KernelError(f"cannot launch {names}: {error}")
 
     def _generate(
-        self, name: str, end: Callable[[dict[str, Any]], list[str]], checked: bool = True
-    ) -> Callable[[Chain], Any]:
-        """A function of a chain without loops and calls that its program does not need."""
+        self, signature: str, head: list[str], end: Callable[[dict[str, Any]], list[str]]
+    ) -> Callable[..., Any]:
+        """A function without loops and calls that its program does not need.
+
+        head: lines that name the `inputs`, their addresses `p0`..., `consts` and `stream`.
+        """
         space: dict[str, Any] = {
             "NoTorchFunction": NoTorchFunction, "check": self.check, "fail": self._check,
             "unaligned": self._unaligned, "launch": self._launch, "empty": _empty_strided,
             "version": raw_version_of, "address": address_of, "use_count": use_count,
-            "swap": swap, "Tensor": Tensor, "settle": settle, "owners": self.owners,
+            "swap": swap, "Tensor": Tensor, "settle": settle, "owners": self.visible,
         }  # fmt: skip
-        lines = ["inputs = chain.inputs; stream = chain.stream"]
-        if checked:
-            lines += self._generate_check()
-        else:
-            lines += [f"p{k} = address(inputs[{k}])" for k in range(len(self.inputs))]
+        lines = list(head)
         if self.into:
             lines.append(f"o{self.live[-1]} = chain.into; q{self.live[-1]} = address(chain.into)")
-        for owner in self.owners:
-            index, meta = owner.index, owner.meta
+        metas = {owner.index: owner.meta for owner in self.owners}
+        packs = {pack[0]: pack for pack in self.packs}
+        for index in self.made():
+            pack = packs.get(index, (index,))
+            meta = metas[index]
             assert meta is not None
-            space[f"shape{index}"], space[f"stride{index}"] = tuple(meta.shape), meta.stride
+            space[f"shape{index}"], space[f"stride{index}"] = _packed(meta, len(pack))
             space[f"dtype{index}"] = meta.dtype
             lines.append(f"o{index} = empty(shape{index}, stride{index}, dtype{index})")
             lines.append(f"q{index} = address(o{index})")
+            for k, inner in enumerate(pack[1:], 1):
+                lines.append(f"q{inner} = q{index} + {k * meta.nbytes}")
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space)
         lines += end(space)
@@ -287,8 +358,8 @@ class CudaRunner(Runner):
             space["device"], space["number"] = torch.cuda.device, self.device.index
             lines = ["with device(number):", *("    " + line for line in lines)]
         body = "".join(f"        {line}\n" for line in lines)
-        exec(_code(f"def {name}(chain):\n    with NoTorchFunction():\n{body}"), space)
-        return space[name]
+        exec(compiled(f"def {signature}:\n    with NoTorchFunction():\n{body}"), space)
+        return space[signature.partition("(")[0]]
 
     def _generate_check(self) -> list[str]:
         """The test for stale Inputs, and their addresses."""
@@ -306,14 +377,18 @@ class CudaRunner(Runner):
         if self.into:
             space["bump"] = torch.autograd.graph.increment_version
         lines = ["bump(chain.into)"] if self.into else []
-        if not self.owners:
+        if not self.visible:
             return lines
-        names = [f"o{owner.index}" for owner in self.owners]
-        shells = [f"s{owner.index}" for owner in self.owners]
-        lines += [f"s{owner.index} = chain[{owner.index}]" for owner in self.owners]
+        if self.attach is not None:
+            space["attach"] = self.attach
+            names = ", ".join(f"o{index}" for index in self.made())
+            lines.append(f"attach(inputs, consts, {names})")
+        names = ", ".join(f"o{owner.index}" for owner in self.visible)
+        shells = [f"s{owner.index}" for owner in self.visible]
+        lines += [f"s{owner.index} = chain[{owner.index}]" for owner in self.visible]
         simple = " and ".join(["chain.bumps is None", *(f"use_count({s}) == 1" for s in shells)])
         lines.append(f"if {simple}:")
-        for owner in self.owners:
+        for owner in self.visible:
             k = owner.index
             space[f"node{k}"], space[f"meta{k}"] = owner, owner.meta
             lines += [
@@ -321,7 +396,7 @@ class CudaRunner(Runner):
                 f"    o{k}.__class__ = Tensor; o{k}.__dict__['_af'] = node{k}",
                 f"    node{k}.shell = o{k}; chain[{k}] = None",
             ]
-        lines.append(f"else: settle(chain, owners, [{', '.join(names)}])")
+        lines.append(f"else: settle(chain, owners, [{names}])")
         return lines
 
     def _generate_piece(self, k: int, piece: Piece, space: dict[str, Any]) -> list[str]:
@@ -335,7 +410,6 @@ class CudaRunner(Runner):
         pack = [f"pack{k}(buffer{k}, 0, {arguments})"]
         if piece.consts:
             pack = [
-                "consts = chain.consts",
                 f"try: {pack[0]}",
                 f"except OverflowError: slots{k}.pack_wide({arguments})",
             ]
@@ -347,12 +421,11 @@ class CudaRunner(Runner):
         ]
         if piece.plan.lanes == 1:
             return pack + launch
-        aligned = [
+        return [
             f"if ({' | '.join(pointers)}) & 15: unaligned({k}, stream, {arguments})",
             "else:",
             *("    " + line for line in pack + launch),
         ]
-        return (["consts = chain.consts"] if piece.consts else []) + aligned
 
 
 def _empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -391,47 +464,67 @@ class CpuRunner(Runner):
         self._entries = [
             self._kernel(piece.plan, "cpu", compile_cpu).entry for piece in self.pieces
         ]
-        self._checked = True
 
     def settling(self) -> CpuRunner:
         """Make ready for `run`; returns self."""
         return self
 
-    def returning(self, checked: bool) -> CpuRunner:
-        """Make ready for `compute`, with the check for stale Inputs or without; returns self."""
-        self._checked = checked
-        return self
+    def answering(
+        self, given: list[Ref | None], numbers: list[str], places: list[tuple[int, int]]
+    ) -> Answer:
+        """A function of `Answer`'s kind; places as for CUDA."""
+        text = _answer(given, "made[{}]")
+        space = {"log": log_of}
+        consts_of = eval(f"lambda c: ({''.join(text + ', ' for text in numbers)})", space)
+        pick = eval(f"lambda inputs, made: {text}", space)
+
+        def answer(incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
+            inputs = (*incoming, *saved)
+            with NoTorchFunction():
+                addresses = [address_of(inputs[n]) + at for n, at in places]
+                values = self._compute(addresses, consts_of(consts), None)
+            self.runs += 1
+            return pick(inputs, values)
+
+        return answer
 
     def run(self, chain: Chain) -> None:  # type: ignore[override]
-        values = self.compute(chain)
+        with NoTorchFunction():
+            self.check(chain)
+            addresses = list(map(address_of, chain.inputs))
+            values = self._compute(addresses, chain.consts, chain.into)
+            if self.attach is not None:
+                made = [values[index] for index in self.made()]
+                self.attach(chain.inputs, chain.consts, *made)
         if chain.into is not None:
             torch.autograd.graph.increment_version(chain.into)
-        settle(chain, self.owners, values)
+        settle(chain, self.visible, [values[owner.index] for owner in self.visible])
 
-    def compute(self, chain: Chain) -> list[torch.Tensor]:  # type: ignore[override]
-        with NoTorchFunction():
-            return self._compute(chain)
-
-    def _compute(self, chain: Chain) -> list[torch.Tensor]:
-        if self._checked:
-            self.check(chain)
-        addresses = list(map(address_of, chain.inputs))
+    def _compute(
+        self, addresses: list[int], consts: Sequence[Any], into: torch.Tensor | None
+    ) -> dict[int, torch.Tensor]:
+        """The values of `made`, by node index."""
+        metas = {owner.index: owner.meta for owner in self.owners}
+        packs = {pack[0]: pack for pack in self.packs}
+        values: dict[int, torch.Tensor] = {}
         outs: dict[int, torch.Tensor] = {}
-        for owner in self.owners:
-            meta = owner.meta
+        for index in self.made():
+            pack = packs.get(index, (index,))
+            meta = metas[index]
             assert meta is not None
-            outs[owner.index] = torch.empty_strided(
-                meta.shape, meta.stride, dtype=meta.dtype, device=self.device
+            value = torch.empty_strided(
+                *_packed(meta, len(pack)), dtype=meta.dtype, device=self.device
             )
-        values = list(outs.values())
-        if chain.into is not None:
-            outs[self.live[-1]] = chain.into
+            values[index] = value
+            outs |= {index: value} if len(pack) == 1 else dict(zip(pack, value, strict=True))
+        if into is not None:
+            outs[self.live[-1]] = into
         for piece, entry in zip(self.pieces, self._entries, strict=True):
             pointers = [
                 addresses[~ref] if ref < 0 else address_of(outs[ref]) for ref in piece.loads
             ]
             pointers += [address_of(outs[index]) for index in piece.stores]
-            scalars = [chain.consts[const] for const in piece.consts]
+            scalars = [consts[const] for const in piece.consts]
             rank = piece.plan.rank
             columns = piece.numbers[rank - 2] if rank > 1 else 1
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)

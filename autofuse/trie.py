@@ -30,7 +30,7 @@ class Node:
 
     __slots__ = ("args", "common", "consts", "fresh_bytes", "graded", "holds_grad", "index",
                  "inputs", "limits", "long", "meta", "next", "op", "parent", "pinned_limit",
-                 "reason", "recorder", "runners", "shell")  # fmt: skip
+                 "reason", "recorder", "returns", "runners", "shell", "skips")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, graded: bool = False
@@ -50,6 +50,8 @@ class Node:
         self.next: dict[tuple[Any, ...], Node] = {}
         self.shell: Tensor | None = None  # free unless it stands in the open chain
         self.runners: dict[tuple[int, ...], Any] = {}  # by reference counts, then by live-outs
+        self.returns: tuple[Any, ...] | None = None  # of `make_eager`: what it stands for
+        self.skips = 0  # how often that was not recorded
         self.long = False  # a chain that begins here has paid as a fused one
         self.reason = ""  # why this op is eager here, if it is
 
@@ -73,13 +75,22 @@ class Node:
 
 
 def make_eager(node: Node, reason: str) -> None:
-    """Let the op of `node`, where a chain begins with it, run as eager PyTorch from now on."""
+    """Let the op of `node`, where a chain begins with it, run as eager PyTorch for a while."""
     tip = node.parent
     assert tip is not None and node.op is not None
     for key, known in tip.next.items():
         if known is node:
-            tip.next[key] = eager_node(node.recorder, tip, node.op, reason)
+            tip.next[key] = eager = eager_node(node.recorder, tip, node.op, reason)
+            eager.meta = node.meta  # what the result is going to be
+            eager.returns = (tip, key, node)
             return
+
+
+def record_again(eager: Node) -> None:
+    """End what `make_eager` has begun: longer chains may begin here by now."""
+    assert eager.returns is not None
+    tip, key, node = eager.returns
+    tip.next[key] = node
 
 
 def eager_node(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:

@@ -118,7 +118,7 @@ def a_dead_value_that_two_live_ones_share(wrap, device):
 
 @scenario
 def broadcasting(wrap, device):
-    x, row = wrap(leaf(device, shape=(5, 1, 7))), leaf(device, 1, (7,))
+    x, row = wrap(leaf(device, shape=(5, 1, 7))), wrap(leaf(device, 1, (7,)))
     column, number = leaf(device, 2, (3, 1)), leaf(device, 3, ())
     y = torch.sigmoid((x * row) * (row * 2.0).sin() + column * number) * row
     y.sum().backward()
@@ -736,7 +736,9 @@ def test_as_eager(name, device):
     if isinstance(got, Exception):
         raise got
     got = _mapped(got, autofuse.unwrap)
-    assert_same(got, want, 2e-5 if device == "cpu" else None, name)
+    # a graph of derivatives has other nodes than eager's, which add in another order
+    second = "second" in name or "penalty" in name
+    assert_same(got, want, 2e-5 if device == "cpu" else 1e-6 if second else None, name)
 
 
 # --- fusion, counted -----------------------------------------------------------------------------
