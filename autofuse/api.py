@@ -256,11 +256,49 @@ def _rebuilt(value: tuple[Any, ...], change: Callable[[Any], Any]) -> tuple[Any,
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
+def _enter_simple(args: Any, known: list[tuple[Tensor, torch.Tensor]]) -> list[Any] | None:
+    """`args` with plain constants wrapped, as noted in `known`; None if others are among them."""
+    inner = []
+    for value in args:
+        cls = value.__class__
+        if cls is torch.Tensor and not value.requires_grad and _wrappable(value):
+            wrapped: Any = next((w for w, t in known if t is value), None) if known else None
+            if wrapped is None:
+                wrapped = value.detach()
+                wrapped.__class__ = Tensor
+                known.append((wrapped, value))
+            inner.append(wrapped)
+        elif cls in _ATOMS or isinstance(value, (torch.nn.Module, torch.nn.Parameter)):
+            inner.append(value)
+        else:
+            return None
+    return inner
+
+
+def _leave_simple(result: Any, known: list[tuple[Tensor, torch.Tensor]]) -> Any:
+    if result.__class__ is Tensor:
+        plain = next((t for w, t in known if w is result), None)
+        return _become_plain(result) if plain is None else plain
+    entry = _Entry()
+    entry.originals = {id(pair[0]): pair for pair in known}
+    return entry.leave(result)
+
+
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _local.closed or _local.depth:
             return function(*args, **kwargs)
+        known: list[tuple[Tensor, torch.Tensor]] = []
+        simple = None if kwargs else _enter_simple(args, known)
+        if simple is not None:  # the everyday call: 3 us, the general one takes 9
+            _local.depth += 1
+            try:
+                result = function(*simple)
+            finally:
+                _local.depth -= 1
+                flush_thread("fuse")
+            return _leave_simple(result, known)
         entry = _Entry()
         inner, named = entry.enter(args), entry.enter(kwargs)
         if entry.passes:

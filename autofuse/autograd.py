@@ -223,10 +223,16 @@ class Segment:
         self.outs = [self.root, *graphs]  # the node's outputs, a pack by its first
         self.inside = set(steps[:-1])
         outside = [
-            use.ref for index in reversed(steps) for use in uses[index]
-            if use.ref not in self.inside
+            (use.ref, meta_of(use.ref).shape == meta_of(index).shape)
+            for index in reversed(steps) for use in uses[index] if use.ref not in self.inside
         ]  # fmt: skip
-        self.slots: list[Ref] = outside  # what gets a gradient, in the order of adding
+        # What gets a gradient, in the order of adding: one slot per use, so that the engine adds
+        # them between those of uses elsewhere; to save memory, one per tensor.
+        reduced = {ref for ref, same in outside if not same}
+        self.summed: list[Ref] = []
+        if config.recompute == "inputs":
+            self.summed = list(dict.fromkeys(ref for ref, _ in outside if ref not in reduced))
+        self.slots = [ref for ref, _ in outside if ref not in self.summed] + self.summed
         self.frees = bool(saved) or any(
             _keeps_scalar(nodes[index], use) for index in steps for use in uses[index]
         )
@@ -380,6 +386,7 @@ def _sweep(
         return values[ref]
 
     grads = {index: g for index, g in seeds.items() if g is not None}
+    gathers = segment.inside | set(segment.summed)
     given = []
     for index in reversed(segment.steps):
         op, g = nodes[index].op, grads.pop(index, None)
@@ -387,20 +394,19 @@ def _sweep(
         named = dict(zip(op.names, nodes[index].args, strict=True), out=index)
         for use in segment.uses[index]:
             ref, meta = use.ref, segment.meta_of(use.ref)
-            inside = ref in segment.inside
             if g is None:
-                if not inside:
+                if ref not in gathers:
                     given.append(None)
                 continue
             d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else value(named[n]),
                           algebra)  # fmt: skip
             if algebra.dtype(d) is not meta.dtype and algebra.shape(d) == meta.shape:
                 d = algebra.apply(CASTS[meta.dtype], (d,))
-            if not inside:
+            if ref not in gathers:
                 given.append(d)
             else:
                 grads[ref] = algebra.apply(_ADD, (grads[ref], d)) if ref in grads else d
-    return given
+    return given + [grads.get(ref) for ref in segment.summed]
 
 
 _ROWS = {

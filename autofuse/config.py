@@ -20,8 +20,10 @@ class Config:
     pinned_bytes: Inputs that nobody but the chain may still hold are tolerated up to this size,
         or up to twice the largest of them, whichever is more.
     recompute: what backward computes again instead of keeping it. "free": what follows from the
-        tensors that eager would keep. "inputs": everything, from the chain's Inputs alone; less
-        memory, but an Input that is written in place before backward is then an error.
+        tensors that eager would keep. "inputs": everything, from the chain's Inputs alone, and
+        the gradients of one tensor's several uses are added up inside: less memory, but an Input
+        that is written in place before backward is then an error, and a sum with gradients from
+        elsewhere may round in another order than eager's.
     always_fuse: fuse chains under grad even where eager ops cost less, as in chains of one op.
     max_trie: recorded ops remembered per thread and device before the memory of them is dropped.
     """

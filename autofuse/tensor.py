@@ -97,6 +97,7 @@ _LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss}
 _known: dict[Any, _Known] = {}
 _SIMPLE = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, _Plain,
            torch.nn.Parameter}  # fmt: skip
+_TARGETS = {"out", "inplace"}  # keywords by which a function may write
 _SIZES = {tuple, list, torch.Size}
 
 
@@ -111,12 +112,13 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
         known = _Known(func)
         if func.__class__ in _IN_C or known.in_c:  # others may be made by the thousand
             _known[func] = known
-    if kwargs or known.writes or not known.in_c:
+    if known.writes or not known.in_c or (kwargs and not kwargs.keys().isdisjoint(_TARGETS)):
         return _run_any(func, known, args, kwargs)
     recorder = _local.current
     if recorder is not None and recorder.chain.tip.holds_grad:
-        _keep_order(recorder, args)
-    for x in args:  # --- hot path: the everyday op between two chains, budget 1 us ---
+        _keep_order(recorder, (*args, *kwargs.values()) if kwargs else args)
+    # --- hot path: the everyday op between two chains, budget 1 us ---
+    for x in (*args, *kwargs.values()) if kwargs else args:
         if x.__class__ is Tensor:
             state = x._af
             if state.recorder is not None:
@@ -129,7 +131,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
             return _run_any(func, known, args, kwargs)
     counts.eager[known.reason] += 1
     with NoTorchFunction():
-        result = func(*args)
+        result = func(*args, **kwargs) if kwargs else func(*args)
     if known.feeds and result.__class__ is _Plain:
         meta = plain_meta(result)
         result.__class__ = Tensor

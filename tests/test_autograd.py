@@ -465,6 +465,15 @@ def test_recompute_from_the_inputs(device, monkeypatch):
     assert_same(got, want, 1e-5 if device == "cpu" else None)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["broadcasting", "same_input_twice", "several_live_outputs"])
+def test_recompute_from_the_inputs_as_eager(name, device, monkeypatch):
+    want = outcome(SCENARIOS[name], plain, device)
+    monkeypatch.setattr(autofuse.config, "recompute", "inputs")
+    got = outcome(SCENARIOS[name], autofuse.wrap, device)
+    assert_same(_mapped(got, autofuse.unwrap), want, 2e-5 if device == "cpu" else 1e-6)
+
+
 # --- higher derivatives ---------------------------------------------------------------------------
 
 

@@ -19,7 +19,8 @@ COUNT = int(os.environ.get("AUTOFUSE_TEST_CHAINS", "150"))
 SMOOTH = [line for line in EXACT if "==" not in line and "< {s}" not in line]
 OUTSIDE = [
     "{a}.detach()", "{a}.sum(-1, keepdim=True)", "{a}.t() if {a}.dim() == 2 else {a}",
-    "{a}.contiguous()", "{a}[..., :1] if {a}.dim() else {a}", "torch.cumsum({a}, -1) if {a}.dim() else {a}",
+    "{a}.contiguous()", "{a}[..., :1] if {a}.dim() else {a}",
+    "torch.cumsum({a}, -1) if {a}.dim() else {a}",
 ]  # fmt: skip
 
 
