@@ -21,7 +21,7 @@ import torch
 
 from . import shell as _shell
 from .autograd import graded, graph_of, pays
-from .config import config
+from .config import config, watch
 from .errors import StaleInputError, warn_once
 from .launch import FailedRunner, Runner, enter_context, runner_class, settle, stream_reader
 from .ops import CASTS, Op
@@ -95,11 +95,12 @@ class Recorder:
     def open(self) -> None:
         """Start an empty chain where the modes of this moment say: the trie is theirs alone."""
         self.grad = torch.is_grad_enabled()
-        modes = (self.grad, torch.is_inference_mode_enabled(), torch.get_default_dtype())
+        inference = torch.is_inference_mode_enabled()
+        modes = (self.grad, inference, torch.get_default_dtype(), config.recompute,
+                 config.always_fuse)  # fmt: skip
         root = self.roots.get(modes)
         if root is None:
-            graded = self.grad and not torch.is_inference_mode_enabled()
-            root = self.roots[modes] = Node(self, None, None, graded)
+            root = self.roots[modes] = Node(self, None, None, self.grad and not inference)
         # under anomaly mode every op has to have its own autograd node
         self.home = self.closed if self.off or torch.is_anomaly_enabled() else root
         self.chain = Chain(self.home)
@@ -748,4 +749,5 @@ def forget_threads() -> None:
     _all_recorders[:] = [recorder for recorder in _all_recorders if recorder.ident == ident]
 
 
+watch(reopen_all)
 _shell._leave_pending = lambda tensor: flush_tensor(tensor, "attribute")

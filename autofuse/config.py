@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,11 @@ class Config:
     max_trie: recorded ops remembered per thread and device before the memory of them is dropped.
     """
 
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        for changed in _watchers:
+            changed("config")
+
     enabled: bool = True
     max_nodes: int = 64
     loop_nodes: int = 30
@@ -36,6 +42,14 @@ class Config:
     max_trie: int = 8192
     always_fuse: bool = False
     recompute: Literal["free", "inputs"] = "free"
+
+
+_watchers: list[Callable[[str], None]] = []  # called after a change
+
+
+def watch(changed: Callable[[str], None]) -> None:
+    """Call `changed("config")` whenever a setting is assigned to."""
+    _watchers.append(changed)
 
 
 def _from_environment() -> Config:

@@ -142,6 +142,11 @@ def plain_meta(tensor: torch.Tensor) -> Meta | None:
     """The Meta of a tensor of torch's own class; None if autofuse cannot read such a tensor."""
     if tensor.layout is not torch.strided or tensor.is_neg() or tensor._is_zerotensor():
         return None
+    return fresh_meta(tensor)
+
+
+def fresh_meta(tensor: torch.Tensor) -> Meta | None:
+    """`plain_meta` for the result of an op that makes dense tensors."""
     key = (
         tensor.dtype,
         tensor.shape,

@@ -42,6 +42,7 @@ from .shell import (
     NoTorchFunction,
     Tensor,
     concrete_meta,
+    fresh_meta,
     plain_meta,
 )
 from .trie import record_again
@@ -133,7 +134,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     with NoTorchFunction():
         result = func(*args, **kwargs) if kwargs else func(*args)
     if known.feeds and result.__class__ is _Plain:
-        meta = plain_meta(result)
+        meta = fresh_meta(result)
         result.__class__ = Tensor
         if meta is not None:
             result.__dict__["_af"] = meta

@@ -3,8 +3,8 @@
     python examples/char_rnn.py [--steps 60] [--device cuda]
 
 The cell is written as plain matmuls and pointwise ops. Training runs once as it is and once under
-`autofuse.fuse`; the losses are compared, and then text is sampled without grad, where every step's
-pointwise ops run as one kernel. Ops under grad run as eager PyTorch for now.
+`autofuse.fuse`, where every step's pointwise ops are one kernel forward and one backward; the
+losses are compared, and then text is sampled without grad.
 """
 
 from __future__ import annotations
@@ -135,24 +135,30 @@ def main() -> None:
 
     _, eager_losses, eager_rate = train(data, len(alphabet), args.steps, fused=False)
     model, fused_losses, fused_rate = train(data, len(alphabet), args.steps, fused=True)
+    stats = autofuse.stats()
     progress("")
     difference = max(abs(a - b) for a, b in zip(eager_losses, fused_losses, strict=True))
     print(
         f"loss after {args.steps} steps: eager {eager_losses[-1]:.4f}, fused {fused_losses[-1]:.4f}"
     )
-    print(f"losses agree: {difference == 0.0} (largest difference {difference:.1e})")
+    tolerance = 0.0 if args.device == "cuda" else 1e-4  # the CPU's tanh is not torch's
+    print(f"losses agree: {difference <= tolerance} (largest difference {difference:.1e})")
     print(f"training steps/s: eager {eager_rate:.1f}, fused {fused_rate:.1f}")
+    print(
+        f"{stats.ops_recorded} ops recorded, {stats.kernels_launched} kernels launched forward and "
+        f"backward, {stats.bytes_elided} bytes of intermediates never allocated"
+    )
 
     sample(model, alphabet, 5, fused=False)  # warm-up, the kernel's compilation included
     sample(model, alphabet, 5, fused=True)
     plain, eager_rate = sample(model, alphabet, 200, fused=False)
     autofuse.reset_stats()
     text, fused_rate = sample(model, alphabet, 200, fused=True)
-    stats = autofuse.stats()
+    sampling = autofuse.stats()
     print(f"sampled text agrees: {text == plain}\n---\n{text}\n---")
     print(f"sampling steps/s: eager {eager_rate:.0f}, fused {fused_rate:.0f}")
-    print(f"{stats.ops_recorded} ops recorded, {stats.kernels_launched} kernels launched")
-    print(f"{stats.bytes_elided} bytes of intermediates never allocated")
+    print(f"{sampling.ops_recorded} ops recorded, {sampling.kernels_launched} kernels launched")
+    print(f"{sampling.bytes_elided} bytes of intermediates never allocated")
 
 
 if __name__ == "__main__":

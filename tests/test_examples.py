@@ -24,7 +24,7 @@ def run(*arguments):
 def test_char_rnn():
     out = run("examples/char_rnn.py", "--steps", "3", "--device", "cpu")
     assert "losses agree: True" in out
-    recorded, launched = map(int, re.search(r"(\d+) ops recorded, (\d+) kernels", out).groups())
+    recorded, launched = map(int, re.findall(r"(\d+) ops recorded, (\d+) kernels", out)[-1])
     assert recorded >= 4 * launched > 0
     assert int(re.search(r"(\d+) bytes of intermediates", out).group(1)) > 0
 
