@@ -171,27 +171,27 @@ def _sources(nodes: list[Node], ref: Ref, given: set[Ref]) -> set[Ref]:
     return sources
 
 
-def pays(nodes: list[Node], live: tuple[int, ...], graph: Graph) -> bool:
-    """Whether fusing a chain under grad costs less than running its ops.
+def pays(nodes: list[Node], graph: Graph) -> bool:
+    """Whether fusing a chain under grad costs less than running its ops, forward and backward.
 
-    In us of the host on one NVIDIA H200 machine (bench/training.py): an op 6, a node's turn in
-    the engine 1.5 in C++ and 5 in Python, a kernel in backward 4.5; a flush 9, a recorded op 1, a
-    Python node 4. Beyond some MB the traffic to memory decides.
+    In us on one NVIDIA H200 machine (bench/training.py, chains of 3 to 10): the host needs 7 for
+    an op, 3.5 for its node's every gradient and 7.5 for a kernel of its backward, against 25 for a
+    flush, 2.6 for a recorded op and 45 for a Python node in the engine's thread, forward and
+    backward; the device moves 4 MB in 1, three tensors for an op, of which fusing saves two.
     """
-    kept = {*live, *graph.stored}
-    if sum(node.meta.nbytes for node in nodes if node.index not in kept and node.meta) > 4 << 20:
-        return True
-    eager = 6.0 * len(nodes)
-    fused = 9.0 + len(nodes)
+    eager = 7.0 * len(nodes)
+    fused = 25.0 + 2.6 * len(nodes)
+    traffic = 0.0
     for segment in graph.segments:
-        kernels = 0
+        fused += 45.0
         for index in segment.steps:
+            kernels = 0
             for use in segment.uses[index]:
                 here = sum(isinstance(tree, _KERNELS) for tree in ast.walk(use.rule))
                 kernels += here
-                eager += 1.5 + 4.5 * here
-        fused += 9.0 + 6.0 * (kernels > 0)
-    return fused < eager
+                eager += 3.5 + 7.5 * here
+            traffic += 3 * (1 + kernels) * segment.meta_of(index).nbytes / 4e6
+    return max(fused, traffic / 3) < max(eager, traffic)
 
 
 _KERNELS = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Compare)
@@ -259,7 +259,10 @@ class Segment:
             except KeyError:
                 answer = self.answers[key] = self._build(key, grads)
         if answer is not None:
-            return answer(incoming, saved, consts)
+            try:
+                return answer(incoming, saved, consts)
+            except Exception as error:  # a real one, such as no memory, comes again below
+                warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
         with NoTorchFunction():
             values = dict(zip(self.saved, saved, strict=True))
             seeds = dict(zip(self.outs, grads, strict=True))
@@ -345,7 +348,11 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if len(grads) == 1 or all(more is None for more in grads[1:]):
             answer = segment.direct.get(g.stride()) if g.layout is torch.strided else None
             if answer is not None and not (g.is_neg() or g._is_zerotensor()):
-                return answer((g,), saved, consts)
+                try:
+                    return answer((g,), saved, consts)
+                except Exception as error:
+                    del segment.direct[g.stride()]
+                    warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
             result = segment.backward(grads, saved, consts)
             answer = segment.answers.get((plain_meta(g), *[None] * (len(grads) - 1)))
             if answer is not None:

@@ -543,7 +543,7 @@ def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: b
         graph = graph_of(recorder, nodes, node.inputs, live)
         if graph is None:
             return EagerRunner(device, nodes, node.inputs, live, (), into)
-        if not (config.always_fuse or pays(nodes, live, graph)):
+        if not (config.always_fuse or pays(nodes, graph)):
             return ShortRunner(device, nodes, node.inputs, live, (), into)
         nodes[0].long = True
         computed = tuple(sorted({*live, *graph.stored}))

@@ -105,3 +105,64 @@ def test_an_op_after_a_failed_one_works(device):
 
 
 assert af_compile is not None
+
+
+def trained(x, w):
+    y = torch.tanh(torch.sin(x * w) * w) + torch.cos(x)
+    return [y, *torch.autograd.grad(y, (x, w), torch.ones_like(y).detach(), retain_graph=True)]
+
+
+def check_gradients(device):
+    results = []
+    for wrap in (lambda t: t, autofuse.wrap):
+        torch.manual_seed(0)
+        x, w = (torch.randn(48, 3).to(device).requires_grad_() for _ in range(2))
+        results.append([autofuse.unwrap(t) for t in trained(wrap(x), w)])
+    assert_same(results[1], results[0], 1e-5 if device == "cpu" else None)
+
+
+def test_compile_error_under_grad(device, monkeypatch, capsys):
+    """Forward as the eager ops, with eager's graph."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+
+    def broken(*args):
+        raise ValueError("no compiler today")
+
+    monkeypatch.setattr(launch, "compile_ptx" if device == "cuda" else "compile_cpu", broken)
+    check_gradients(device)
+    assert "no compiler today" in capsys.readouterr().err
+    assert autofuse.stats().replays == 1
+
+
+def test_compile_error_in_backward(device, monkeypatch, capsys):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    name = "compile_ptx" if device == "cuda" else "compile_cpu"
+    working = getattr(launch, name)
+
+    def broken(plan, *args):
+        if any("backward" in line.op.name for line in plan.lines):
+            raise ValueError("no compiler for this")
+        return working(plan, *args)
+
+    monkeypatch.setattr(launch, name, broken)
+    check_gradients(device)
+    assert "no compiler for this" in capsys.readouterr().err
+    assert autofuse.stats().kernels_launched == 1
+
+
+def test_launch_error_in_backward(device, monkeypatch, capsys):
+    """A kernel that was built and does not run: torch's ops do its work."""
+    if device == "cuda":
+        pytest.skip("a CUDA launch is part of generated code, where nothing can be injected")
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    check_gradients(device)
+
+    def broken(*args):
+        raise RuntimeError("no launch today")
+
+    for recorder in autofuse.chain._all_recorders:
+        for runner in recorder.runners:
+            if not runner.recorded:
+                monkeypatch.setattr(runner, "_compute", broken)
+    check_gradients(device)
+    assert "no launch today" in capsys.readouterr().err
