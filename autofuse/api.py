@@ -284,36 +284,56 @@ def _leave_simple(result: Any, known: list[tuple[Tensor, torch.Tensor]]) -> Any:
     return entry.leave(result)
 
 
+_BARREN, _ASIDE = 4, 100  # calls that launch no kernel before stepping aside, and for how many
+
+
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    barren = 0  # the last calls that launched nothing; negative while stepping aside
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal barren
         if torch.compiler.is_compiling() or _local.closed or _local.depth:
             return function(*args, **kwargs)
-        known: list[tuple[Tensor, torch.Tensor]] = []
-        simple = None if kwargs else _enter_simple(args, known)
-        if simple is not None:  # the everyday call: 3 us, the general one takes 9
-            _local.depth += 1
-            try:
-                result = function(*simple)
-            finally:
-                _local.depth -= 1
-                flush_thread("fuse")
-            return _leave_simple(result, known)
-        entry = _Entry()
-        inner, named = entry.enter(args), entry.enter(kwargs)
-        if entry.passes:
-            entry.restore()
+        if barren < 0:  # nothing here has fused lately: wrapping would only cost
+            barren += 1
             return function(*args, **kwargs)
+        launches = _local.launches
+        result = _call(function, args, kwargs)
+        if _local.launches != launches:
+            barren = 0
+        else:
+            barren = barren + 1 if barren < _BARREN else -_ASIDE
+        return result
+
+    return call
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `function` with its tensors wrapped; plain tensors come back."""
+    known: list[tuple[Tensor, torch.Tensor]] = []
+    simple = None if kwargs else _enter_simple(args, known)
+    if simple is not None:  # the everyday call: 3 us, the general one takes 9
         _local.depth += 1
         try:
-            result = function(*inner, **named)
+            result = function(*simple)
         finally:
             _local.depth -= 1
             flush_thread("fuse")
-            entry.restore()
-        return entry.leave(result)
-
-    return call
+        return _leave_simple(result, known)
+    entry = _Entry()
+    inner, named = entry.enter(args), entry.enter(kwargs)
+    if entry.passes:
+        entry.restore()
+        return function(*args, **kwargs)
+    _local.depth += 1
+    try:
+        result = function(*inner, **named)
+    finally:
+        _local.depth -= 1
+        flush_thread("fuse")
+        entry.restore()
+    return entry.leave(result)
 
 
 @overload

@@ -176,14 +176,14 @@ def pays(nodes: list[Node], graph: Graph) -> bool:
 
     In us on one NVIDIA H200 machine (bench/training.py, chains of 3 to 10): the host needs 7 for
     an op, 3.5 for its node's every gradient and 7.5 for a kernel of its backward, against 25 for a
-    flush, 2.6 for a recorded op and 45 for a Python node in the engine's thread, forward and
+    flush, 2.6 for a recorded op and 50 for a Python node in the engine's thread, forward and
     backward; the device moves 4 MB in 1, three tensors for an op, of which fusing saves two.
     """
     eager = 7.0 * len(nodes)
     fused = 25.0 + 2.6 * len(nodes)
     traffic = 0.0
     for segment in graph.segments:
-        fused += 45.0
+        fused += 50.0
         for index in segment.steps:
             kernels = 0
             for use in segment.uses[index]:

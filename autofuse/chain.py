@@ -123,6 +123,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.recorders: dict[torch.device, Recorder] = _Owned()
         self.current: Recorder | None = None  # the one used last
+        self.launches = 0  # flushes that ran a kernel
         self.closed = 0 if config.enabled else 1
         self.depth = 0  # fused calls on the stack
 
@@ -504,6 +505,8 @@ def flush(recorder: Recorder, reason: str) -> None:
                 if runner.live:
                     runner.run(chain)
                 runner.runs += 1
+                if runner.pieces:
+                    _local.launches += 1
             except Exception as error:
                 _recover(recorder, chain, node, runner, error)
             done = True

@@ -281,3 +281,25 @@ def test_fork_and_spawned_children_work():
         os._exit(0 if ok else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert y.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_call_in_which_nothing_fuses_is_soon_left_alone(device):
+    """And looked at again after a while: it may fuse by then."""
+    long = [False]
+    recorded = []
+
+    @autofuse.fuse
+    def f(x, w):
+        recorded.append(isinstance(x, autofuse.shell.Tensor))
+        y = x @ w
+        return torch.tanh(torch.sin(y) * 2.0) if long[0] else y
+
+    x, w = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
+    for _ in range(20):
+        f(x, w)
+    assert recorded[0] and not any(recorded[8:])
+    long[0] = True
+    for _ in range(120):
+        f(x, w)
+    assert all(recorded[-10:])
