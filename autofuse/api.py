@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -147,56 +148,67 @@ def plain_arguments(value: Any) -> Any:
     return _mapped(value, unwrap)
 
 
-class _Entry:
-    """One outermost fused call: wraps what goes in and gives plain tensors back.
+_lent: dict[int, int] = {}  # id of a tensor that fused calls have wrapped -> how many of them
+_lending = threading.Lock()
 
-    Lists, dicts and dataclasses are changed in place and back again, because the function may
-    change them too; tuples are replaced.
+
+class _Entry:
+    """One outermost fused call: makes what goes in wrapped tensors and all of it plain again.
+
+    The tensors stay the objects they are, so that whatever the function does to them is done;
+    other threads may hold them too, and the last call to end makes them plain.
     """
 
     def __init__(self) -> None:
-        self.originals: dict[int, tuple[Tensor, torch.Tensor]] = {}  # by id of the wrapped tensor
-        self.wrapped: dict[int, Tensor] = {}  # by id of the plain one: f(t, t) gets one object
-        self.changed: list[torch.Tensor] = []  # those that require grad are wrapped themselves
+        self.lent: list[torch.Tensor] = []
         self.containers: list[Any] = []
         self.passes = False  # an argument was wrapped already: results stay wrapped
 
-    def enter(self, value: Any) -> Any:
+    def enter(self, value: Any) -> None:
         cls = value.__class__
         if cls in _ATOMS:
-            return value
+            return
         if cls is torch.Tensor:
-            return self._wrap(value)
-        if cls is Tensor:
-            self.passes |= not any(value is tensor for tensor in self.changed)
-            return value
-        if isinstance(value, (torch.Tensor, torch.nn.Module)):
-            return value  # a Parameter stays one; as an operand it is recorded as it is
-        if isinstance(value, tuple):
-            return _rebuilt(value, self.enter)
-        if _is_container(value):
+            if _wrappable(value):
+                self._lend(value)
+        elif cls is Tensor:
+            if id(value) in _lent:
+                self._lend(value)
+            else:
+                self.passes = True
+        elif isinstance(value, (torch.Tensor, torch.nn.Module)):
+            return  # a Parameter stays one; as an operand it is recorded as it is
+        elif isinstance(value, tuple):
+            for item in value:
+                self.enter(item)
+        elif _is_container(value) and not any(value is seen for seen in self.containers):
             self.containers.append(value)
-            _exchange(value, self.enter)
-        return value
+            for _, item in _items(value):
+                self.enter(item)
 
-    def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        wrapped = self.wrapped.get(id(tensor))
-        if wrapped is None:
-            if not _wrappable(tensor):
-                return tensor
-            if tensor.requires_grad:
-                self.changed.append(tensor)
-                return wrap(tensor)
-            wrapped = self.wrapped[id(tensor)] = alias(tensor)
-            self.originals[id(wrapped)] = (wrapped, tensor)
-        return wrapped
+    def _lend(self, tensor: torch.Tensor) -> None:
+        with _lending:
+            _lent[id(tensor)] = _lent.get(id(tensor), 0) + 1
+            tensor.__class__ = Tensor
+        self.lent.append(tensor)
+
+    def restore(self) -> None:
+        """Make the arguments plain again, and what the function left in them."""
+        for tensor in self.lent:
+            with _lending:
+                count = _lent.pop(id(tensor)) - 1
+                if count:
+                    _lent[id(tensor)] = count
+                elif tensor.__class__ is Tensor:
+                    _become_plain(tensor)
+        for container in self.containers:
+            _exchange(container, self.leave)
 
     def leave(self, value: Any) -> Any:
-        """Plain tensors for a result, and for what the function left in the arguments."""
+        """`value`, plain."""
         cls = value.__class__
         if cls is Tensor:
-            known = self.originals.get(id(value))
-            return _become_plain(value) if known is None else known[1]
+            return value if id(value) in _lent else _become_plain(value)
         if cls in _ATOMS or isinstance(value, (torch.Tensor, torch.nn.Module)):
             return value
         if isinstance(value, tuple):
@@ -205,14 +217,6 @@ class _Entry:
             self.containers.append(value)
             _exchange(value, self.leave)
         return value
-
-    def restore(self) -> None:
-        """Put the arguments back as they were, but for what the function did to them."""
-        for tensor in self.changed:
-            if tensor.__class__ is Tensor:
-                _become_plain(tensor)
-        for container in self.containers:
-            _exchange(container, self.leave)
 
 
 def _become_plain(tensor: Tensor) -> torch.Tensor:
@@ -230,16 +234,19 @@ def _is_container(value: Any) -> bool:
     )
 
 
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    """(key, item) of a list, dict or dataclass."""
+    if isinstance(container, list):
+        return list(enumerate(container))
+    if isinstance(container, dict):
+        return list(container.items())
+    names = [field.name for field in dataclasses.fields(container)]
+    return [(name, getattr(container, name)) for name in names if hasattr(container, name)]
+
+
 def _exchange(container: Any, change: Callable[[Any], Any]) -> None:
     """Replace the items of a list, dict or dataclass, in place, where `change` gives another."""
-    if isinstance(container, list):
-        pairs: Any = enumerate(list(container))
-    elif isinstance(container, dict):
-        pairs = list(container.items())
-    else:
-        names = [field.name for field in dataclasses.fields(container)]
-        pairs = [(name, getattr(container, name)) for name in names if hasattr(container, name)]
-    for key, item in pairs:
+    for key, item in _items(container):
         new = change(item)
         if new is not item:
             if isinstance(container, (list, dict)):
@@ -254,34 +261,6 @@ def _rebuilt(value: tuple[Any, ...], change: Callable[[Any], Any]) -> tuple[Any,
     if all(a is b for a, b in zip(items, value, strict=True)):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def _enter_simple(args: Any, known: list[tuple[Tensor, torch.Tensor]]) -> list[Any] | None:
-    """`args` with plain constants wrapped, as noted in `known`; None if others are among them."""
-    inner = []
-    for value in args:
-        cls = value.__class__
-        if cls is torch.Tensor and not value.requires_grad and _wrappable(value):
-            wrapped: Any = next((w for w, t in known if t is value), None) if known else None
-            if wrapped is None:
-                wrapped = value.detach()
-                wrapped.__class__ = Tensor
-                known.append((wrapped, value))
-            inner.append(wrapped)
-        elif cls in _ATOMS or isinstance(value, (torch.nn.Module, torch.nn.Parameter)):
-            inner.append(value)
-        else:
-            return None
-    return inner
-
-
-def _leave_simple(result: Any, known: list[tuple[Tensor, torch.Tensor]]) -> Any:
-    if result.__class__ is Tensor:
-        plain = next((t for w, t in known if w is result), None)
-        return _become_plain(result) if plain is None else plain
-    entry = _Entry()
-    entry.originals = {id(pair[0]): pair for pair in known}
-    return entry.leave(result)
 
 
 _BARREN, _ASIDE = 4, 100  # calls that launch no kernel before stepping aside, and for how many
@@ -311,27 +290,22 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `function` with its tensors wrapped; plain tensors come back."""
-    known: list[tuple[Tensor, torch.Tensor]] = []
-    simple = None if kwargs else _enter_simple(args, known)
-    if simple is not None:  # the everyday call: 3 us, the general one takes 9
-        _local.depth += 1
-        try:
-            result = function(*simple)
-        finally:
-            _local.depth -= 1
-            flush_thread("fuse")
-        return _leave_simple(result, known)
     entry = _Entry()
-    inner, named = entry.enter(args), entry.enter(kwargs)
+    for value in args:
+        entry.enter(value)
+    for value in kwargs.values():
+        entry.enter(value)
     if entry.passes:
         entry.restore()
         return function(*args, **kwargs)
     _local.depth += 1
     try:
-        result = function(*inner, **named)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _local.depth -= 1
+            flush_thread("fuse")
     finally:
-        _local.depth -= 1
-        flush_thread("fuse")
         entry.restore()
     return entry.leave(result)
 
