@@ -18,7 +18,7 @@ import ast
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,10 +100,11 @@ def graph_of(
     for root in roots:
         steps = [index for index in sorted(owner) if owner[index] == root]
         saved = _saved(nodes, uses, steps, memory)
+        detours = config.recompute == "inputs" and bool(memory & _path(nodes, uses, steps))
         extras = [ref for ref in saved if ref >= 0 and ref not in memory]
         memory.update(extras)
         saved_refs.update(saved)
-        segments.append(Segment(recorder, nodes, uses, steps, meta_of, saved, extras))
+        segments.append(Segment(recorder, nodes, uses, steps, meta_of, saved, extras, detours))
     stored = tuple(sorted(memory - set(live)))
     return Graph(segments, stored, sum(meta_of(ref).nbytes for ref in saved_refs))
 
@@ -148,6 +149,7 @@ def _saved(
 ) -> list[Ref]:
     """The values that the backward of `steps` is given; the others it needs follow from them."""
     reads = {ref for index in steps for use in uses[index] for ref in use.reads if ref < CONST}
+    kept = {ref for index in steps for ref in _kept(nodes[index]) if ref < 0 or ref in memory}
     if config.recompute == "inputs":
         computed = (_sources(nodes, ref, set()) for ref in reads if ref >= 0)
         return sorted({ref for ref in reads if ref < 0}.union(*computed))
@@ -155,7 +157,26 @@ def _saved(
     for ref in sorted(reads - saved):
         if not _sources(nodes, ref, memory | saved) <= saved:
             saved.add(ref)
-    return sorted(saved)
+    return sorted(saved | kept)
+
+
+def _kept(node: Node) -> list[Ref]:
+    """What eager's node saves whether a rule reads it or not: tensors, and numbers as tensors."""
+    assert node.op is not None
+    named = dict(zip(node.op.names, node.args, strict=True), out=node.index)
+    return [named[name] for name in node.op.keeps.split()]
+
+
+def _path(nodes: list[Node], uses: list[list[Use]], steps: list[int]) -> set[Ref]:
+    """The values outside `steps` that its rules read, and those before them."""
+    path: set[Ref] = set()
+    stack = [ref for index in steps for use in uses[index] for ref in use.reads]
+    while stack:
+        ref = stack.pop()
+        if 0 <= ref < CONST and ref not in path:
+            path.add(ref)
+            stack.extend(nodes[ref].args)
+    return path - set(steps)
 
 
 def _sources(nodes: list[Node], ref: Ref, given: set[Ref]) -> set[Ref]:
@@ -212,7 +233,9 @@ class Segment:
         meta_of: Callable[[Ref], Meta],
         saved: list[Ref],
         extras: list[int],
+        detours: bool,
     ) -> None:
+        self.detours = detours  # second derivatives would go past a live value's own node
         self.recorder, self.nodes, self.uses, self.meta_of = recorder, nodes, uses, meta_of
         self.steps = steps  # node indices, ascending; the last is the root
         self.root = steps[-1]
@@ -234,7 +257,9 @@ class Segment:
             self.summed = list(dict.fromkeys(ref for ref, _ in outside if ref not in reduced))
         self.slots = [ref for ref, _ in outside if ref not in self.summed] + self.summed
         self.frees = bool(saved) or any(
-            _keeps_scalar(nodes[index], use) for index in steps for use in uses[index]
+            ref >= CONST
+            for index in steps
+            for ref in (*_kept(nodes[index]), *_numbers_read(nodes[index], uses[index]))
         )
         op = nodes[self.root].op
         assert op is not None
@@ -251,7 +276,14 @@ class Segment:
         if not incoming:
             return (None,) * (1 + len(self.slots))
         answer = None
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            if self.detours:
+                raise RuntimeError(
+                    "create_graph=True needs values between the Inputs and a live tensor of the "
+                    "chain, which autofuse.config.recompute = 'inputs' does not keep; set it to "
+                    "'free' before the forward pass"
+                )
+        elif not torch._C._are_functorch_transforms_active():
             with NoTorchFunction():
                 key = tuple([None if g is None else plain_meta(g) for g in grads])
             try:
@@ -323,10 +355,15 @@ def _concrete(g: Tensor) -> torch.Tensor:
     return g._af.real if isinstance(g._af, Held) else g
 
 
-def _keeps_scalar(node: Node, use: Use) -> bool:
-    """Whether eager saves a Python number as a tensor: its graph then runs only once."""
-    assert node.op is not None
-    return node.op.name in ("mul", "div") and any(ref >= CONST for ref in use.reads)
+def _numbers_read(node: Node, uses: list[Use]) -> list[Ref]:
+    """The Python numbers that rules read and eager has made operands, which it saves as tensors."""
+    op = node.op
+    assert op is not None
+    operands = [
+        ref for ref, role in zip(node.args, op.roles, strict=True)
+        if role == "promote" and not op.scalars_apart
+    ]  # fmt: skip
+    return [ref for use in uses for ref in use.reads if ref >= CONST and ref in operands]
 
 
 class _Fused(torch.autograd.Function):
@@ -343,7 +380,11 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     segment, consts = ctx.work
     saved = ctx.saved_tensors if segment.frees else ()  # raises if they are freed or were written
     g = grads[0]
-    if g.__class__ is torch.Tensor and not torch.is_grad_enabled():
+    if (
+        g.__class__ is torch.Tensor
+        and not torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()
+    ):
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---
         if len(grads) == 1 or all(more is None for more in grads[1:]):
             answer = segment.direct.get(g.stride()) if g.layout is torch.strided else None
@@ -374,6 +415,18 @@ def _function(name: str) -> Callable[..., Any]:
 # --- applying the rules --------------------------------------------------------------------------
 
 
+def _value(nodes: list[Node], algebra: _Tape | _Torch, values: dict[Ref, Any], ref: Ref) -> Any:
+    """What `ref` stands for: a Const, a value at hand, or one that follows from these."""
+    if ref >= CONST:
+        return algebra.const(ref - CONST, nodes[-1].consts)
+    if ref not in values:
+        node = nodes[ref]
+        assert node.op is not None
+        operands = [_value(nodes, algebra, values, operand) for operand in node.args]
+        values[ref] = algebra.apply(node.op, tuple(operands))
+    return values[ref]
+
+
 def _sweep(
     segment: Segment, algebra: _Tape | _Torch, seeds: dict[int, Any], saved: dict[Ref, Any]
 ) -> list[Any]:
@@ -381,17 +434,8 @@ def _sweep(
 
     seeds: the gradients that came in, or None, by node. saved: the values that are at hand.
     """
-    nodes, values = segment.nodes, saved
-
-    def value(ref: Ref) -> Any:
-        if ref >= CONST:
-            return algebra.const(ref - CONST, nodes[-1].consts)
-        if ref not in values:
-            node = nodes[ref]
-            assert node.op is not None
-            values[ref] = algebra.apply(node.op, tuple(map(value, node.args)))
-        return values[ref]
-
+    nodes = segment.nodes
+    value = partial(_value, nodes, algebra, saved)
     grads = {index: g for index, g in seeds.items() if g is not None}
     gathers = segment.inside | set(segment.summed)
     given = []

@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import chain as _chain
 from . import launch as _launch
 from .chain import (
-    _local,
     close_thread,
     closed,
     flush_all,
@@ -49,7 +48,7 @@ def install() -> None:
     _patch_modes()
     _patch_compile()
     _patch_cuda()
-    register_optimizer_step_pre_hook(lambda *args: flush_thread("optimizer"))
+    register_optimizer_step_pre_hook(lambda *args: flush_all("optimizer"))
     os.register_at_fork(
         before=lambda: flush_all("fork"),
         after_in_child=lambda: (_chain.forget_threads(), _launch.forget_threads()),
@@ -122,7 +121,7 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _flush_readers_of(args: tuple[Any, ...], name: str) -> None:
     target = args[0] if args else None
     if isinstance(target, (list, tuple)) and target:  # torch._foreach_*_
-        flush_thread(name)
+        flush_all(name)
     elif isinstance(target, torch.Tensor) and target.__class__ is not Tensor:
         flush_readers(target, name)
 
@@ -157,7 +156,7 @@ def _patch_attributes() -> None:
 
 
 def _pending() -> bool:
-    return any(recorder.chain for recorder in _local.recorders.values())
+    return any(recorder.chain for recorder in _chain._all_recorders)
 
 
 # --- code that takes tensors without asking -------------------------------------------------------
@@ -180,10 +179,11 @@ def _patch_calls() -> None:
         (torch._C.ScriptFunction, "__call__"),
         (torch._C.ScriptMethod, "__call__"),
         (torch.jit, "trace"),
-        (graph, "_engine_run_backward"),
-        (torch.autograd, "_engine_run_backward"),
     ):
         _flush_first(owner, name, name, flush_thread)
+    for owner in (graph, torch.autograd):  # hooks run in grad modes that the engine sets
+        _reopened_after(owner, "_engine_run_backward", "backward", lambda reason: regrade(),
+                        flush=flush_thread)  # fmt: skip
 
     make = torch.nn.Parameter.__new__
 
@@ -280,7 +280,7 @@ def _patch_modes() -> None:
     ):
         _closed_inside(owner, keep=DeviceContext)
     for name in ("__enter__", "__exit__"):
-        _reopened_after(torch.inference_mode, name, "inference mode", reopen)
+        _reopened_after(torch.inference_mode, name, "inference mode", reopen, flush=flush_thread)
     _reopened_after(torch, "set_default_dtype", "default dtype", reopen_all)
     _reopened_after(torch, "set_anomaly_enabled", "anomaly mode", reopen_all)
     for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
@@ -288,13 +288,19 @@ def _patch_modes() -> None:
             _closed_between(module, f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting")
 
 
-def _reopened_after(owner: Any, name: str, reason: str, reopen: Callable[[str], None]) -> None:
+def _reopened_after(
+    owner: Any,
+    name: str,
+    reason: str,
+    reopen: Callable[[str], None],
+    flush: Callable[[str], None] = flush_all,
+) -> None:
     """Flush before `owner.name`, and start new chains under the modes it leaves."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        flush_all(reason)
+        flush(reason)
         try:
             return original(*args, **kwargs)
         finally:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from sys import getrefcount
 from threading import get_ident
 from typing import Any
@@ -87,6 +87,7 @@ class Recorder:
         self.stream = stream_reader(device)
         enter_context(device)
         self.closed = Node(self, None, None)  # nothing is ever recorded after it
+        self.grad = self.inference = False
         self.roots: dict[object, Node] = {}  # by what decides results besides the operands
         self.size = 0  # nodes in the trie
         self.runners: list[Runner] = []
@@ -94,13 +95,14 @@ class Recorder:
 
     def open(self) -> None:
         """Start an empty chain where the modes of this moment say: the trie is theirs alone."""
-        self.grad = torch.is_grad_enabled()
-        inference = torch.is_inference_mode_enabled()
-        modes = (self.grad, inference, torch.get_default_dtype(), config.recompute,
+        if self.ident == get_ident():  # another thread's modes are not those of its recorder
+            self.grad = torch.is_grad_enabled()
+            self.inference = torch.is_inference_mode_enabled()
+        modes = (self.grad, self.inference, torch.get_default_dtype(), config.recompute,
                  config.always_fuse)  # fmt: skip
         root = self.roots.get(modes)
         if root is None:
-            root = self.roots[modes] = Node(self, None, None, self.grad and not inference)
+            root = self.roots[modes] = Node(self, None, None, self.grad and not self.inference)
         # under anomaly mode every op has to have its own autograd node
         self.home = self.closed if self.off or torch.is_anomaly_enabled() else root
         self.chain = Chain(self.home)
@@ -355,6 +357,8 @@ def _miss(recorder: Recorder, chain: Chain, op: Op, key: tuple[Any, ...]) -> Nod
     with recorder.lock:
         if recorder.chain is not chain:  # another thread has flushed it meanwhile
             return None
+        if any(type(operand) is int and operand >= len(chain) for operand in key[1:]):
+            return None  # one that was pending in the chain before
         full = len(chain) >= config.max_nodes or (
             len(tip.inputs) + new_inputs > config.max_inputs and len(chain) > 0
         )
@@ -502,8 +506,10 @@ def flush(recorder: Recorder, reason: str) -> None:
                 runner = _runner_for(recorder, node, alive, chain.into is not None)
             counts.flushes[reason] += 1
             try:
-                if runner.live:
+                if runner.live and ident == get_ident():
                     runner.run(chain)
+                elif runner.live:
+                    _without_modes(runner.run, recorder, chain)
                 runner.runs += 1
                 if runner.pieces:
                     _local.launches += 1
@@ -518,6 +524,29 @@ def flush(recorder: Recorder, reason: str) -> None:
             if not done and chain and None not in chain:  # interrupted: the next flush tries again
                 recorder.chain = chain
             recorder.ident = ident
+
+
+def _without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chain) -> None:
+    """Run another thread's chain: the modes of this one must not reach its results."""
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not hooked and torch.is_inference_mode_enabled() is recorder.inference:
+        run(chain)
+        return
+    errors: list[BaseException] = []
+
+    def alone() -> None:
+        try:
+            enter_context(recorder.device)
+            with torch._C._InferenceMode(recorder.inference):
+                run(chain)
+        except BaseException as error:  # raised below, in the thread that asked
+            errors.append(error)
+
+    thread = threading.Thread(target=alone)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bool) -> Runner:

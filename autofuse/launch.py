@@ -73,13 +73,20 @@ def enter_context(device: torch.device) -> None:
 def settle(chain: Chain, owners: Sequence[Node], reals: Sequence[torch.Tensor]) -> None:
     """Give the live shells of `chain` their values."""
     with NoTorchFunction():
+        bump(chain, owners, reals)
         for owner, real in zip(owners, reals, strict=True):
             index = owner.index
-            for _ in range((chain.bumps or {}).get(index, 0)):
-                torch.autograd.graph.increment_version(real)
             assert owner.meta is not None
             owner.shell = become(chain[index], real, owner.meta, owner)
             chain[index] = None
+
+
+def bump(chain: Chain, owners: Sequence[Node], reals: Sequence[torch.Tensor]) -> None:
+    """Give each value the version that its in-place ops have made, once."""
+    bumps, chain.bumps = chain.bumps or {}, None
+    for owner, real in zip(owners, reals, strict=True):
+        for _ in range(bumps.get(owner.index, 0)):
+            torch.autograd.graph.increment_version(real)
 
 
 class Runner:
@@ -380,7 +387,9 @@ class CudaRunner(Runner):
         if not self.visible:
             return lines
         if self.attach is not None:
-            space["attach"] = self.attach
+            space["attach"], space["bump_all"] = self.attach, bump
+            visible = ", ".join(f"o{owner.index}" for owner in self.visible)
+            lines.append(f"if chain.bumps is not None: bump_all(chain, owners, [{visible}])")
             names = ", ".join(f"o{index}" for index in self.made())
             lines.append(f"attach(inputs, consts, {names})")
         names = ", ".join(f"o{owner.index}" for owner in self.visible)
@@ -494,6 +503,7 @@ class CpuRunner(Runner):
             addresses = list(map(address_of, chain.inputs))
             values = self._compute(addresses, chain.consts, chain.into)
             if self.attach is not None:
+                bump(chain, self.visible, [values[owner.index] for owner in self.visible])
                 made = [values[index] for index in self.made()]
                 self.attach(chain.inputs, chain.consts, *made)
         if chain.into is not None:

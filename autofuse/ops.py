@@ -48,6 +48,8 @@ class Op:
         (tools/autograd/derivatives.yaml): over `g` (the gradient of the result), the operands,
         `out` (the result) and calls of other rows, each of which rounds as that torch function
         does; `none` where an operand has no gradient. A row without rules is eager under grad.
+    keeps: operands and `out` that eager's node saves even where no rule reads them; a Python
+        number among them is saved as a tensor.
     eager: the torch function of the same operands, for chains that run without their kernel.
     """
 
@@ -59,6 +61,7 @@ class Op:
     scalar: str = "common"
     cpu_scalar: str = "common"
     grad: str = ""
+    keeps: str = ""
     integer: str = ""  # the expression for integer and bool dtypes, if it is another
     narrow: str = ""
     takes_bool: bool = True  # as an operand, even where another one decides the dtype
@@ -463,6 +466,7 @@ _op(
     "trunc(rnd(x / y))",
     by_scalar=OPS["div_trunc_by_scalar"],
     eager=partial(torch.div, rounding_mode="trunc"),
+    keeps="x y",
     grad="zeros(g); zeros(g)",
 )
 _FLOORED = (
@@ -481,6 +485,7 @@ _op(
     scalar="opmath",
     by_scalar=OPS["div_floor_by_scalar"],
     eager=partial(torch.div, rounding_mode="floor"),
+    keeps="x y",
     grad="zeros(g); zeros(g)",
 )
 _op(
@@ -574,12 +579,14 @@ _plain(
     "x y",
     "copysign(x, y)",
     result="float",
+    keeps="out",
     grad="g * where(x == 0, 0, out / x); zeros(g)",
 )
 _op(
     "pow",
     "x y",
     "pow(x, y)",
+    keeps="out",
     grad="where(y == 0.0, 0, g * (y * pow(x, y - 1)));"
     "g * where(logical_and(x == 0, y >= 0), 0, out * log(x))",
 )
@@ -588,6 +595,7 @@ _op(
     "rpow_scalar",
     "x y",
     "pow(x, y)",
+    keeps="y",
     grad="none; g * (out * log(x))",
     contiguous=True,
     eager=torch.pow,
@@ -604,7 +612,7 @@ _op(
     "pow_1_5",
     "x",
     "pow(x, 1.5)",
-    grad="g * (1.5 * sqrt(x))",
+    grad="g * (1.5 * pow_half(x))",
     eager=partial(torch.pow, exponent=1.5),
 )
 _op(
@@ -767,7 +775,7 @@ _op(
     grad="masked_fill(g, m, 0); none; none",
 )
 _LERP = "d = y - x; fma(w, d, x) if abs(w) < 0.5 else fma(-d, 1 - w, y)"
-_op("lerp", "x y w", _LERP, grad="g * (1 - w); g * w; g * (y - x)")
+_op("lerp", "x y w", _LERP, keeps="w", grad="g * (1 - w); g * w; g * (y - x)")
 _op("lerp_scalar", "x y w:opmath", _LERP, eager=torch.lerp, grad="g * (1 - w); g * w; none")
 _op("addcmul", "x y z", "fma(y, z, x)", integer="x + y * z", accepts="fi", grad="g; g * z; g * y")
 _op(
@@ -779,12 +787,13 @@ _op(
     eager=lambda x, y, z, s: torch.addcmul(x, y, z, value=s),
     grad="g; g * (z * s); g * (y * s); none",
 )
-_op("addcdiv", "x y z", "x + y / z", grad="g; g * reciprocal(z); -g * (y / (z * z))")
+_op("addcdiv", "x y z", "x + y / z", keeps="z", grad="g; g * reciprocal(z); -g * (y / (z * z))")
 _op(
     "addcdiv_scaled",
     "x y z s:opmath",
     "fma(s, y / z, x)",
     eager=lambda x, y, z, s: torch.addcdiv(x, y, z, value=s),
+    keeps="z",
     grad="g; g * (s / z); -g * (y * s / (z * z)); none",
 )
 
@@ -874,7 +883,7 @@ def _silu_backward(g, x):
 def _mish_backward(g, x):
     if not torch.is_grad_enabled():
         return _backward.mish_backward(g, x)
-    t = torch.tanh(F.softplus(x))
+    t = torch.tanh(torch.log1p(torch.exp(x)))
     inner = torch.mul(torch.mul(x, torch.sigmoid(x)), torch.rsub(torch.square(t), 1))
     return torch.mul(g, torch.add(inner, t))
 
@@ -884,7 +893,7 @@ _op(
     "scalar_div",
     "x y",
     "x / y",
-    eager=lambda x, y: torch.div(torch.tensor(x, dtype=torch.float64), y),
+    eager=lambda x, y: torch.div(torch.tensor(x, dtype=y.dtype), y),
 )
 _op(
     "sigmoid_backward",

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .dtypes import CODES
 from .layout import Ints, contiguous
@@ -98,6 +99,7 @@ class Tensor(torch.Tensor):
 
 
 Tensor.__module__ = "torch"  # torch's own messages name the class
+torch.Tensor._af = UNKNOWN  # type: ignore[attr-defined] - another thread may take the class away
 _leave_pending = lambda tensor: None  # noqa: E731 - set by chain, which knows how to flush
 _set = torch.Tensor.__setattr__
 use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
@@ -212,7 +214,12 @@ def become(shell: Tensor, real: torch.Tensor, meta: Meta, node: object) -> Tenso
 
 def alias(tensor: torch.Tensor) -> Tensor:
     """A wrapped tensor over the same memory, version counter and autograd history."""
+    tangent = forward_ad._current_level >= 0  # which detach would drop
     with NoTorchFunction():
-        other = torch.ops.aten.alias.default(tensor) if tensor.requires_grad else tensor.detach()
+        if tensor.requires_grad and not torch.is_inference_mode_enabled():
+            with torch.enable_grad():  # or the alias would say so and lead nowhere
+                other = torch.ops.aten.alias.default(tensor)
+        else:
+            other = torch.ops.aten.alias.default(tensor) if tangent else tensor.detach()
     other.__class__ = Tensor
     return other  # type: ignore[return-value]
