@@ -481,6 +481,8 @@ def _evaluate(tree: ast.expr, env: Callable[[str], Any], algebra: _Tape | _Torch
             pass
         case ast.Compare(left=left, ops=[sign], comparators=[right]):
             pass
+        case ast.Call(func=ast.Name(id="zeros"), args=[like, *_]):  # the others are only saved
+            return algebra.apply(OPS["zeros"], (_evaluate(like, env, algebra),))
         case ast.Call(func=ast.Name(id=name), args=args):
             values = tuple([_evaluate(arg, env, algebra) for arg in args])
             if all(map(algebra.is_number, values)):

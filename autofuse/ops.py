@@ -47,7 +47,8 @@ class Op:
     grad: the derivative rules, one per operand, separated by `;`, with PyTorch's own formulas
         (tools/autograd/derivatives.yaml): over `g` (the gradient of the result), the operands,
         `out` (the result) and calls of other rows, each of which rounds as that torch function
-        does; `none` where an operand has no gradient. A row without rules is eager under grad.
+        does; `none` where an operand has no gradient, `zeros(g, y)` for one that is zero and for
+        which eager saves y. A row without rules is eager under grad.
     keeps: operands and `out` that eager's node saves even where no rule reads them; a Python
         number among them is saved as a tensor.
     eager: the torch function of the same operands, for chains that run without their kernel.
@@ -466,8 +467,7 @@ _op(
     "trunc(rnd(x / y))",
     by_scalar=OPS["div_trunc_by_scalar"],
     eager=partial(torch.div, rounding_mode="trunc"),
-    keeps="x y",
-    grad="zeros(g); zeros(g)",
+    grad="zeros(g, y); zeros(g, x, y)",
 )
 _FLOORED = (
     "m = fmod(x, y);"
@@ -485,8 +485,7 @@ _op(
     scalar="opmath",
     by_scalar=OPS["div_floor_by_scalar"],
     eager=partial(torch.div, rounding_mode="floor"),
-    keeps="x y",
-    grad="zeros(g); zeros(g)",
+    grad="zeros(g, y); zeros(g, x, y)",
 )
 _op(
     "floor_divide",  # the same, but torch has no derivative for it

@@ -5,6 +5,7 @@ error it raises, must be the same both times.
 """
 
 import gc
+import threading
 import warnings
 
 import pytest
@@ -311,6 +312,31 @@ def hook_that_uses_wrapped_tensors(wrap, device):
 
 
 @scenario
+def hook_result_that_cpp_holds(wrap, device):
+    x = wrap(leaf(device))
+    y = torch.sin(x) * x
+    y.register_hook(lambda g: wrap(g.detach()) * 2.0)
+    y.retain_grad()
+    torch.exp(y * 0.1).sum().backward()
+    return x.grad, y.grad
+
+
+@scenario
+def values_recorded_in_a_hook_and_used_after(wrap, device):
+    x = wrap(leaf(device))
+    with torch.no_grad():
+        a = x * 2.0
+        z = a * x
+        autofuse.materialize(z)
+    box = []
+    handle = x.register_hook(lambda g: box.append(x * 2.0) or None)
+    (x * 3.0).sum().backward()
+    handle.remove()
+    z = box[0] * x
+    return z.requires_grad, z, *torch.autograd.grad(z.sum(), x)
+
+
+@scenario
 def post_accumulate_hook(wrap, device):
     p = nn.Parameter(leaf(device).detach())
     seen = []
@@ -406,6 +432,51 @@ def test_what_is_saved_is_what_eager_saves(name, when, device):
     assert results[0] == results[1]
 
 
+PAIRS = {
+    "div trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "div floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "div floor scalar": lambda x, y: torch.div(x, 0.3, rounding_mode="floor"),
+    "div": torch.div, "mul": torch.mul, "add": torch.add, "maximum": torch.maximum,
+    "atan2": torch.atan2, "copysign": torch.copysign, "fmod": torch.fmod,
+    "pow": lambda x, y: torch.pow(x.abs(), y), "rpow": lambda x, y: 2.0**x,
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3), "lerp of weight": lambda x, y: torch.lerp(y, y, x),
+    "addcdiv": lambda x, y: torch.addcdiv(x, y, y),
+    "addcdiv of y": lambda x, y: torch.addcdiv(y, x, y),
+    "addcmul": lambda x, y: torch.addcmul(x, y, y), "where": lambda x, y: torch.where(y > 0, x, y),
+    "masked_fill": lambda x, y: x.masked_fill(y > 0, 0.5), "clamp": lambda x, y: x.clamp(min=y),
+    "hypot": torch.hypot, "sub alpha": lambda x, y: torch.sub(x, y, alpha=0.4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grads", [(True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_two_operands_save(name, grads, device):
+    """Every operand and the result written before backward, and backward twice."""
+    for written in ("x", "y", "result", "nothing"):
+        results = []
+        for wrap in (plain, autofuse.wrap):
+            leaves = [leaf(device, k, grad=grad) for k, grad in enumerate(grads)]
+            operands = [t * 1.0 if t.requires_grad else t.clone() for t in leaves]
+            result = PAIRS[name](*map(wrap, operands))
+            autofuse.materialize(result)
+            if not result.requires_grad:
+                return
+            targets = [t for t in operands if t.requires_grad]
+            try:
+                with torch.no_grad():
+                    if written == "result":
+                        result.add_(1.0)
+                    elif written != "nothing":
+                        operands["xy".index(written)].add_(1.0)
+                for _ in range(2 if written == "nothing" else 1):
+                    torch.autograd.grad(result, targets, torch.ones_like(result), allow_unused=True)
+                results.append(None)
+            except RuntimeError as error:
+                results.append(_kind(error))
+        assert results[0] == results[1], written
+
+
 def eager_bytes(function, *args):
     """Bytes of the distinct tensors that eager saves."""
     saved = {}
@@ -472,6 +543,20 @@ def test_recompute_from_the_inputs_as_eager(name, device, monkeypatch):
     monkeypatch.setattr(autofuse.config, "recompute", "inputs")
     got = outcome(SCENARIOS[name], autofuse.wrap, device)
     assert_same(_mapped(got, autofuse.unwrap), want, 2e-5 if device == "cpu" else 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_second_derivatives_without_the_values_are_refused(device, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "recompute", "inputs")
+    x = autofuse.wrap(leaf(device))
+    a = torch.sin(x * 2.0)
+    b = torch.exp(a) * a
+    with pytest.raises(RuntimeError, match="recompute = 'inputs'"):
+        torch.autograd.grad(b.sum(), a, create_graph=True)
+    del b
+    c = torch.exp(x * 2.0) * x
+    (g,) = torch.autograd.grad(c.sum(), x, create_graph=True)
+    assert torch.autograd.grad(g.sum(), x)[0].shape == x.shape
 
 
 # --- higher derivatives ---------------------------------------------------------------------------
@@ -571,6 +656,21 @@ def forward_mode(wrap, device):
 
 
 @scenario
+def batched_gradients(wrap, device):
+    x = wrap(leaf(device, shape=(5,)))
+    y = torch.sin(x) * 2.0 + x
+    eye = torch.eye(5, device=device)
+    return torch.autograd.grad(y, x, eye, is_grads_batched=True)
+
+
+@scenario
+def tangent_of_a_wrapped_dual(wrap, device):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(leaf(device, grad=False), leaf(device, 1, grad=False))
+        return forward_ad.unpack_dual(torch.sin(wrap(dual))).tangent
+
+
+@scenario
 def functional_transforms(wrap, device):
     x = leaf(device, shape=(5,), grad=False)
     w = wrap(leaf(device, 1, (5,), grad=False)) * 2.0
@@ -624,6 +724,16 @@ def inplace_on_a_pending_value(wrap, device):
     z = torch.sin(y)
     z.sum().backward()
     return x.grad, w.grad, y._version
+
+
+@scenario
+def inplace_on_a_constant_that_is_saved_then(wrap, device):
+    x, w = wrap(leaf(device)), wrap(leaf(device, 1, grad=False))
+    c = w * 2.0
+    c.add_(1.0)
+    y = c * x
+    y.sum().backward()
+    return x.grad, c._version
 
 
 @scenario
@@ -736,18 +846,151 @@ def implicit_gradient_of_a_matrix(wrap, device):
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_as_eager(name, device):
     want = outcome(SCENARIOS[name], plain, device)
-    got = outcome(SCENARIOS[name], autofuse.wrap, device)
-    if isinstance(want, Exception):
-        assert isinstance(got, Exception), f"no {want!r}"
-        assert type(got) is type(want), f"{got!r} is not {want!r}"
-        assert str(got).split(":")[0][:60] == str(want).split(":")[0][:60]
-        return
-    if isinstance(got, Exception):
-        raise got
-    got = _mapped(got, autofuse.unwrap)
     # a graph of derivatives has other nodes than eager's, which add in another order
     second = "second" in name or "penalty" in name
-    assert_same(got, want, 2e-5 if device == "cpu" else 1e-6 if second else None, name)
+    for _ in range(3):  # from the second time on the trie is known
+        got = outcome(SCENARIOS[name], autofuse.wrap, device)
+        if isinstance(want, Exception):
+            assert isinstance(got, Exception), f"no {want!r}"
+            assert type(got) is type(want), f"{got!r} is not {want!r}"
+            assert str(got).split(":")[0][:60] == str(want).split(":")[0][:60]
+            continue
+        if isinstance(got, Exception):
+            raise got
+        got = _mapped(got, autofuse.unwrap)
+        assert_same(got, want, 2e-5 if device == "cpu" else 1e-6 if second else None, name)
+
+
+# --- parameters, fused functions, other threads ----------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_wrapping_a_parameter_under_no_grad(device):
+    p = nn.Parameter(torch.ones(3, device=device))
+    with torch.no_grad():
+        wrapped = autofuse.wrap(p)
+    (torch.sin(wrapped) * 2.0).sum().backward()
+    assert_same(p.grad, torch.ones(3, device=device).cos() * 2.0, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_fused_function_does_to_its_arguments(device):
+    @autofuse.fuse
+    def step(buffer, x):
+        buffer.add_(x * 2.0)
+        x.note = 1
+        return buffer
+
+    @autofuse.fuse
+    def loss(x):
+        x.requires_grad_()
+        return (torch.sin(x) * 2.0).sum()
+
+    x, buffer = leaf(device), torch.zeros(4, 6, device=device)
+    result = step(buffer, x)
+    assert result is buffer and buffer.requires_grad and x.note == 1
+    assert type(buffer) is type(x) is torch.Tensor
+    t = torch.ones(3, device=device)
+    loss(t).backward()
+    assert t.requires_grad and type(t) is torch.Tensor
+    assert_same(t.grad, torch.ones(3, device=device).cos() * 2.0, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_arguments_are_plain_again_after_an_error(device):
+    @autofuse.fuse
+    def fails(x, w):
+        raise ValueError(f"after {x * w}")
+
+    x, w = leaf(device), leaf(device, 1, grad=False)
+    with pytest.raises(ValueError, match="after tensor"):
+        fails(x, w)
+    assert type(x) is type(w) is torch.Tensor
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_threads_that_share_an_argument_get_plain_results(device):
+    x = leaf(device)
+    kinds = set()
+
+    @autofuse.fuse
+    def f(x):
+        return torch.sin(x * 2.0) * x
+
+    def work():
+        for _ in range(50):
+            kinds.add(type(f(x)))
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kinds == {torch.Tensor} and type(x) is torch.Tensor
+
+
+def beside(function):
+    """What `function` returns in another thread."""
+    box = []
+
+    def work():
+        box.append(outcome(lambda *_: function(), None, None))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if isinstance(box[0], Exception):
+        raise box[0]
+    return box[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_modes_of_a_thread_that_reads_anothers_value(device):
+    x, packed = autofuse.wrap(leaf(device)), []
+    y, z = torch.sin(x) * 2.0, None
+
+    def read_in_inference_mode():
+        with torch.inference_mode():
+            return y.tolist()
+
+    beside(read_in_inference_mode)
+    assert not y.is_inference() and y.grad_fn is not None
+    z = torch.sin(x) * 3.0
+
+    def read_under_hooks():
+        pack, unpack = lambda t: packed.append(t) or t, lambda t: t
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return z.tolist()
+
+    beside(read_under_hooks)
+    assert not packed
+    (y * z).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_another_threads_inference_mode_leaves_this_one_alone(device):
+    x = autofuse.wrap(leaf(device))
+    y = torch.sin(x) * 2.0
+
+    def infer():
+        with torch.inference_mode():
+            return torch.ones(3).sum().item()
+
+    beside(infer)
+    assert autofuse.is_pending(y)
+    (y * y).sum().backward()
+    assert not y.is_inference() and x.grad is not None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_optimizer_steps_in_another_thread(device):
+    p = nn.Parameter(leaf(device).detach())
+    p.grad = torch.ones_like(p)
+    before = p.detach().clone()
+    y = autofuse.wrap(leaf(device, 1, grad=False)) * 0.0 + p
+    beside(torch.optim.SGD([p], lr=0.1).step)
+    assert_same(autofuse.unwrap(y.detach()), before, None)
 
 
 # --- fusion, counted -----------------------------------------------------------------------------
@@ -791,7 +1034,8 @@ def test_no_leak(device):
     def step():
         h = torch.tanh(x * w)
         y = torch.sigmoid(h * w) * h
-        (y * h).sum().backward()
+        (g,) = torch.autograd.grad((y * h).sum(), w, create_graph=True)
+        (g * g).sum().backward()
         w.grad = None
 
     def count():
