@@ -199,7 +199,7 @@ class _Entry:
                 count = _lent.pop(id(tensor)) - 1
                 if count:
                     _lent[id(tensor)] = count
-                elif tensor.__class__ is Tensor:
+                elif isinstance(tensor, Tensor):
                     _become_plain(tensor)
         for container in self.containers:
             _exchange(container, self.leave)

@@ -263,7 +263,7 @@ class Segment:
         )
         op = nodes[self.root].op
         assert op is not None
-        self.apply = _function(op.name.partition("_")[0])
+        self.apply = _function(_torch_name(op))
         self.answers: dict[tuple[Meta | None, ...], Answer | None] = {}
         self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient
 
@@ -402,12 +402,20 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     return segment.backward(grads, saved, consts)
 
 
+def _torch_name(op: Op) -> str:
+    """The torch function that an op stands for, as eager's node is named after it."""
+    name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
+    name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
+    return {"square": "pow", "to": "to_copy"}.get(name, name)
+
+
 @cache
 def _function(name: str) -> Callable[..., Any]:
-    """`apply` of the Function whose nodes are named as eager names those of the op."""
-    cls = type(name, (_Fused,), {})
+    """`apply` of the Function whose nodes are called after the torch function `name`."""
+    title = "".join(part.capitalize() for part in name.split("_"))
+    cls = type(title, (_Fused,), {})
     node = cls._backward_cls  # type: ignore[attr-defined]
-    node.__name__ = node.__qualname__ = f"{name.capitalize()}Backward0"
+    node.__name__ = node.__qualname__ = f"{title}Backward0"
     node.apply = _apply_backward  # past the Python layers of Function: 3 us less per backward
     return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
 
@@ -470,7 +478,7 @@ _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 def _evaluate(tree: ast.expr, env: Callable[[str], Any], algebra: _Tape | _Torch) -> Any:
     """The value of a rule, with a Python number where torch's C++ formula has a Scalar."""
     match tree:
-        case ast.Constant(value=number):
+        case ast.Constant(value=int() | float() as number):
             return algebra.number(number)
         case ast.Name(id=name):
             return env(name)

@@ -163,11 +163,14 @@ def recorder_for(device: torch.device) -> Recorder:
 def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     """Record `op` over tensors and Python scalars; None if it has to run as eager PyTorch."""
     recorder = _local.current
-    if recorder is None or not recorder.ident:
+    if recorder is None:
+        return _record_elsewhere(op, operands)
+    chain = recorder.chain  # before `ident`: during a flush the new chain may not be used
+    if not recorder.ident:
         return _record_elsewhere(op, operands)
     if recorder.grad is not torch.is_grad_enabled():
         regrade()
-    chain = recorder.chain
+        return record(op, operands)
     slots = chain.slots
     edge: list[Any] = [op]
     fresh: list[Any] | None = None
@@ -191,7 +194,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         if slot is not None:
             edge.append(slot)
             continue
-        if state.__class__ is not Meta or state.device is not recorder.device:
+        if state is None or state.__class__ is not Meta or state.device is not recorder.device:
             x, state = _input(x, recorder)
             if state is _SCALAR:
                 edge.append(x.__class__)

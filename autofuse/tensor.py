@@ -337,8 +337,8 @@ def handler(self, *more):
     if self.__class__ is Tensor and not more:
         node = self._af
         recorder = node.recorder or _local.current
-        if recorder is not None and recorder.ident == get_ident():
-            chain = recorder.chain
+        chain = recorder.chain if recorder is not None else None  # before `ident`, as in `record`
+        if chain is not None and recorder.ident == get_ident():
             first = node.index
             fresh = False
             if first < 0:
@@ -374,8 +374,8 @@ def handler(self, other{more}):
     if self.__class__ is Tensor{plain}:
         node = self._af
         recorder = node.recorder or _local.current
-        if recorder is not None and recorder.ident == get_ident():
-            chain = recorder.chain
+        chain = recorder.chain if recorder is not None else None  # before `ident`, as in `record`
+        if chain is not None and recorder.ident == get_ident():
             first = node.index
             fresh = late = None  # new Inputs
             if first < 0:

@@ -861,7 +861,7 @@ def test_as_eager(name, device):
         assert_same(got, want, 2e-5 if device == "cpu" else 1e-6 if second else None, name)
 
 
-# --- parameters, fused functions, other threads ----------------------------------------------------
+# --- parameters, fused functions, other threads ---------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
