@@ -652,7 +652,10 @@ def _attaching(segments: list[Segment], computed: list[int]) -> Callable[..., No
     for k, segment in enumerate(segments):
         space[f"segment{k}"], space[f"apply{k}"] = segment, segment.apply
         outs = f"({listed(segment.outs)})" if len(segment.outs) > 1 else f"v{segment.root}"
-        holder = f"({outs}, ({listed(segment.saved)}), (segment{k}, consts))"
+        work = f"(segment{k}, consts)"
+        if not segment.nodes[-1].consts:  # one object less for the garbage collector to visit
+            work, space[f"work{k}"] = f"work{k}", (segment, ())
+        holder = f"({outs}, ({listed(segment.saved)}), {work})"
         calls.append(f"apply{k}({holder}, {listed(segment.slots)})")
     params = ", ".join(f"v{index}" for index in computed)
     body = "".join(f"        {call}\n" for call in calls)
