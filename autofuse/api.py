@@ -267,22 +267,25 @@ _BARREN, _ASIDE = 4, 100  # calls that launch no kernel before stepping aside, a
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    barren = 0  # the last calls that launched nothing; negative while stepping aside
+    # by module (its class has one forward for all): how many calls in a row have launched
+    # nothing; negative while stepping aside
+    barren: dict[int, int] = {}
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal barren
         if torch.compiler.is_compiling() or _local.closed or _local.depth:
             return function(*args, **kwargs)
-        if barren < 0:  # nothing here has fused lately: wrapping would only cost
-            barren += 1
+        owner = id(args[0]) if args and isinstance(args[0], torch.nn.Module) else 0
+        count = barren.get(owner, 0)
+        if count < 0:  # nothing here has fused lately: wrapping would only cost
+            barren[owner] = count + 1
             return function(*args, **kwargs)
         launches = _local.launches
         result = _call(function, args, kwargs)
         if _local.launches != launches:
-            barren = 0
+            barren.pop(owner, None)
         else:
-            barren = barren + 1 if barren < _BARREN else -_ASIDE
+            barren[owner] = count + 1 if count < _BARREN else -_ASIDE
         return result
 
     return call
