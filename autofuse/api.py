@@ -161,7 +161,7 @@ class _Entry:
 
     def __init__(self) -> None:
         self.lent: list[torch.Tensor] = []
-        self.containers: list[Any] = []
+        self.containers: dict[int, Any] = {}  # by id
         self.passes = False  # an argument was wrapped already: results stay wrapped
 
     def enter(self, value: Any) -> None:
@@ -181,8 +181,8 @@ class _Entry:
         elif isinstance(value, tuple):
             for item in value:
                 self.enter(item)
-        elif _is_container(value) and not any(value is seen for seen in self.containers):
-            self.containers.append(value)
+        elif id(value) not in self.containers and _is_container(value):
+            self.containers[id(value)] = value
             for _, item in _items(value):
                 self.enter(item)
 
@@ -193,15 +193,20 @@ class _Entry:
         self.lent.append(tensor)
 
     def restore(self) -> None:
-        """Make the arguments plain again, and what the function left in them."""
-        for tensor in self.lent:
+        """Make the arguments plain again."""
+        while self.lent:
+            tensor = self.lent.pop()
             with _lending:
                 count = _lent.pop(id(tensor)) - 1
                 if count:
                     _lent[id(tensor)] = count
-                elif isinstance(tensor, Tensor):
-                    _become_plain(tensor)
-        for container in self.containers:
+                elif isinstance(tensor, Tensor):  # concrete: nothing is pending after a flush
+                    tensor.__dict__.pop("_af", None)
+                    tensor.__class__ = torch.Tensor
+
+    def leave_arguments(self) -> None:
+        """Make plain what the function left in its containers."""
+        for container in list(self.containers.values()):
             _exchange(container, self.leave)
 
     def leave(self, value: Any) -> Any:
@@ -213,8 +218,8 @@ class _Entry:
             return value
         if isinstance(value, tuple):
             return _rebuilt(value, self.leave)
-        if _is_container(value) and not any(value is seen for seen in self.containers):
-            self.containers.append(value)
+        if id(value) not in self.containers and _is_container(value):
+            self.containers[id(value)] = value
             _exchange(value, self.leave)
         return value
 
@@ -293,24 +298,22 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `function` with its tensors wrapped; plain tensors come back."""
-    entry = _Entry()
-    for value in args:
-        entry.enter(value)
-    for value in kwargs.values():
-        entry.enter(value)
-    if entry.passes:
-        entry.restore()
-        return function(*args, **kwargs)
-    _local.depth += 1
+    entry, result = _Entry(), None
     try:
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            _local.depth -= 1
-            flush_thread("fuse")
+        for value in (*args, *kwargs.values()):
+            entry.enter(value)
+        if not entry.passes:
+            _local.depth += 1
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                _local.depth -= 1
+                flush_thread("fuse")
     finally:
         entry.restore()
-    return entry.leave(result)
+        if not entry.passes:
+            entry.leave_arguments()
+    return function(*args, **kwargs) if entry.passes else entry.leave(result)
 
 
 @overload

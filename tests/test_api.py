@@ -283,6 +283,32 @@ def test_fork_and_spawned_children_work():
     assert y.tolist() == [2.0] * 3
 
 
+def test_arguments_are_plain_after_an_error_on_the_way_in():
+    class Bad(dict):
+        def items(self):
+            raise RuntimeError("no items")
+
+    @autofuse.fuse
+    def f(x, d=None):
+        return x * 2
+
+    x = torch.ones(4)
+    with pytest.raises(RuntimeError, match="no items"):
+        f(x, Bad())
+    assert type(x) is torch.Tensor and type(f(x)) is torch.Tensor and type(x) is torch.Tensor
+
+
+def test_wrapped_tensors_in_containers_stay_wrapped():
+    @autofuse.fuse
+    def f(values):
+        return values[0] * 2 + 1
+
+    w = autofuse.wrap(torch.ones(4)) * 2
+    result = f([w])
+    assert isinstance(w, autofuse.shell.Tensor) and isinstance(result, autofuse.shell.Tensor)
+    assert_same(result, torch.full((4,), 5.0), None)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_call_in_which_nothing_fuses_is_soon_left_alone(device):
     """And looked at again after a while: it may fuse by then."""
