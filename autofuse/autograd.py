@@ -51,7 +51,7 @@ def _uses(node: Node, meta_of: Callable[[Ref], Meta]) -> Iterator[Use]:
     assert node.op is not None
     for ref, rule in zip(node.args, node.op.rules, strict=True):
         if ref < CONST and rule is not None and meta_of(ref).requires_grad:
-            named = dict(zip(node.op.names, node.args, strict=True), out=node.index)
+            named = node.named()
             yield Use(ref, rule, frozenset(named[n] for n in _names(rule) if n in named))
 
 
@@ -161,7 +161,7 @@ def _saved(
 def _kept(node: Node) -> list[Ref]:
     """What eager's node saves whether a rule reads it or not: tensors, and numbers as tensors."""
     assert node.op is not None
-    named = dict(zip(node.op.names, node.args, strict=True), out=node.index)
+    named = node.named()
     return [named[name] for name in node.op.keeps.split()]
 
 

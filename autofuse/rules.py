@@ -55,9 +55,7 @@ def sweep(
     gathers = segment.inside | set(segment.summed)
     given = []
     for index in reversed(segment.steps):
-        op, g = nodes[index].op, grads.pop(index, None)
-        assert op is not None
-        named = dict(zip(op.names, nodes[index].args, strict=True), out=index)
+        g, named = grads.pop(index, None), nodes[index].named()
         for use in segment.uses[index]:
             ref, meta = use.ref, segment.meta_of(use.ref)
             if g is None:

@@ -55,6 +55,11 @@ class Node:
         self.long = False  # a chain that begins here has paid as a fused one
         self.reason = ""  # why this op is eager here, if it is
 
+    def named(self) -> dict[str, Ref]:
+        """The operands by the names that the op's rules use, and the result as `out`."""
+        assert self.op is not None
+        return dict(zip(self.op.names, self.args, strict=True), out=self.index)
+
     def path(self) -> list[Node]:
         """The nodes of the program that ends here, in order."""
         nodes: list[Node] = []
