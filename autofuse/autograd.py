@@ -27,7 +27,7 @@ from .config import config
 from .errors import warn_once
 from .launch import Answer, Runner, compiled
 from .layout import is_dense
-from .ops import Op
+from .op import Op
 from .plan import CONST, Ref
 from .rules import Tape, Torch, UnfusedError, sweep
 from .shell import Held, Meta, NoTorchFunction, Tensor, plain_meta

@@ -24,7 +24,8 @@ from .autograd import graded, graph_of, pays
 from .config import config, watch
 from .errors import StaleInputError, warn_once
 from .launch import FailedRunner, Runner, enter_context, runner_class, settle, stream_reader
-from .ops import CASTS, Op
+from .op import Op
+from .ops import CASTS
 from .plan import CONST, make_pieces
 from .shell import (
     UNKNOWN,

@@ -17,7 +17,6 @@ import ast
 from functools import cache
 
 from .dtypes import carried
-from .ops import Op
 from .plan import BROADCAST, CONST, Line, Operand, Plan
 
 
@@ -70,7 +69,7 @@ def _statements(plan: Plan, index: int, line: Line) -> list[str]:
             text.append(f"    v{index}_{name} = {target}({value})")
             value = f"v{index}_{name}"
         names[name] = value
-    *parts, result = parse(op, line.common)
+    *parts, result = parse(op.expression(line.common, plan.device))
     for part in parts:
         assert isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name)
         target = part.targets[0].id
@@ -84,13 +83,8 @@ def _statements(plan: Plan, index: int, line: Line) -> list[str]:
 
 
 @cache
-def parse(op: Op, common: str) -> tuple[ast.stmt, ...]:
-    """The statements of an op's expression for operands of type `common`; the last is its value."""
-    source = op.expr
-    if common in ("f16", "bf16"):
-        source = op.narrow or source
-    elif common not in ("f32", "f64"):
-        source = op.integer or source
+def parse(source: str) -> tuple[ast.stmt, ...]:
+    """The statements of an op's expression; the last is its value."""
     return tuple(ast.parse(source.replace(";", "\n").replace("\n ", "\n")).body)
 
 
@@ -101,9 +95,18 @@ class _Substitute(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.Name:
         return ast.Name(self.names.get(node.id, node.id), node.ctx)
 
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        """A choice of two literals has the type that the op computes in."""
+        self.generic_visit(node)
+        if not any(_has_name(arm) for arm in (node.body, node.orelse)):
+            node.body = ast.Call(ast.Name(carried(self.common), ast.Load()), [node.body], [])
+        return node
+
     def visit_Call(self, node: ast.Call) -> ast.expr:
         assert isinstance(node.func, ast.Name)
         args = [self.visit(arg) for arg in node.args]
+        if node.func.id == "own":
+            return ast.Call(ast.Name(carried(self.common), ast.Load()), args, [])
         if node.func.id == "rnd":  # rounds to the op's dtype where that is narrower
             if self.common not in ("f16", "bf16"):
                 return args[0]
@@ -114,6 +117,11 @@ class _Substitute(ast.NodeTransformer):
         if node.func.id in ("by", "divide"):
             return ast.BinOp(args[0], ast.Div(), args[1])
         return ast.Call(node.func, args, [])
+
+
+def _has_name(tree: ast.expr) -> bool:
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return bool(names - {"inf", "nan"})
 
 
 def _substituted(tree: ast.expr, names: dict[str, str], common: str, device: str) -> str:

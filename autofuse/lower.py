@@ -84,8 +84,8 @@ class Element:
             case ast.Constant(value=value):
                 assert type(value) in (int, float)
                 return value  # type: ignore[return-value]
-            case ast.Name(id="inf"):
-                return float("inf")
+            case ast.Name(id="inf" | "nan" as name):
+                return float(name)
             case ast.Name(id="sixth"):  # torch's 1 / 6
                 return self.target.SIXTH
             case ast.Name(id=name):
@@ -129,15 +129,42 @@ class Element:
         a, b = self.unify(a, b)
         builder = self.builder
         name = {
-            ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div",
+            ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Mod: "rem",
             ast.BitAnd: "and_", ast.BitOr: "or_", ast.BitXor: "xor",
+            ast.LShift: "shl", ast.RShift: "shr",
         }[type(tree.op)]  # fmt: skip
+        if name in ("div", "rem") and not a.floating:
+            return self.divided(name, a, b)
+        if name in ("shl", "shr"):
+            return self.shifted(name, a, b)
         if not a.floating:
-            assert name != "div", "integer division has no expression"
             return Value(getattr(builder, name)(a.ir, b.ir), a.code)
         if exact:
             return Value(self.target.exact(name, a.ir, b.ir, a.code), a.code)
         return Value(getattr(builder, f"f{name}")(a.ir, b.ir), a.code)
+
+    def divided(self, name: str, a: Value, b: Value) -> Value:
+        """C's `/` or `%`, in int or wider, as C computes them."""
+        wide = "i64" if a.code == "i64" else "i32"
+        x, y = (self.convert(value, wide).ir for value in (a, b))
+        return self.convert(Value(self.target.divide(name, x, y), wide), a.code)
+
+    def shifted(self, name: str, a: Value, b: Value) -> Value:
+        """torch's shifts: by less than nothing or by all the bits, none or the sign is left."""
+        builder, bits = self.builder, a.ir.type.width
+        signed = a.code != "u8"
+        most = bits - 1 if signed and name == "shr" else bits
+        last = ir.Constant(b.ir.type, bits - 1)
+        inside = builder.icmp_unsigned("<", b.ir, ir.Constant(b.ir.type, most))
+        by = builder.select(inside, b.ir, last)
+        if name == "shr":
+            if not signed:
+                shifted = builder.lshr(a.ir, by)
+                return Value(builder.select(inside, shifted, ir.Constant(a.ir.type, 0)), a.code)
+            return Value(builder.ashr(a.ir, by), a.code)
+        return Value(
+            builder.select(inside, builder.shl(a.ir, by), ir.Constant(a.ir.type, 0)), a.code
+        )
 
     def compare(self, tree: ast.Compare) -> Value:
         a, b = self.unify(self.eval(tree.left), self.eval(tree.comparators[0]))
@@ -155,6 +182,8 @@ class Element:
         args = [self.eval(tree) for tree in trees]
         if name in STORED:
             return self.convert(self.typed(args[0], carried(name)), name)
+        if name in ("horner", "chebyshev"):
+            return getattr(self, name)(args[0], args[1:])
         if name == "clip":  # std::min(std::max(x, low), high) of hardswish and hardsigmoid
             x, low = self.unify(args[0], args[1])
             x = Value(
@@ -167,6 +196,24 @@ class Element:
         code = next(arg.code for arg in args if isinstance(arg, Value))
         typed = [self.typed(arg, code) for arg in args]
         return Value(self.target.call(name, typed), code)
+
+    def horner(self, x: Value, coefficients: list[Literal]) -> Value:
+        """A polynomial, the highest power first."""
+        first, *rest = (self.typed(c, x.code).ir for c in coefficients)
+        for coefficient in rest:
+            first = self.builder.fadd(self.builder.fmul(first, x.ir), coefficient)
+        return Value(first, x.code)
+
+    def chebyshev(self, x: Value, coefficients: list[Literal]) -> Value:
+        """A Chebyshev series, the highest degree first, by Clenshaw's recurrence."""
+        code = x.code
+        b0, *rest = (self.typed(c, code) for c in coefficients)
+        b1 = b2 = self.typed(0.0, code)
+        for c in rest:  # ptxas contracts the product with the difference, NVVM does not
+            step = self.target.call("fma", [x, b0, Value(self.negated(b1), code)])
+            b0, b1, b2 = Value(self.builder.fadd(step, c.ir), code), b0, b1
+        half = self.typed(0.5, code).ir
+        return Value(self.builder.fmul(half, self.builder.fsub(b0.ir, b2.ir)), code)
 
     def truth(self, tree: ast.expr) -> Any:
         value = self.eval(tree)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from . import layout
 from .dtypes import ITEMSIZE
 from .layout import Ints
-from .ops import Op
+from .op import Op
 
 BROADCAST, UNIT, STRIDED = 0, 1, 2  # how an operand walks one axis of the loop
 CONST = 1 << 20  # references: node index >= 0, Input k as ~k, Const k as CONST + k

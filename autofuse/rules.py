@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .launch import Answer, log_of, runner_class
-from .ops import CASTS, OPS, Op
+from .op import OPS, Op
+from .ops import CASTS
 from .plan import CONST, Ref, make_pieces
 from .shell import Meta
 from .trie import Node, extend

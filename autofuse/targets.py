@@ -56,6 +56,13 @@ class Cuda:
         """add, sub or mul that neither LLVM nor ptxas contracts with its neighbours."""
         return self.call(name, [Value(a, code), Value(b, code)])
 
+    def divide(self, name: str, a: Any, b: Any) -> Any:
+        """PTX div or rem of signed integers: LLVM would make use of a divisor not being 0."""
+        width, letter = (32, "r") if a.type == I32 else (64, "l")
+        signature = ir.FunctionType(a.type, [a.type, a.type])
+        text = f"{name}.s{width} $0, $1, $2;"
+        return self.builder.asm(signature, text, f"={letter},{letter},{letter}", [a, b], False)
+
     def barrier(self, value: Any) -> Any:
         """Ends an op: what follows does not contract with `value`."""
         kind = "f" if value.type == F32 else "d"

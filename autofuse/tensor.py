@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import is_grad_enabled
 
-from . import ops
+from . import op, ops
 from .chain import (
     _local,
     add_inputs,
@@ -33,7 +33,7 @@ from .chain import (
     relieve,
 )
 from .errors import KernelError, LostGradientError
-from .ops import OPS, Op
+from .op import OPS, Op
 from .shell import (
     UNKNOWN,
     Held,
@@ -431,9 +431,9 @@ def handler(self, other{more}):
 """
 
 
-def _generate(template: str, op: Op, func: Handler, rest: Handler | None = None) -> Handler:
-    """A handler for `func`, which computes `op`; calls with options go to `rest`."""
-    space = dict(globals(), OP=op, FUNC=func, REST=rest)
+def _generate(template: str, row: Op, func: Handler, rest: Handler | None = None) -> Handler:
+    """A handler for `func`, which computes `row`; calls with options go to `rest`."""
+    space = dict(globals(), OP=row, FUNC=func, REST=rest)
     parts = {
         "more": ", *more",
         "plain": " and not more",
@@ -445,25 +445,47 @@ def _generate(template: str, op: Op, func: Handler, rest: Handler | None = None)
         parts["plain"] = " and not more and not options"
     exec(template.format(**parts), space)
     handler = space["handler"]
-    handler.__name__ = getattr(func, "__name__", op.name)
+    handler.__name__ = getattr(func, "__name__", row.name)
     return handler
 
 
 def _spelled(choose: Handler, func: Handler) -> Handler:
     """A handler for torch functions with options, which decide what is recorded."""
+    written = _inplace(choose, func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("out") is None:
-            kwargs.pop("out", None)
-            try:
-                chosen = choose(*args, **kwargs)
-            except (TypeError, AttributeError):  # not the arguments it knows: torch decides
-                chosen = None
-            if chosen is not None:
-                shell = record(*chosen)
-                if shell is not None:
-                    return shell
+        if "inplace" in kwargs:
+            if kwargs["inplace"]:
+                return written(*args, **kwargs)
+            del kwargs["inplace"]
+        out = kwargs.pop("out", None)
+        try:
+            chosen = choose(*args, **kwargs)
+        except (TypeError, AttributeError):  # not the arguments it knows: torch decides
+            chosen = None
+        if out is not None:
+            if chosen is not None and out.__class__ is Tensor and out._af.recorder is None:
+                if record_write(chosen[0], out, chosen[1]):
+                    return out
+            kwargs["out"] = out
+        elif chosen is not None:
+            shell = record(*chosen)
+            if shell is not None:
+                return shell
         return run_eager(func, args, kwargs)
+
+    return call
+
+
+def _composite(compose: Handler, func: Handler) -> Handler:
+    """A handler for functions that PyTorch makes of other ones; what it passes on runs eagerly."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = compose(*args, **kwargs)
+        except (TypeError, AttributeError):  # not the arguments it knows: torch decides
+            result = NotImplemented
+        return run_eager(func, args, kwargs) if result is NotImplemented else result
 
     return call
 
@@ -473,8 +495,9 @@ def _inplace(choose: Handler, func: Handler) -> Handler:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__class__ is Tensor:
+            options = {key: value for key, value in kwargs.items() if key != "inplace"}
             try:
-                chosen = choose(self, *args, **kwargs)
+                chosen = choose(self, *args, **options)
             except (TypeError, AttributeError):
                 chosen = None
             if chosen is not None:
@@ -511,10 +534,10 @@ def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handle
     return reflected
 
 
-def _plain_choice(op: Op) -> Handler:
-    if len(op.names) == 1:
-        return lambda self: (op, (self,))
-    return lambda self, other: (op, (self, other))
+def _plain_choice(row: Op) -> Handler:
+    if len(row.names) == 1:
+        return lambda self: (row, (self,))
+    return lambda self, other: (row, (self, other))
 
 
 _PLACES = (torch, F, torch._C._nn, torch.special, torch._C._VariableFunctions)
@@ -522,17 +545,23 @@ _PLACES = (torch, F, torch._C._nn, torch.special, torch._C._VariableFunctions)
 
 def _install_ops() -> None:
     """Find every torch spelling of every row, and put a handler in its place."""
-    choices = {name: _plain_choice(op) for name, op in ops.PLAIN.items()} | ops.SPELLINGS
+    choices = {name: _plain_choice(row) for name, row in op.PLAIN.items()} | op.SPELLINGS
     for name, choose in choices.items():
         _install(name, choose)
         _install(name + "_", choose, inplace=True)
+    for name, compose in op.COMPOSITES.items():
+        for place in (*_PLACES, _Plain):
+            func = getattr(place, name, None)
+            if callable(func) and func not in HANDLERS:
+                HANDLERS[func] = OPTIONS[func] = handler = _composite(compose, func)
+                if place is _Plain:
+                    setattr(Tensor, name, handler)
     for table in (ops.BINARY_OPERATORS, ops.UNARY_OPERATORS):
         for name, row in table.items():
-            op = OPS[row]
-            template = _UNARY if len(op.names) == 1 else _BINARY
-            _override(name, _generate(template, op, getattr(_Plain, name)))
+            template = _UNARY if len(OPS[row].names) == 1 else _BINARY
+            _override(name, _generate(template, OPS[row], getattr(_Plain, name)))
     for name, row in ops.SPELLED_OPERATORS.items():
-        _override(name, _spelled(ops.SPELLINGS[row], getattr(_Plain, name)))
+        _override(name, _spelled(op.SPELLINGS[row], getattr(_Plain, name)))
     for name, row in ops.INPLACE_OPERATORS.items():
         if hasattr(_Plain, name):
             _override(name, _inplace(choices[row], getattr(_Plain, name)))
@@ -546,17 +575,17 @@ def _install_ops() -> None:
 
 def _install(name: str, choose: Handler, inplace: bool = False) -> None:
     """Handlers for the functions and the method called `name`."""
-    op = ops.PLAIN.get(name)
+    plain = op.PLAIN.get(name)
     for place in (*_PLACES, _Plain):
         func = getattr(place, name, None)
         if not callable(func) or func in HANDLERS:
             continue
         with_options = (_inplace if inplace else _spelled)(choose, func)
         handler = with_options
-        if op is not None:
-            template = _UNARY if len(op.names) == 1 else _BINARY
-            takes_options = name in ops.SPELLINGS and place is _Plain
-            handler = _generate(template, op, func, with_options if takes_options else None)
+        if plain is not None:
+            template = _UNARY if len(plain.names) == 1 else _BINARY
+            takes_options = name in op.SPELLINGS and place is _Plain
+            handler = _generate(template, plain, func, with_options if takes_options else None)
         HANDLERS[func], OPTIONS[func] = handler, with_options
         if place is _Plain:
             setattr(Tensor, name, handler)
@@ -569,11 +598,11 @@ def _override(name: str, handler: Handler) -> None:
 
 
 def _cast(dtype: torch.dtype, func: Handler) -> Handler:
-    op = ops.CASTS[dtype]
+    row = ops.CASTS[dtype]
 
     def cast(self: Any, **options: Any) -> Any:
         if self.__class__ is Tensor and not options and self.dtype is not dtype:
-            shell = record(op, (self,))
+            shell = record(row, (self,))
             if shell is not None:
                 return shell
         elif not options:

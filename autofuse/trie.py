@@ -17,7 +17,7 @@ import torch
 from . import layout
 from .config import config
 from .dtypes import CODES
-from .ops import Op
+from .op import Op
 from .plan import CONST, Program, Ref, Step
 from .shell import Meta, Tensor, make_meta
 
@@ -145,6 +145,8 @@ def extend(
     if device.type == "cpu" and CODES[common] in ("f16", "bf16"):
         if any(meta.ndim == 0 and meta.dtype is not common for meta in tensors):
             return eager_node(recorder, tip, op, "a wider 0-d tensor, which the CPU does not round")
+    if device.type == "cpu" and op.divides(CODES[common]):
+        return eager_node(recorder, tip, op, "integer division, which raises on the CPU")
     first = tensors[0]
     if first.flat and all(meta.shape == shape and meta.flat for meta in tensors):
         stride = first.stride

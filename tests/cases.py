@@ -10,16 +10,21 @@ import torch.nn.functional as F
 Call = Callable[..., torch.Tensor]
 
 UNARY = (
-    "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh "
+    "deg2rad rad2deg sgn signbit isposinf isneginf lgamma digamma erfinv i0 sinc logit "
+    "nan_to_num exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh "
+    "asinh acosh "
     "atanh sqrt rsqrt erf erfc reciprocal sigmoid neg abs sign floor ceil trunc frac square round "
     "isnan isinf isfinite logical_not relu clone"
 ).split()
 BINARY = (
     "add sub mul div maximum minimum fmax fmin fmod remainder atan2 hypot copysign pow "
-    "eq ne lt le gt ge logical_and logical_or logical_xor"
+    "eq ne lt le gt ge logical_and logical_or logical_xor heaviside logaddexp logaddexp2 xlogy max "
+    "min ldexp float_power"
 ).split()
 ARITHMETIC = set(
-    "neg abs sign floor ceil trunc frac square round isnan isinf isfinite logical_not relu clone "
+    "deg2rad rad2deg angle sgn signbit isposinf isneginf nan_to_num heaviside nextafter "
+    "threshold hardshrink softshrink prelu l1_loss neg abs sign floor ceil trunc frac square round "
+    "isnan isinf isfinite logical_not relu clone "
     "add sub mul div maximum minimum fmax fmin eq ne lt le gt ge "
     "logical_and logical_or logical_xor reciprocal".split()
 )  # bit-identical on the CPU too
@@ -73,6 +78,24 @@ FLOAT_CALLS: dict[str, Call] = {
     "to_double": lambda x: x.double(),
     "to_bool": lambda x: x.bool(),
     "selfmul": lambda x: x * x,
+    "logit_eps": lambda x: torch.logit(x, 0.125),
+    "nan_to_num_values": lambda x: torch.nan_to_num(x, 1.5, 7.0, -8.0),
+    "trigamma": lambda x: torch.polygamma(1, x),
+    "polygamma_0": lambda x: torch.polygamma(0, x),
+    **{
+        f"special_{name}": getattr(torch.special, name)
+        for name in "entr i0e ndtr expit psi gammaln".split()
+    },
+    "log_sigmoid": F.logsigmoid,
+    "hardshrink": lambda x: F.hardshrink(x, 0.3),
+    "softshrink": lambda x: F.softshrink(x, 0.3),
+    "threshold": lambda x: F.threshold(x, 0.25, -3.0),
+    "rrelu": lambda x: F.rrelu(x),
+    "softsign": F.softsign,
+    "tanhshrink": F.tanhshrink,
+    "xlogy_scalar": lambda x: torch.xlogy(2.5, x),
+    "xlog1py_scalar": lambda x: torch.special.xlog1py(x, 0.7),
+    "float_power": lambda x: torch.float_power(x, 2.5),
 }  # fmt: skip
 
 PAIR_CALLS: dict[str, Call] = {
@@ -88,7 +111,22 @@ PAIR_CALLS: dict[str, Call] = {
     "lerp_scalar_high": lambda x, y: torch.lerp(x, y, 0.8),
     "clamp_tensor": lambda x, y: torch.clamp(x, min=y),
     "where": lambda x, y: torch.where(x > y, x, y),
+    "xlog1py": torch.special.xlog1py,
+    "prelu": lambda x, y: torch._prelu_kernel(x, y),
+    "mse_loss": lambda x, y: F.mse_loss(x, y, reduction="none"),
+    "l1_loss": lambda x, y: F.l1_loss(x, y, reduction="none"),
+    "smooth_l1_loss": lambda x, y: F.smooth_l1_loss(x, y, reduction="none", beta=0.7),
+    "huber_loss": lambda x, y: F.huber_loss(x, y, reduction="none", delta=0.7),
+    "isclose": lambda x, y: torch.isclose(x, y, rtol=0.3),
 }
+# eager under grad: torch has no derivative either, or one that the table does not have
+NO_RULE = set(
+    "angle sgn i0 special_i0e trigamma rrelu xlogy_scalar xlog1py_scalar heaviside isclose ldexp".split()
+)
+WIDE_CALLS: dict[str, Call] = {
+    "angle": torch.angle,
+    **{name: getattr(torch.special, name) for name in "i1 i1e ndtri".split()},
+}  # float32 and float64 alone
 TRIPLE_CALLS: dict[str, Call] = {
     "lerp": torch.lerp,
     "addcmul": torch.addcmul,
@@ -116,19 +154,41 @@ INT_CALLS: dict[str, Call] = {
     "to_float": lambda x: x.float(),
     "to_int": lambda x: x.int(),
     "to_bool": lambda x: x.bool(),
+    **{
+        name: getattr(torch, name)
+        for name in (
+            "sign sgn signbit floor ceil trunc round isnan isinf isfinite isposinf isneginf "
+            "deg2rad angle digamma"
+        ).split()
+    },
+    "threshold": lambda x: F.threshold(x, 3, 7),
+    "shift_scalar": lambda x: (x << 2) >> 1,
 }
 INT_PAIR_CALLS: dict[str, Call] = {
     **{
         name: getattr(torch, name)
         for name in (
             "add sub mul maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor "
-            "bitwise_and bitwise_or bitwise_xor"
+            "bitwise_and bitwise_or bitwise_xor fmax fmin heaviside"
         ).split()
     },
     "add_alpha": lambda x, y: torch.add(x, y, alpha=3),
     "where": lambda x, y: torch.where(x > y, x, y),
     "addcmul": lambda x, y: torch.addcmul(x, x, y, value=2),
 }
+INT_SHIFTS: dict[str, Call] = {
+    "left_shift": lambda x, y: x << (y & 15) - 3,
+    "right_shift": lambda x, y: torch.bitwise_right_shift(x, (y & 15) - 3),
+}
+INT_DIVISIONS: dict[str, Call] = {
+    "remainder": torch.remainder,
+    "fmod": torch.fmod,
+    "floor_divide": torch.floor_divide,
+    "div_trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "div_floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "mod_scalar": lambda x, y: x % 7,
+    "floordiv_scalar": lambda x, y: x // -3,
+}  # fused on CUDA
 FLOAT_TO_INT: dict[str, Call] = {
     f"to_{str(dtype)[6:]}": (lambda x, dtype=dtype: x.to(dtype))
     for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

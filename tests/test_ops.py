@@ -9,9 +9,12 @@ from cases import (
     FLOAT_CALLS,
     FLOAT_TO_INT,
     INT_CALLS,
+    INT_DIVISIONS,
     INT_PAIR_CALLS,
+    INT_SHIFTS,
     PAIR_CALLS,
     TRIPLE_CALLS,
+    WIDE_CALLS,
 )
 from support import DEVICES, FLOATS, INTS, assert_same_as_eager, random_tensor
 
@@ -57,6 +60,33 @@ def test_three_floats(name, dtype, device):
 def test_one_integer(name, dtype, device):
     (x,) = inputs(1, dtype, device)
     assert_same_as_eager(INT_CALLS[name], x, rtol=RTOL[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@pytest.mark.parametrize("name", WIDE_CALLS)
+def test_one_wide_float(name, dtype, device):
+    (x,) = inputs(1, dtype, device)
+    assert_same_as_eager(WIDE_CALLS[name], x, rtol=RTOL[dtype], fused=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+def test_next_after(dtype, device):
+    assert_same_as_eager(torch.nextafter, *inputs(2, dtype, device), fused=True)
+
+
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+@pytest.mark.parametrize("name", INT_SHIFTS)
+def test_shifts(name, dtype, device):
+    assert_same_as_eager(INT_SHIFTS[name], *inputs(2, dtype, device), fused=True)
+
+
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+@pytest.mark.parametrize("name", INT_DIVISIONS)
+def test_integer_division(name, dtype, device):
+    """Also by zero, where CUDA has an answer and the CPU an error."""
+    x, y = inputs(2, dtype, device)
+    for divisor in (y, torch.where(y == 0, 1, y)):
+        assert_same_as_eager(INT_DIVISIONS[name], x, divisor, fused=device == "cuda")
 
 
 @pytest.mark.parametrize("dtype", (*INTS, torch.bool), ids=str)

@@ -1,0 +1,228 @@
+"""What a row of the op table is, and the tables that rows and spellings go into.
+
+An `Op` is a scalar function; its expression is Python over carried values (float16 and bfloat16
+are computed in float32 and rounded once, at the end, unless the expression says `rnd`); `name =
+value;` in front of it names a part. A spelling is a torch function: it takes torch's own arguments
+and names the Op and its operands, or returns None where only eager PyTorch knows what to do. A
+composite is a torch function that PyTorch itself makes of other pointwise functions.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from .dtypes import CODES, kind, result_type
+
+Operand = object  # a tensor or a Python scalar
+Chosen = tuple["Op", tuple[Operand, ...]] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One row: a scalar function and its dtype rule.
+
+    params: the operands' names, in order. A suffix takes an operand out of type promotion:
+        `c:bool` must be a bool tensor, `s:opmath` is a scalar in the compute type, `v:common` is a
+        scalar converted to the dtype of the others.
+    result: "common" (the promoted dtype), "float" (the same, integers first become the default
+        float dtype), "bool", or the dtype itself (a cast).
+    accepts: categories the promoted dtype may have: f(loat), i(nteger), b(ool), or w for the wide
+        floats, float32 and float64, alone. Others are eager.
+    scalar: whether a promoting Python scalar is first rounded to the "common" dtype or stays in
+        the "opmath" type: on CUDA; `cpu_scalar` is the same for the CPU.
+    by_scalar: the Op that stands in when the last operand is a scalar. Its `by(x, y)` divides as
+        torch does then: by multiplying with the reciprocal on CUDA, truly on the CPU.
+    integer, boolean: the expressions for integers and for bool, where they are others; integer `/`
+        and `%` truncate as in C, and on the CPU, where they raise, the op is eager.
+    narrow: the expression for float16 and bfloat16, where PyTorch's kernel rounds on the way.
+    double: the expression for float64, where PyTorch has another.
+    cpu: the expression on the CPU, where PyTorch has another.
+    grad: the derivative rules, one per operand, separated by `;`, with PyTorch's own formulas
+        (tools/autograd/derivatives.yaml): over `g` (the gradient of the result), the operands,
+        `out` (the result) and calls of other rows, each of which rounds as that torch function
+        does; `none` where an operand has no gradient, `zeros(g, y)` for one that is zero and for
+        which eager saves y. A row without rules is eager under grad.
+    keeps: operands and `out` that eager's node saves even where no rule reads them; a Python
+        number among them is saved as a tensor.
+    eager: the torch function of the same operands, for chains that run without their kernel.
+    """
+
+    name: str
+    params: str
+    expr: str
+    result: str | torch.dtype = "common"
+    accepts: str = "f"
+    scalar: str = "common"
+    cpu_scalar: str = "common"
+    grad: str = ""
+    keeps: str = ""
+    integer: str = ""
+    boolean: str = ""
+    narrow: str = ""
+    double: str = ""
+    cpu: str = ""
+    takes_bool: bool = True  # as an operand, even where another one decides the dtype
+    tensors_only: bool = False  # no Python scalar among the operands
+    one_dtype: bool = False  # of all operands
+    reversed: bool = False  # the result's layout follows the operands from the last to the first
+    contiguous: bool = False  # the result's layout; otherwise TensorIterator decides
+    by_scalar: Op | None = None
+    eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given
+    names: tuple[str, ...] = field(init=False)
+    roles: tuple[str, ...] = field(init=False)
+    rules: tuple[ast.expr | None, ...] = field(init=False)  # of `grad`, parsed
+
+    def __post_init__(self) -> None:
+        split = [param.partition(":") for param in self.params.split()]
+        object.__setattr__(self, "names", tuple(name for name, _, _ in split))
+        object.__setattr__(self, "roles", tuple(role or "promote" for _, _, role in split))
+
+        if self.eager is None:
+            object.__setattr__(
+                self,
+                "eager",
+                getattr(torch, self.name, None) or getattr(torch.special, self.name, None),
+            )
+        object.__setattr__(self, "rules", tuple(map(_rule, self.grad.split(";"))))
+        assert not self.grad or len(self.rules) == len(self.names), self.name
+
+    def __repr__(self) -> str:
+        return f"Op({self.name})"
+
+    @property
+    def fits(self) -> bool:
+        """Whether torch converts its scalars with a check for overflow."""
+        roles = self.roles
+        named = self.name.startswith(("clamp", "hardtanh", "where", "pow"))
+        return named or "opmath" in roles or "common" in roles
+
+    @property
+    def scalars_apart(self) -> bool:
+        """Whether torch's kernel takes Python scalars beside its operands, not as 0-d ones."""
+        return self.name.startswith(("clamp", "hardtanh", "pow"))
+
+    def expression(self, common: str, device: str) -> str:
+        """The expression for operands of type code `common` on a device type."""
+        if common == "b1":
+            return self.boolean or self.integer or self.expr
+        if common not in ("f64", "f32", "f16", "bf16"):
+            return self.integer or self.expr
+        if device == "cpu" and self.cpu:
+            return self.cpu
+        if common in ("f16", "bf16"):
+            return self.narrow or self.expr
+        return self.double or self.expr if common == "f64" else self.expr
+
+    def divides(self, common: str) -> bool:
+        """Whether integer operands of type `common` are divided."""
+        integer = common not in ("f64", "f32", "f16", "bf16", "b1")
+        return integer and any(sign in self.integer for sign in "/%")
+
+    @property
+    def copies(self) -> bool:
+        """Whether a dense operand's strides carry over, as in `clone`, `to` and `empty_like`."""
+        return self.name in ("clone", "hardtanh", "zeros") or isinstance(self.result, torch.dtype)
+
+    def resolve(
+        self, operands: tuple[tuple[torch.dtype | type, int], ...]
+    ) -> tuple[torch.dtype, torch.dtype] | None:
+        """(dtype the operands are converted to, dtype of the result), or None for "eager".
+
+        operands: (dtype, ndim) per operand, a Python scalar as (its class, 0).
+        """
+        key = (self, operands, torch.get_default_dtype())
+        try:
+            return _resolved[key]
+        except KeyError:
+            _resolved[key] = found = self._resolve(operands)
+            return found
+
+    def _resolve(
+        self, operands: tuple[tuple[torch.dtype | type, int], ...]
+    ) -> tuple[torch.dtype, torch.dtype] | None:
+        promoting = []
+        if self.tensors_only and any(isinstance(dtype, type) for dtype, _ in operands):
+            return None
+        if self.one_dtype and len({dtype for dtype, _ in operands}) > 1:
+            return None
+        if not self.takes_bool and any(dtype in (torch.bool, bool) for dtype, _ in operands):
+            return None
+        for (dtype, ndim), role in zip(operands, self.roles, strict=True):
+            scalar = isinstance(dtype, type)
+            if role == "bool":
+                if dtype is not torch.bool:
+                    return None
+            elif role == "promote":
+                promoting.append((dtype, ndim))
+            elif not scalar:
+                return None
+        common = result_type(tuple(promoting))
+        if self.result == "float" and not common.is_floating_point:
+            common = torch.get_default_dtype() if kind(common) in self.accepts else torch.bool
+        category = kind(common)
+        wide = "w" in self.accepts and common in (torch.float32, torch.float64)
+        if not (category in self.accepts or wide) or common not in CODES:
+            return None
+        for (dtype, _), role in zip(operands, self.roles, strict=True):
+            if role in ("opmath", "common") and category != "f" and dtype is float:
+                return None
+        if isinstance(self.result, torch.dtype):
+            return common, self.result
+        return common, torch.bool if self.result == "bool" else common
+
+
+def _rule(text: str) -> ast.expr | None:
+    text = text.strip()
+    return None if text in ("", "none") else ast.parse(text, mode="eval").body
+
+
+_resolved: dict[object, tuple[torch.dtype, torch.dtype] | None] = {}  # bounded by dtypes and ranks
+OPS: dict[str, Op] = {}
+SPELLINGS: dict[str, Callable[..., Chosen]] = {}  # torch name -> chooser, beyond the plain rows
+PLAIN: dict[str, Op] = {}  # torch name -> Op of one or two operands with no options
+COMPOSITES: dict[str, Callable[..., object]] = {}  # torch name -> the same by torch functions
+
+
+def row(name: str, params: str, expr: str, **columns: object) -> Op:
+    """Add an Op to the table."""
+    made = OPS[name] = Op(name, params, expr, **columns)  # type: ignore[arg-type]
+    return made
+
+
+def plain(name: str, params: str, expr: str, *aliases: str, **columns: object) -> Op:
+    """Add an Op that torch has under its own name and `aliases`, with no options."""
+    made = row(name, params, expr, **columns)
+    for spelling in (name, *aliases):
+        PLAIN[spelling] = made
+    return made
+
+
+def spelled(*names: str) -> Callable[[Callable[..., Chosen]], Callable[..., Chosen]]:
+    """Register a chooser for the torch functions called `names`, or as the chooser is called."""
+
+    def register(chooser: Callable[..., Chosen]) -> Callable[..., Chosen]:
+        for name in names or (chooser.__name__,):
+            SPELLINGS[name] = chooser
+        return chooser
+
+    return register
+
+
+def composite(*names: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Register what stands for torch functions that PyTorch composes; it may pass."""
+
+    def register(function: Callable[..., object]) -> Callable[..., object]:
+        for name in names or (function.__name__,):
+            COMPOSITES[name] = function
+        return function
+
+    return register
+
+
+def is_number(value: Operand) -> bool:
+    """Whether a chooser has been given a Python int or float."""
+    return type(value) in (int, float)
