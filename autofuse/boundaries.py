@@ -31,7 +31,7 @@ from .chain import (
     reopen_thread,
 )
 from .shell import Tensor
-from .tensor import EXPORTS
+from .tensor import EXPORTS, HANDLERS, OPTIONS
 
 _installed = False
 
@@ -115,6 +115,9 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
                 break
         return original(*args, **kwargs)
 
+    for table in (HANDLERS, OPTIONS):  # __torch_function__ is told of the new one
+        if original in table:
+            table[call] = table[original]
     return call
 
 

@@ -126,9 +126,29 @@ CASTS = {
 }
 
 
+row(
+    "round_to",  # after so many decimals: t is a power of ten
+    "x t:common",
+    "round(x * t) / t",
+    narrow="round(rnd(x * t)) / t",
+    eager=lambda x, t: torch.round(x, decimals=round(math.log10(t))),
+    grad="zeros(g); none",
+)
+row(
+    "round_before",
+    "x t:common",
+    "round(x / t) * t",
+    narrow="round(rnd(x / t)) * t",
+    eager=lambda x, t: torch.round(x, decimals=-round(math.log10(t))),
+    grad="zeros(g); none",
+)
+
+
 @spelled("round")
 def _round(input, *, decimals=0):
-    return (OPS["round"], (input,)) if decimals == 0 else None
+    if decimals == 0:
+        return OPS["round"], (input,)
+    return OPS["round_to" if decimals > 0 else "round_before"], (input, 10.0 ** abs(decimals))
 
 
 @spelled()

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from .chain import _all_recorders, counts, totals
+from .coverage import coverage as coverage
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,8 @@ FLOAT_CALLS: dict[str, Call] = {
     "rrelu": lambda x: F.rrelu(x),
     "softsign": F.softsign,
     "tanhshrink": F.tanhshrink,
+    "round_2": lambda x: torch.round(x, decimals=2),
+    "round_minus_1": lambda x: torch.round(x * 30, decimals=-1),
     "xlogy_scalar": lambda x: torch.xlogy(2.5, x),
     "xlog1py_scalar": lambda x: torch.special.xlog1py(x, 0.7),
     "float_power": lambda x: torch.float_power(x, 2.5),
@@ -121,7 +123,8 @@ PAIR_CALLS: dict[str, Call] = {
 }
 # eager under grad: torch has no derivative either, or one that the table does not have
 NO_RULE = set(
-    "angle sgn i0 special_i0e trigamma rrelu xlogy_scalar xlog1py_scalar heaviside isclose ldexp".split()
+    "angle sgn i0 special_i0e trigamma rrelu xlogy_scalar xlog1py_scalar heaviside isclose "
+    "ldexp".split()
 )
 WIDE_CALLS: dict[str, Call] = {
     "angle": torch.angle,

@@ -1,0 +1,67 @@
+"""Coverage: which of the ops that torch tags as pointwise are fused, and why the others are not."""
+
+from __future__ import annotations
+
+import torch
+
+from .op import COMPOSITES, OPS, PLAIN, SPELLINGS
+from .ops import BINARY_OPERATORS
+
+_SERIES = "a series that is summed until it converges"
+_STEPS = "a recurrence of as many steps as the data say"
+_PIECES = "a piecewise approximation without a device function"
+
+EAGER: dict[str, str] = {  # base name -> why it runs eagerly
+    "frexp": "two results",
+    "gcd": "a loop of as many turns as the data say",
+    "lcm": "a loop of as many turns as the data say",
+    "igamma": _SERIES,
+    "igammac": _SERIES,
+    "mvlgamma": "a sum over an axis that it adds",
+    "native_dropout_backward": "called by autograd alone, for a dropout that drew random numbers",
+    "special_zeta": _SERIES,
+    "special_erfcx": _PIECES,
+    "special_log_ndtr": _PIECES,
+    "special_airy_ai": _PIECES,
+    **{f"special_{kind}": _PIECES for kind in (
+        "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "spherical_bessel_j0",
+        "modified_bessel_i0", "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1",
+        "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
+    )},
+    **{f"special_{kind}": _STEPS for kind in (
+        *(f"chebyshev_polynomial_{letter}" for letter in "tuvw"),
+        *(f"shifted_chebyshev_polynomial_{letter}" for letter in "tuvw"),
+        "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l",
+        "legendre_polynomial_p",
+    )},
+}  # fmt: skip
+
+
+def pointwise() -> dict[str, list[torch._ops.OpOverload]]:
+    """Every aten op that has `torch.Tag.pointwise`: its overloads by base name, `add_` as `add`."""
+    found: dict[str, list[torch._ops.OpOverload]] = {}
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            continue
+        for overload in map(packet.__getattr__, packet.overloads()):
+            if torch.Tag.pointwise in overload.tags:
+                found.setdefault(_base(name), []).append(overload)
+    return found
+
+
+def _base(name: str) -> str:
+    if name.startswith("__i"):
+        return "__" + name[3:]
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def coverage() -> dict[str, str]:
+    """Base name of every pointwise op of torch -> "fused", or why it runs eagerly."""
+    known = {*OPS, *PLAIN, *SPELLINGS, *COMPOSITES, *BINARY_OPERATORS}
+    return {
+        name: "fused"
+        if name.removeprefix("special_") in known
+        else EAGER.get(name, "new to autofuse")
+        for name in sorted(pointwise())
+    }
