@@ -44,7 +44,7 @@ def pointwise() -> dict[str, list[torch._ops.OpOverload]]:
         packet = getattr(torch.ops.aten, name)
         if not isinstance(packet, torch._ops.OpOverloadPacket):
             continue
-        for overload in map(packet.__getattr__, packet.overloads()):
+        for overload in (getattr(packet, kind) for kind in packet.overloads()):
             if torch.Tag.pointwise in overload.tags:
                 found.setdefault(_base(name), []).append(overload)
     return found

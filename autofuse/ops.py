@@ -544,10 +544,10 @@ def _pow(input, exponent):
 @composite("float_power")
 def _float_power(input, exponent):
     double = torch.float64
-    base, power = (
+    operands = [
         x.to(double) if isinstance(x, torch.Tensor) else float(x) for x in (input, exponent)
-    )
-    return torch.pow(base, power)
+    ]
+    return torch.pow(*operands)  # type: ignore[arg-type]
 
 
 @composite("float_power_")
