@@ -323,7 +323,7 @@ class Segment:
                 values[one] = ~len(places)
                 places.append((k, n * self.meta_of(one).nbytes))
                 metas.append(self.meta_of(one))
-        tape = Tape(self.recorder, metas)
+        tape = Tape(self.recorder, metas, self.nodes[0].relaxed)
         try:
             return tape.answer(sweep(self, tape, seeds, values), places)
         except UnfusedError:

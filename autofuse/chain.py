@@ -100,7 +100,7 @@ class Recorder:
             self.grad = torch.is_grad_enabled()
             self.inference = torch.is_inference_mode_enabled()
         modes = (self.grad, self.inference, torch.get_default_dtype(), config.recompute,
-                 config.always_fuse)  # fmt: skip
+                 config.always_fuse, config.relaxed)  # fmt: skip
         root = self.roots.get(modes)
         if root is None:
             root = self.roots[modes] = Node(self, None, None, self.grad and not self.inference)

@@ -8,7 +8,7 @@ Pure. The text is a small subset of Python, one statement per op, and it is what
         return v1
 
 An annotated statement is one op: its value is rounded to the annotated type and never contracts
-with another op. A call such as `bf16(x0)` converts. Any emitter that reads this text will do.
+with another op. In a relaxed kernel ops on floats are not annotated, and what is stored is rounded. A call such as `bf16(x0)` converts. Any emitter that reads this text will do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ def render(plan: Plan) -> str:
     text += [f"    # x{k} {_walk(load)}" for k, load in enumerate(plan.loads) if plan.rank > 1]
     for index, line in enumerate(plan.lines):
         text += _statements(plan, index, line)
-    text.append("    return " + ", ".join(f"v{line}" for line, _ in plan.stores))
+    results = []
+    for line, operand in plan.stores:
+        free = _code(plan, line) != operand.code
+        results.append(f"r{line}" if free else f"v{line}")
+        if free:
+            text.append(f"    r{line}: {operand.code} = v{line}")
+    text.append("    return " + ", ".join(results))
     return "\n".join(text) + "\n"
 
 
@@ -50,9 +56,16 @@ def _walk(operand: Operand) -> str:
     return "x".join(names[axis] for axis in operand.axes)
 
 
+def _code(plan: Plan, line: int) -> str:
+    """Type of a line's value: in a relaxed kernel no op on floats rounds, but a cast does."""
+    op, result = plan.lines[line].op, plan.lines[line].result
+    return carried(result) if plan.relaxed and isinstance(op.result, str) else result
+
+
 def _statements(plan: Plan, index: int, line: Line) -> list[str]:
     op = line.op
     own = carried(line.common)
+    common = own if plan.relaxed else line.common
     names: dict[str, str] = {}
     text = []
     for name, role, ref in zip(op.names, op.roles, line.refs, strict=True):
@@ -60,25 +73,28 @@ def _statements(plan: Plan, index: int, line: Line) -> list[str]:
             value, code = f"c{ref - CONST}", const_code(plan, ref - CONST)
             exact = op.scalar if plan.device == "cuda" else op.cpu_scalar
             keep = role == "opmath" or (role == "promote" and exact == "opmath")
-            target = own if keep else line.common
+            target = own if keep else common
         else:
             value = f"v{ref}" if ref >= 0 else f"x{~ref}"
-            code = plan.lines[ref].result if ref >= 0 else plan.loads[~ref].code
-            target = code if role == "bool" else line.common
+            code = _code(plan, ref) if ref >= 0 else plan.loads[~ref].code
+            target = code if role == "bool" else common
         if code != target:
             text.append(f"    v{index}_{name} = {target}({value})")
             value = f"v{index}_{name}"
         names[name] = value
-    *parts, result = parse(op.expression(line.common, plan.device))
+    *parts, result = parse(op.expression(common, plan.device))
     for part in parts:
         assert isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name)
         target = part.targets[0].id
-        value = _substituted(part.value, names, line.common, plan.device)
+        value = _substituted(part.value, names, common, plan.device)
         names[target] = f"v{index}_{target}"
         text.append(f"    {names[target]} = {value}")
     assert isinstance(result, ast.Expr)
-    value = _substituted(result.value, names, line.common, plan.device)
-    text.append(f"    v{index}: {line.result} = {value}  # {op.name}")
+    value = _substituted(result.value, names, common, plan.device)
+    code = _code(plan, index)
+    free = code in ("f32", "f64") and plan.relaxed and isinstance(op.result, str)
+    kind = "" if free and _has_name(result.value) else f": {code}"
+    text.append(f"    v{index}{kind} = {value}  # {op.name}")
     return text
 
 

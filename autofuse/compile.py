@@ -74,6 +74,8 @@ def compile_ptx(plan: Plan, capability: Capability) -> str:
         raise KernelError(f"numba produced no kernel for {plan.name}")
     ptx = ptx.replace(found.group(1), plan.name)
     ptx = re.sub(r"\.common \.global .*NumbaEnv.*\n", "", ptx)
+    if plan.relaxed:
+        return ptx
     # ptxas may contract a plain mul with an add across ops; NVVM has contracted what it should
     return re.sub(r"\bmul\.f(32|64)\b", r"mul.rn.f\1", ptx)
 

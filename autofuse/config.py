@@ -26,6 +26,9 @@ class Config:
         that is written in place before backward is then an error, and a sum with gradients from
         elsewhere may round in another order than eager's.
     always_fuse: fuse chains under grad even where eager ops cost less, as in chains of one op.
+    relaxed: let ops of a chain contract with each other, leave out the rounding of float16 and
+        bfloat16 values that are not stored, and fuse ops that are not bit-identical to eager.
+        The results are nearer to the exact ones, and no longer eager's.
     max_trie: recorded ops remembered per thread and device before the memory of them is dropped.
     """
 
@@ -41,6 +44,7 @@ class Config:
     pinned_bytes: int = 2 << 20
     max_trie: int = 8192
     always_fuse: bool = False
+    relaxed: bool = False
     recompute: Literal["free", "inputs"] = "free"
 
 

@@ -23,8 +23,12 @@ EAGER: dict[str, str] = {  # base name -> why it runs eagerly
     "special_erfcx": _PIECES,
     "special_log_ndtr": _PIECES,
     "special_airy_ai": _PIECES,
+    **dict.fromkeys(
+        (f"special_bessel_{kind}" for kind in ("j0", "j1", "y0", "y1")),
+        "other bits than eager's; fused by config.relaxed",
+    ),
     **{f"special_{kind}": _PIECES for kind in (
-        "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "spherical_bessel_j0",
+        "spherical_bessel_j0",
         "modified_bessel_i0", "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1",
         "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
     )},

@@ -68,6 +68,7 @@ class Op:
     takes_bool: bool = True  # as an operand, even where another one decides the dtype
     tensors_only: bool = False  # no Python scalar among the operands
     one_dtype: bool = False  # of all operands
+    identical: bool = True  # to eager on CUDA, bit for bit; otherwise fused by `relaxed` alone
     reversed: bool = False  # the result's layout follows the operands from the last to the first
     contiguous: bool = False  # the result's layout; otherwise TensorIterator decides
     by_scalar: Op | None = None

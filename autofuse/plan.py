@@ -7,7 +7,7 @@ a Plan is the part of it one kernel computes, with sizes, strides and scalar val
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import layout
 from .dtypes import ITEMSIZE
@@ -45,6 +45,7 @@ class Program:
     steps: tuple[Step, ...]
     inputs: tuple[View, ...]
     consts: tuple[type, ...]  # classes of the Consts: float, int or bool
+    relaxed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Plan:
     rank: int
     lanes: int  # neighbouring elements per thread, moved by 16-byte accesses where over 1
     wide: bool  # 64-bit index arithmetic
+    relaxed: bool = False  # ops contract with each other, 16-bit values are rounded when stored
 
     @property
     def name(self) -> str:
@@ -166,6 +168,7 @@ def _make_piece(program: Program, outs: list[int], stored: set[int], device: str
         rank=len(sizes),
         lanes=lanes,
         wide=max(reach, layout.numel(shape)) >= 1 << 31,
+        relaxed=program.relaxed,
     )
     numbers = [
         stride
@@ -193,9 +196,7 @@ def unvectorised(piece: Piece) -> Piece:
     inner = list(piece.numbers[: plan.rank - 1])
     if inner:
         inner[-1] *= plan.lanes
-    scalar = Plan(
-        plan.device, plan.loads, plan.consts, plan.lines, plan.stores, plan.rank, 1, plan.wide
-    )
+    scalar = replace(plan, lanes=1)
     numbers = (*inner, *piece.numbers[plan.rank - 1 :])
     return Piece(scalar, piece.loads, piece.consts, piece.stores, piece.numel, numbers)
 

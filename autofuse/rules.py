@@ -179,9 +179,10 @@ class UnfusedError(Exception):
 class Tape:
     """Records rules as a program of its own; a value is a reference as in a plan."""
 
-    def __init__(self, recorder: Recorder, inputs: list[Meta]) -> None:
+    def __init__(self, recorder: Recorder, inputs: list[Meta], relaxed: bool) -> None:
         self.recorder = recorder
         self.tip = Node(recorder, None, None)
+        self.tip.relaxed = relaxed
         self.tip.inputs = tuple(inputs)
         self.metas: list[Meta] = []
         self.numbers: list[str] = []

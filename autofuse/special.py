@@ -286,6 +286,13 @@ def _bessel(scale: str, odd: bool, small: tuple[float, ...], large: tuple[float,
     return text + "n if y <= 8 else f"
 
 
+for _name, _function in (
+    ("bessel_j0", "j0"),
+    ("bessel_j1", "j1"),
+    ("bessel_y0", "y0"),
+    ("bessel_y1", "y1"),
+):  # PyTorch has approximations of its own
+    plain(_name, "x", f"{_function}(x)", identical=False, **_WIDE)
 plain("i0", "x", _bessel("exp(y)", False, _I0_SMALL, _I0_LARGE), **_FLOAT)
 plain("i0e", "x", _bessel("", False, _I0_SMALL, _I0_LARGE), **_FLOAT)
 plain("i1", "x", _bessel("exp(y)", True, _I1_SMALL, _I1_LARGE), **_WIDE)

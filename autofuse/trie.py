@@ -30,13 +30,14 @@ class Node:
 
     __slots__ = ("args", "common", "consts", "fresh_bytes", "graded", "holds_grad", "index",
                  "inputs", "limits", "long", "meta", "next", "op", "parent", "pinned_limit",
-                 "reason", "recorder", "returns", "runners", "shell", "skips")  # fmt: skip
+                 "reason", "recorder", "relaxed", "returns", "runners", "shell", "skips")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, graded: bool = False
     ) -> None:
         self.recorder, self.parent, self.op = recorder, parent, op
         self.graded: bool = graded if parent is None else parent.graded  # recorded in grad mode
+        self.relaxed: bool = config.relaxed if parent is None else parent.relaxed
         self.index: int = -1 if parent is None else parent.index + 1
         self.args: tuple[Ref, ...] = ()
         self.common = ""
@@ -76,7 +77,9 @@ class Node:
         for node in self.path():
             assert node.op is not None and node.meta is not None
             steps.append(Step(node.op, node.args, node.common, node.meta.view))
-        return Program(tuple(steps), tuple(meta.view for meta in self.inputs), self.consts)
+        return Program(
+            tuple(steps), tuple(meta.view for meta in self.inputs), self.consts, self.relaxed
+        )
 
 
 def make_eager(node: Node, reason: str) -> None:
@@ -145,6 +148,8 @@ def extend(
     if device.type == "cpu" and CODES[common] in ("f16", "bf16"):
         if any(meta.ndim == 0 and meta.dtype is not common for meta in tensors):
             return eager_node(recorder, tip, op, "a wider 0-d tensor, which the CPU does not round")
+    if not (op.identical or tip.relaxed):
+        return eager_node(recorder, tip, op, "other bits than eager's; config.relaxed fuses it")
     if device.type == "cpu" and op.divides(CODES[common]):
         return eager_node(recorder, tip, op, "integer division, which raises on the CPU")
     first = tensors[0]
