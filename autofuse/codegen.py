@@ -8,7 +8,8 @@ Pure. The text is a small subset of Python, one statement per op, and it is what
         return v1
 
 An annotated statement is one op: its value is rounded to the annotated type and never contracts
-with another op. In a relaxed kernel ops on floats are not annotated, and what is stored is rounded. A call such as `bf16(x0)` converts. Any emitter that reads this text will do.
+with another op. In a relaxed kernel ops on floats have no annotation, and what is stored is
+rounded. A call such as `bf16(x0)` converts. Any emitter that reads this text will do.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ def _base(name: str) -> str:
 def coverage() -> dict[str, str]:
     """Base name of every pointwise op of torch -> "fused", or why it runs eagerly."""
     known = {*OPS, *PLAIN, *SPELLINGS, *COMPOSITES, *BINARY_OPERATORS}
-    return {
-        name: "fused"
-        if name.removeprefix("special_") in known
-        else EAGER.get(name, "new to autofuse")
-        for name in sorted(pointwise())
-    }
+    table = {}
+    for name in sorted(pointwise()):
+        bare = name.removeprefix("special_")
+        fused = bare in known and (bare not in OPS or OPS[bare].identical)
+        table[name] = "fused" if fused else EAGER.get(name, "new to autofuse")
+    return table

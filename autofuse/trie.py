@@ -30,7 +30,8 @@ class Node:
 
     __slots__ = ("args", "common", "consts", "fresh_bytes", "graded", "holds_grad", "index",
                  "inputs", "limits", "long", "meta", "next", "op", "parent", "pinned_limit",
-                 "reason", "recorder", "relaxed", "returns", "runners", "shell", "skips")  # fmt: skip
+                 "reason", "recorder", "relaxed", "returns", "runners", "shell",
+                 "skips")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, graded: bool = False
