@@ -55,8 +55,9 @@ plain(
     "x",
     "(x if x < 0 else 0) - log1p(exp(-abs(x)))",
     "logsigmoid",
+    contiguous=True,
     eager=F.logsigmoid,
-    grad="log_sigmoid_backward(x, g)",
+    grad="log_sigmoid_backward(g, x)",
 )
 row(
     "leaky_relu",
@@ -98,6 +99,7 @@ row(
     "hardtanh",
     "x l h",
     "x if x != x else l if l != l else h if h != h else fmin(fmax(x, l), h)",
+    copies="f",
     grad="hardtanh_backward(g, x, l, h); none; none",
     eager=F.hardtanh,
 )
@@ -391,9 +393,10 @@ row(
 )
 row(
     "log_sigmoid_backward",
-    "x g",
+    "g x",
     "z = exp(-abs(x)); s = 1 if x < 0 else -1; g * ((1 if x < 0 else 0) - s * (z / (1 + z)))",
-    eager=lambda x, g: _backward.log_sigmoid_backward(g, x, _buffer(x)),
+    copies="f",
+    eager=lambda g, x: _backward.log_sigmoid_backward(g, x, _buffer(x)),
 )
 row(
     "shrink_backward",

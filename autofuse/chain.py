@@ -176,6 +176,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     edge: list[Any] = [op]
     fresh: list[Any] | None = None
     consts: list[Any] | None = None
+    on_host = False
     for x in operands:
         cls = x.__class__
         if cls is Tensor:
@@ -200,6 +201,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             if state is _SCALAR:
                 edge.append(x.__class__)
                 consts = [x] if consts is None else [*consts, x]
+                on_host = True
                 continue
             if state is None or state.device is not recorder.device:
                 return _record_elsewhere(op, operands)
@@ -225,6 +227,9 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             return None
         assert node.meta is not None
         shell = node.shell = make_shell(node.meta, node)
+    if on_host and node.meta is not None and not node.meta.shape:
+        counts.eager[op.name, "0-d tensors on two devices, which promote each other"] += 1
+        return None
     if consts is not None and node.limits is not None:
         low, high = node.limits
         if not all(low <= value <= high or not math.isfinite(value) for value in consts):

@@ -72,7 +72,9 @@ def _is_channels_last(shape: Ints, stride: Ints) -> bool:
 
 
 def is_dense(shape: Ints, stride: Ints) -> bool:
-    """Non-overlapping and dense: some order of the axes makes it contiguous."""
+    """Non-overlapping and dense: some order of the axes makes it contiguous, or it is empty."""
+    if 0 in shape:
+        return True
     axes = sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1)
     step = 1
     for s, n in axes:
@@ -80,6 +82,11 @@ def is_dense(shape: Ints, stride: Ints) -> bool:
             return False
         step *= n
     return True
+
+
+def copied_stride(shape: Ints, stride: Ints) -> Ints:
+    """Strides of a copy that keeps the layout, as `to` and `empty_like` make it."""
+    return stride if is_dense(shape, stride) else _ordered_stride(shape, [stride])
 
 
 def result_stride(shape: Ints, operands: list[tuple[Ints, Ints]]) -> Ints:

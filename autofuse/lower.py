@@ -207,13 +207,16 @@ class Element:
     def chebyshev(self, x: Value, coefficients: list[Literal]) -> Value:
         """A Chebyshev series, the highest degree first, by Clenshaw's recurrence."""
         code = x.code
-        b0, *rest = (self.typed(c, code) for c in coefficients)
-        b1 = b2 = self.typed(0.0, code)
+        b1, c, *rest = (self.typed(c, code) for c in coefficients)
+        b0, b2 = self.fma(x, b1, c), b1
         for c in rest:  # ptxas contracts the product with the difference, NVVM does not
-            step = self.target.call("fma", [x, b0, Value(self.negated(b1), code)])
-            b0, b1, b2 = Value(self.builder.fadd(step, c.ir), code), b0, b1
+            step = self.fma(x, b0, Value(self.negated(b1), code))
+            b0, b1, b2 = Value(self.builder.fadd(step.ir, c.ir), code), b0, b1
         half = self.typed(0.5, code).ir
         return Value(self.builder.fmul(half, self.builder.fsub(b0.ir, b2.ir)), code)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        return Value(self.target.call("fma", [a, b, c]), a.code)
 
     def truth(self, tree: ast.expr) -> Any:
         value = self.eval(tree)

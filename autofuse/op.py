@@ -3,8 +3,9 @@
 An `Op` is a scalar function; its expression is Python over carried values (float16 and bfloat16
 are computed in float32 and rounded once, at the end, unless the expression says `rnd`); `name =
 value;` in front of it names a part. A spelling is a torch function: it takes torch's own arguments
-and names the Op and its operands, or returns None where only eager PyTorch knows what to do. A
-composite is a torch function that PyTorch itself makes of other pointwise functions.
+and names the Op and its operands; it returns an argument where torch hands that back, and None
+where only eager PyTorch knows what to do. A composite is a torch function that PyTorch itself
+makes of other pointwise functions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from .dtypes import CODES, kind, result_type
 
 Operand = object  # a tensor or a Python scalar
-Chosen = tuple["Op", tuple[Operand, ...]] | None
+Chosen = tuple["Op", tuple[Operand, ...]] | torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +72,7 @@ class Op:
     identical: bool = True  # to eager on CUDA, bit for bit; otherwise fused by `relaxed` alone
     reversed: bool = False  # the result's layout follows the operands from the last to the first
     contiguous: bool = False  # the result's layout; otherwise TensorIterator decides
+    copies: str = ""  # categories in which a dense first operand's layout carries over
     by_scalar: Op | None = None
     eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given
     names: tuple[str, ...] = field(init=False)
@@ -123,10 +125,9 @@ class Op:
         integer = common not in ("f64", "f32", "f16", "bf16", "b1")
         return integer and any(sign in self.integer for sign in "/%")
 
-    @property
-    def copies(self) -> bool:
-        """Whether a dense operand's strides carry over, as in `clone`, `to` and `empty_like`."""
-        return self.name in ("clone", "hardtanh", "zeros") or isinstance(self.result, torch.dtype)
+    def carries(self, common: torch.dtype) -> bool:
+        """Whether a dense first operand's strides carry over, as in `clone` and `empty_like`."""
+        return isinstance(self.result, torch.dtype) or kind(common) in self.copies
 
     def resolve(
         self, operands: tuple[tuple[torch.dtype | type, int], ...]

@@ -83,13 +83,13 @@ plain("frac", "x", "x - trunc(x)", grad="g")
 plain("square", "x", "x * x", accepts="fi", grad="g * (2.0 * x)")
 _ASKS = {"result": "bool", "accepts": "fib", "integer": "x != x"}
 plain("isnan", "x", "x != x", **_ASKS)
-plain("isinf", "x", "abs(x) == inf", **_ASKS)
+plain("isinf", "x", "abs(x) == inf", copies="ib", **_ASKS)
 plain("isposinf", "x", "x == inf", **_ASKS)
 plain("isneginf", "x", "x == -inf", **_ASKS)
-plain("isfinite", "x", "abs(x) < inf", integer="x == x", result="bool", accepts="fib")
+plain("isfinite", "x", "abs(x) < inf", copies="ib", **{**_ASKS, "integer": "x == x"})
 plain("logical_not", "x", "x == 0", result="bool", accepts="fib")
 plain("bitwise_not", "x", "~x", accepts="ib")
-_PROMOTES = {"result": "float", "accepts": "fib"}
+_OPMATH = {"scalar": "opmath", "cpu_scalar": "opmath"}
 plain(
     "angle",
     "x",
@@ -97,20 +97,29 @@ plain(
     result="float",
     accepts="wib",
 )
-_DEGREE = "0.017453292519943295"
-plain("deg2rad", "x", f"x * {_DEGREE}", **_PROMOTES, grad=f"g * {_DEGREE}")
-_RADIAN = "57.29577951308232"
-plain("rad2deg", "x", f"x * {_RADIAN}", **_PROMOTES, grad=f"g * {_RADIAN}")
+for _name, _factor in (("deg2rad", 0.017453292519943295), ("rad2deg", 57.29577951308232)):
+    row(
+        _name,
+        "x y",
+        "x * y",
+        **_OPMATH,
+        eager=partial(lambda function, x, y: function(x), getattr(torch, _name)),
+        grad="g * y; none",
+    )
+    spelled(_name)(
+        partial(lambda name, factor, input: (OPS[name], (input, factor)), _name, _factor)
+    )
 row(
     "nan_to_num",
     "x n:common p:common m:common",
     "n if x != x else p if x == inf else m if x == -inf else x",
+    copies="f",
     eager=torch.nan_to_num,
     grad="g * isfinite(x); none; none; none",
 )
 
 row("round", "x", "round(x)", integer="x", accepts="fi", grad="zeros(g)")
-row("clone", "x", "x", accepts="fib", grad="g")
+row("clone", "x", "x", accepts="fib", copies="fib", grad="g")
 
 CASTS = {
     dtype: row(
@@ -209,6 +218,7 @@ row(
     "x y s:opmath",
     "fma(-s, y, x)",
     integer="x - s * y",
+    takes_bool=False,
     **_ARITHMETIC,
     eager=lambda x, y, s: torch.sub(x, y, alpha=s),
     grad="g; -g * s; none",
@@ -218,6 +228,7 @@ row(
     "x y s:opmath",
     "fma(-s, x, y)",
     integer="y - s * x",
+    takes_bool=False,
     reversed=True,
     **_ARITHMETIC,
     eager=lambda x, y, s: torch.rsub(x, y, alpha=s),
@@ -745,7 +756,7 @@ def addcdiv(input, tensor1, tensor2, *, value=1):
 _backward = torch.ops.aten
 
 
-row("zeros", "x", "0", eager=torch.zeros_like)
+row("zeros", "x", "0", copies="f", eager=torch.zeros_like)
 row(
     "scalar_div",
     "x y",
@@ -789,7 +800,7 @@ def to(input, *args, **options):
     dtype = options.get("dtype") if not args else args[0]
     plain = len(args) <= 1 and options.keys() <= {"dtype"} and bool(args) != bool(options)
     row = CASTS.get(dtype) if plain and isinstance(dtype, torch.dtype) else None
-    return None if row is None or dtype is input.dtype else (row, (input,))
+    return None if row is None else input if dtype is input.dtype else (row, (input,))
 
 
 @spelled("type")

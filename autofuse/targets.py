@@ -57,11 +57,30 @@ class Cuda:
         return self.call(name, [Value(a, code), Value(b, code)])
 
     def divide(self, name: str, a: Any, b: Any) -> Any:
-        """PTX div or rem of signed integers: LLVM would make use of a divisor not being 0."""
-        width, letter = (32, "r") if a.type == I32 else (64, "l")
+        """div or rem of signed integers; where 64 bits hold two words, unsigned, as in nvcc."""
+        if a.type == I32:
+            return self._ptx(f"{name}.s32", a, b)
+        builder = self.builder
+        high = builder.lshr(builder.or_(a, b), I64(32))
+        with builder.if_else(builder.icmp_unsigned("==", high, I64(0))) as (then, otherwise):
+            with then:
+                words = (builder.trunc(x, I32) for x in (a, b))
+                short = builder.zext(self._ptx(f"{name}.u32", *words), I64)
+                short_end = builder.block
+            with otherwise:
+                long = self._ptx(f"{name}.s64", a, b)
+                long_end = builder.block
+        result = builder.phi(I64)
+        result.add_incoming(short, short_end)
+        result.add_incoming(long, long_end)
+        return result
+
+    def _ptx(self, name: str, a: Any, b: Any) -> Any:
+        """A PTX instruction: LLVM's own would let it make use of a divisor not being 0."""
+        letter = "r" if a.type == I32 else "l"
         signature = ir.FunctionType(a.type, [a.type, a.type])
-        text = f"{name}.s{width} $0, $1, $2;"
-        return self.builder.asm(signature, text, f"={letter},{letter},{letter}", [a, b], False)
+        constraint = f"={letter},{letter},{letter}"
+        return self.builder.asm(signature, f"{name} $0, $1, $2;", constraint, [a, b], False)
 
     def barrier(self, value: Any) -> Any:
         """Ends an op: what follows does not contract with `value`."""

@@ -469,7 +469,7 @@ def _spelled(choose: Handler, func: Handler) -> Handler:
                     return out
             kwargs["out"] = out
         elif chosen is not None:
-            shell = record(*chosen)
+            shell = record(*chosen) if chosen.__class__ is tuple else chosen
             if shell is not None:
                 return shell
         return run_eager(func, args, kwargs)

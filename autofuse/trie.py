@@ -154,15 +154,22 @@ def extend(
     if device.type == "cpu" and op.divides(CODES[common]):
         return eager_node(recorder, tip, op, "integer division, which raises on the CPU")
     first = tensors[0]
-    if first.flat and all(meta.shape == shape and meta.flat for meta in tensors):
+    if first.flat and 0 not in shape and all(meta.shape == shape and meta.flat for meta in tensors):
         stride = first.stride
-    elif op.copies and layout.is_dense(shape, first.stride):
+    elif op.carries(common) and layout.is_dense(shape, first.stride):
         stride = first.stride
     elif op.contiguous:
         stride = layout.contiguous(shape)
     else:
+        promoted = common if device.type == "cpu" else None  # there a promoted operand is a copy
         strides = [
-            (view.shape, view.stride) if isinstance(view, Meta) else ((), ())
+            (view.shape, layout.copied_stride(view.shape, view.stride))
+            if isinstance(view, Meta)
+            and role == "promote"
+            and view.dtype is not (promoted or view.dtype)
+            else (view.shape, view.stride)
+            if isinstance(view, Meta)
+            else ((), ())
             for view, role in zip(views, op.roles, strict=True)
             if isinstance(view, Meta) or (role == "promote" and not op.scalars_apart)
         ]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import autofuse
 from autofuse import layout
-from cases import FLOAT_CALLS, PAIR_CALLS
-from support import copied
+from cases import FLOAT_CALLS, NO_RULE, PAIR_CALLS
+from support import DEVICES, copied
 
 
 @st.composite
@@ -99,8 +99,9 @@ ODD = [
 ]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", range(len(ODD)))
-def test_strides_of_every_op_and_its_gradient(k, monkeypatch):
+def test_strides_of_every_op_and_its_gradient(k, device, monkeypatch):
     """Scalars are operands of TensorIterator for some ops and plain arguments for others."""
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     calls = [(n, f, 1) for n, f in FLOAT_CALLS.items()]
@@ -108,10 +109,10 @@ def test_strides_of_every_op_and_its_gradient(k, monkeypatch):
     for name, call, count in calls:
         results = []
         for wrap in (lambda t: t, autofuse.wrap):
-            leaf = copied(ODD[k]).requires_grad_()
+            leaf = copied(ODD[k]).to(device).requires_grad_()
             y = call(*[wrap(leaf)] * count)
             strides = [y.stride()]
-            if y.requires_grad and y is not leaf and not name.startswith("floordiv"):
+            if y.requires_grad and y is not leaf and name not in NO_RULE and "floordiv" not in name:
                 seed = torch.ones_like(y).detach()
                 strides.append(torch.autograd.grad(y, leaf, seed)[0].stride())
             results.append(strides)
