@@ -416,6 +416,7 @@ row(
     "g x y",
     "2.0 * (x - y) * g",
     narrow="rnd(rnd(2.0 * rnd(x - y)) * g)",
+    contiguous=True,
     eager=lambda g, x, y: _backward.mse_loss_backward(g, x, y, 0),
 )
 row(
@@ -423,6 +424,7 @@ row(
     "g x y b:common",
     "d = x - y; -g if d < -b else g if d > b else d * g / b",
     narrow="d = rnd(x - y); -g if d < -b else g if d > b else rnd(d * g) / b",
+    contiguous=True,
     eager=lambda g, x, y, b: _backward.smooth_l1_loss_backward(g, x, y, 0, b),
 )
 row(
@@ -430,6 +432,7 @@ row(
     "g x y d:common",
     "z = x - y; -g * d if z < -d else g * d if z > d else z * g",
     narrow="z = rnd(x - y); -g * d if z < -d else g * d if z > d else z * g",
+    contiguous=True,
     eager=lambda g, x, y, d: _backward.huber_loss_backward(g, x, y, 0, d),
 )
 

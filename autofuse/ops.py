@@ -554,6 +554,9 @@ def _pow(input, exponent):
 
 @composite("float_power")
 def _float_power(input, exponent):
+    tensors = [x for x in (input, exponent) if isinstance(x, torch.Tensor)]
+    if len(tensors) == 2 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return NotImplemented  # two casts, whose gradients torch lays out in another way
     double = torch.float64
     operands = [
         x.to(double) if isinstance(x, torch.Tensor) else float(x) for x in (input, exponent)

@@ -19,7 +19,7 @@ UNARY = (
 BINARY = (
     "add sub mul div maximum minimum fmax fmin fmod remainder atan2 hypot copysign pow "
     "eq ne lt le gt ge logical_and logical_or logical_xor heaviside logaddexp logaddexp2 xlogy max "
-    "min ldexp float_power"
+    "min ldexp"
 ).split()
 ARITHMETIC = set(
     "deg2rad rad2deg angle sgn signbit isposinf isneginf nan_to_num heaviside nextafter "
@@ -119,12 +119,13 @@ PAIR_CALLS: dict[str, Call] = {
     "l1_loss": lambda x, y: F.l1_loss(x, y, reduction="none"),
     "smooth_l1_loss": lambda x, y: F.smooth_l1_loss(x, y, reduction="none", beta=0.7),
     "huber_loss": lambda x, y: F.huber_loss(x, y, reduction="none", delta=0.7),
+    "float_power_pair": torch.float_power,
     "isclose": lambda x, y: torch.isclose(x, y, rtol=0.3),
 }
 # eager under grad: torch has no derivative either, or one that the table does not have
 NO_RULE = set(
     "angle sgn i0 special_i0e trigamma rrelu xlogy_scalar xlog1py_scalar heaviside isclose "
-    "ldexp".split()
+    "ldexp float_power_pair".split()
 )
 WIDE_CALLS: dict[str, Call] = {
     "angle": torch.angle,
