@@ -71,6 +71,7 @@ row(
     "x w",
     "x if x > 0 else w * x",
     one_dtype=True,
+    copies="f",
     eager=torch._prelu_kernel,
     grad="where(x > 0, g, w * g); where(x > 0, 0, x * g)",
 )
