@@ -264,6 +264,7 @@ row(
     "x y d:common",
     "z = abs(x - y); 0.5 * z * z if z < d else d * fma(-0.5, d, z)",
     narrow="z = abs(rnd(x - y)); 0.5 * z * z if z < d else d * (z - rnd(0.5 * d))",
+    copies="f",
     eager=lambda x, y, d: F.huber_loss(x, y, reduction="none", delta=d),
     grad="huber_loss_backward(g, x, y, d); huber_loss_backward(g, y, x, d); none",
 )
