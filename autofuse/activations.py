@@ -55,7 +55,8 @@ plain(
     "x",
     "(x if x < 0 else 0) - log1p(exp(-abs(x)))",
     "logsigmoid",
-    contiguous=True,
+    contiguous="cpu",
+    copies="f",
     eager=F.logsigmoid,
     grad="log_sigmoid_backward(g, x)",
 )
@@ -140,7 +141,7 @@ def leaky_relu(input, negative_slope=0.01):
 
 @spelled()
 def rrelu(input, lower=1.0 / 8, upper=1.0 / 3, training=False):
-    if training or (torch.is_grad_enabled() and input.requires_grad):
+    if training or (torch.is_grad_enabled() and input.requires_grad) or not input.is_contiguous():
         return None
     return OPS["leaky_relu"], (input, (lower + upper) / 2)
 
@@ -264,6 +265,7 @@ row(
     "x y d:common",
     "z = abs(x - y); 0.5 * z * z if z < d else d * fma(-0.5, d, z)",
     narrow="z = abs(rnd(x - y)); 0.5 * z * z if z < d else d * (z - rnd(0.5 * d))",
+    one_dtype=True,
     copies="f",
     eager=lambda x, y, d: F.huber_loss(x, y, reduction="none", delta=d),
     grad="huber_loss_backward(g, x, y, d); huber_loss_backward(g, y, x, d); none",
@@ -418,7 +420,7 @@ row(
     "g x y",
     "2.0 * (x - y) * g",
     narrow="rnd(rnd(2.0 * rnd(x - y)) * g)",
-    contiguous=True,
+    contiguous="cpu cuda",
     eager=lambda g, x, y: _backward.mse_loss_backward(g, x, y, 0),
 )
 row(
@@ -426,7 +428,7 @@ row(
     "g x y b:common",
     "d = x - y; -g if d < -b else g if d > b else d * g / b",
     narrow="d = rnd(x - y); -g if d < -b else g if d > b else rnd(d * g) / b",
-    contiguous=True,
+    contiguous="cpu cuda",
     eager=lambda g, x, y, b: _backward.smooth_l1_loss_backward(g, x, y, 0, b),
 )
 row(
@@ -434,7 +436,7 @@ row(
     "g x y d:common",
     "z = x - y; -g * d if z < -d else g * d if z > d else z * g",
     narrow="z = rnd(x - y); -g * d if z < -d else g * d if z > d else z * g",
-    contiguous=True,
+    contiguous="cpu cuda",
     eager=lambda g, x, y, d: _backward.huber_loss_backward(g, x, y, 0, d),
 )
 

@@ -71,7 +71,7 @@ class Op:
     one_dtype: bool = False  # of all operands
     identical: bool = True  # to eager on CUDA, bit for bit; otherwise fused by `relaxed` alone
     reversed: bool = False  # the result's layout follows the operands from the last to the first
-    contiguous: bool = False  # the result's layout; otherwise TensorIterator decides
+    contiguous: str = ""  # device types on which the result is; else TensorIterator decides
     copies: str = ""  # categories in which a dense first operand's layout carries over
     by_scalar: Op | None = None
     eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given

@@ -423,7 +423,7 @@ row(
     "pow(x, y)",
     keeps="y",
     grad="none; g * (out * log(x))",
-    contiguous=True,
+    contiguous="cpu cuda",
     eager=torch.pow,
 )
 # exponents whose derivative has a form of its own
@@ -571,6 +571,9 @@ def _float_power_(input, exponent):
 
 @composite()
 def ldexp(input, other):
+    whole = input.dtype is torch.float32 and not other.is_floating_point()
+    if input.dtype is not other.dtype and not whole:
+        return NotImplemented
     if torch.is_grad_enabled() and (input.requires_grad or other.requires_grad):
         return NotImplemented  # it has a node of its own
     return torch.mul(input, torch.pow(2.0, other))
@@ -669,7 +672,7 @@ row(
     "x m:bool v:common",
     "v if m else x",
     accepts="fib",
-    contiguous=True,
+    contiguous="cpu cuda",
     grad="masked_fill(g, m, 0); none; none",
 )
 _LERP = "d = y - x; fma(w, d, x) if abs(w) < 0.5 else fma(-d, 1 - w, y)"

@@ -156,10 +156,10 @@ def extend(
     first = tensors[0]
     if first.flat and 0 not in shape and all(meta.shape == shape and meta.flat for meta in tensors):
         stride = first.stride
+    elif device.type in op.contiguous:
+        stride = layout.contiguous(shape)
     elif op.carries(common) and layout.is_dense(shape, first.stride):
         stride = first.stride
-    elif op.contiguous:
-        stride = layout.contiguous(shape)
     else:
         promoted = common if device.type == "cpu" else None  # there a promoted operand is a copy
         strides = [
