@@ -261,6 +261,8 @@ class Element:
         elif floating:
             convert = builder.uitofp if source in ("u8", "b1") else builder.sitofp
             x = convert(x, target)
+            if source == "b1":  # or NVVM computes both values of what follows, in its own way
+                x = self.target.barrier(x)
         elif x.type.width >= target.width:
             x = x if x.type == target else builder.trunc(x, target)
         else:

@@ -103,6 +103,7 @@ for _name, _factor in (("deg2rad", 0.017453292519943295), ("rad2deg", 57.2957795
         "x y",
         "x * y",
         **_OPMATH,
+        copies="f",
         eager=partial(lambda function, x, y: function(x), getattr(torch, _name)),
         grad="g * y; none",
     )

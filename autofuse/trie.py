@@ -161,7 +161,9 @@ def extend(
     elif op.carries(common) and layout.is_dense(shape, first.stride):
         stride = first.stride
     else:
-        promoted = common if device.type == "cpu" else None  # there a promoted operand is a copy
+        # on the CPU, and where scalars are no operands, a promoted operand is a copy
+        copied = device.type == "cpu" or (op.scalars_apart and len(tensors) == 1)
+        promoted = common if copied else None
         strides = [
             (view.shape, layout.copied_stride(view.shape, view.stride))
             if isinstance(view, Meta)
