@@ -43,12 +43,16 @@ class Series:
 
 
 def interleaved(
-    calls: dict[str, Callable[[], object]], device: str, rounds: int = 9, iterations: int = 1000
+    calls: dict[str, Callable[[], object]],
+    device: str,
+    rounds: int = 9,
+    iterations: int = 1000,
+    warm: int = 10,
 ) -> dict[str, Series]:
-    """Time every call in every round, A B A B, after one warm-up round."""
+    """Time every call in every round, A B A B, after `warm` calls or more of each."""
     series = {name: Series() for name in calls}
     for call in calls.values():
-        for _ in range(max(10, iterations // 10)):
+        for _ in range(max(warm, iterations // 10)):
             call()
     for _ in range(rounds):
         for name, call in calls.items():
