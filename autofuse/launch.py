@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -455,7 +456,7 @@ _pool: ThreadPoolExecutor | None = None
 def _threads() -> ThreadPoolExecutor:
     global _pool
     if _pool is None:
-        _pool = ThreadPoolExecutor(torch.get_num_threads(), "autofuse")
+        _pool = ThreadPoolExecutor(os.cpu_count(), "autofuse")  # started as they are needed
     return _pool
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from .polynomials import vectorised
+
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
 CARRIED = {"f64": F64, "f32": F32, "i64": I64, "i32": I32, "i16": I16, "i8": I8, "u8": I8, "b1": I1}
@@ -123,8 +125,7 @@ class Cuda:
 class Cpu:
     """What differs on the CPU: libm, and LLVM contracts nothing on its own.
 
-    A call of libm keeps a loop from vectorising, so float32 exp and tanh (and what is made of
-    them: sigmoid, silu, softplus, mish) are branch-free polynomials: 1 and 2 ulp from exact.
+    A call of libm keeps a loop from vectorising, so most float32 functions are polynomials.
     """
 
     INTRINSICS = {
@@ -140,8 +141,8 @@ class Cpu:
     def call(self, name: str, args: list[Value]) -> Any:
         values = [arg.ir for arg in args]
         kind = values[0].type
-        if kind == F32 and name in ("exp", "tanh"):
-            return getattr(_Polynomials(self.builder), name)(values[0])
+        if kind == F32 and (value := vectorised(self.builder, name, values)) is not None:
+            return value
         if name == "rsqrt":
             return self.builder.fdiv(ir.Constant(kind, 1.0), self.call("sqrt", args))
         if name == "fmod":
@@ -171,61 +172,6 @@ class Cpu:
 
     def pointer(self, address: Any, pointee: ir.Type) -> Any:
         return self.builder.inttoptr(address, pointee.as_pointer())
-
-
-class _Polynomials:
-    """float32 functions without branches, after Cephes (expf.c, tanhf.c)."""
-
-    LOG2E, LN2_HIGH, LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
-    EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
-           5.0000001201e-1)  # fmt: skip
-    TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1,
-            -3.33332819422e-1)  # fmt: skip
-
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        self.builder = builder
-
-    def fma(self, a: Any, b: Any, c: Any) -> Any:
-        """a * b + c, fused where the processor can: not `llvm.fma`, which is a call elsewhere."""
-        builder = self.builder
-        return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
-
-    def horner(self, x: Any, coefficients: tuple[float, ...]) -> Any:
-        value = F32(coefficients[0])
-        for coefficient in coefficients[1:]:
-            value = self.fma(value, x, F32(coefficient))
-        return value
-
-    def clamp(self, x: Any, low: float, high: float) -> Any:
-        """NaN stays NaN."""
-        builder = self.builder
-        x = builder.select(builder.fcmp_ordered("<", x, F32(low)), F32(low), x)
-        return builder.select(builder.fcmp_ordered(">", x, F32(high)), F32(high), x)
-
-    def exp(self, x: Any) -> Any:
-        builder = self.builder
-        x = self.clamp(x, -104.0, 89.0)  # 0 and infinity are reached inside
-        n = _external(builder, "llvm.rint.f32", [builder.fmul(x, F32(self.LOG2E))])
-        r = self.fma(n, F32(-self.LN2_HIGH), x)
-        r = self.fma(n, F32(-self.LN2_LOW), r)
-        tail = self.fma(builder.fmul(self.horner(r, self.EXP), r), r, r)
-        value = builder.fadd(tail, F32(1.0))
-        whole = builder.fptosi(n, I32)
-        half = builder.ashr(whole, I32(1))  # two factors: one alone cannot be subnormal
-        for power in (half, builder.sub(whole, half)):
-            bits = builder.shl(builder.add(power, I32(127)), I32(23))
-            value = builder.fmul(value, builder.bitcast(bits, F32))
-        return value
-
-    def tanh(self, x: Any) -> Any:
-        builder = self.builder
-        square = builder.fmul(x, x)
-        near = self.fma(builder.fmul(self.horner(square, self.TANH), square), x, x)
-        size = _external(builder, "llvm.fabs.f32", [x])
-        power = self.exp(builder.fadd(size, size))
-        far = builder.fsub(F32(1.0), builder.fdiv(F32(2.0), builder.fadd(power, F32(1.0))))
-        value = builder.select(builder.fcmp_ordered("<", size, F32(0.625)), near, far)
-        return _external(builder, "llvm.copysign.f32", [value, x])  # also the sign of a zero
 
 
 def _external(builder: ir.IRBuilder, symbol: str, args: list[Any]) -> Any:

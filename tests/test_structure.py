@@ -9,8 +9,8 @@ PACKAGE = Path(autofuse.__file__).parent
 # each module may import only what stands before it
 ORDER = [
     "errors", "config", "dtypes", "layout", "op", "activations", "special", "ops",
-    "coverage", "plan", "codegen", "targets", "lower", "emit", "compile", "shell", "launch",
-    "trie", "rules", "autograd", "chain", "tensor", "boundaries", "api", "report",
+    "coverage", "plan", "codegen", "polynomials", "targets", "lower", "emit", "compile", "shell",
+    "launch", "trie", "rules", "autograd", "chain", "tensor", "boundaries", "api", "report",
     "__init__",
 ]  # fmt: skip
 EXCEPTIONS = {("boundaries", "api")}  # inside a function: unwrap is public vocabulary

@@ -1,0 +1,180 @@
+"""The CPU backend's own promises: units in the last place, threads, what it leaves to eager."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import autofuse
+from autofuse import launch
+from autofuse.polynomials import DOUBLE, SINGLE
+from support import SPECIAL
+
+PAIRS = {"pow", "atan2", "hypot"}
+MADE_OF_THEM = {  # name -> (function, the ulp it may be away from eager)
+    "sigmoid": (torch.sigmoid, 2),
+    "silu": (F.silu, 2),
+    "softplus": (F.softplus, 2),
+    "elu": (F.elu, 2),
+    "selu": (F.selu, 2),
+    "celu": (lambda x: F.celu(x, 1.3), 2),
+    "pow_1.7": (lambda x: x**1.7, 2),
+    "rpow": (lambda x: 2.5**x, 2),
+    "sinc": (torch.sinc, 2),
+    "logsigmoid": (F.logsigmoid, 2),
+    "mish": (lambda x: F.mish(x.clamp(min=-87.0)), 4),  # below, torch's own exp is off: subnormal
+}
+CANCELLING = {  # a sum of nearly opposite terms: in ulp of the terms, whose size is x
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "tanhshrink": F.tanhshrink,
+}
+
+
+def patterns(seed: int = 0) -> torch.Tensor:
+    """2^20 float32 bit patterns, evenly strided, with special values; a multiple of 64."""
+    bits = torch.arange(-(2**31), 2**31, 2**12) + (1237 * seed + 77) % 4096
+    values = bits.to(torch.int32).view(torch.float32)
+    nan = values.isnan()
+    values = torch.where(nan, float("nan"), values)  # quiet ones
+    values[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    return values[torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))]
+
+
+def usual(seed: int = 0) -> torch.Tensor:
+    return torch.randn(1 << 18, generator=torch.Generator().manual_seed(seed)) * 4
+
+
+def ordered(x: torch.Tensor) -> torch.Tensor:
+    """Integers that count the float32 numbers; both zeros are 0."""
+    bits = x.view(torch.int32).long()
+    return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+def ulp_apart(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The largest distance in float32 numbers; NaN is at none from NaN only."""
+    apart = (ordered(a) - ordered(b)).abs()
+    apart[a.isnan() & b.isnan()] = 0
+    apart[a.isnan() ^ b.isnan()] = 2**32
+    return int(apart.max())
+
+
+def fused(function, *args):
+    result = function(*map(autofuse.wrap, args))
+    assert autofuse.is_pending(result)
+    return autofuse.unwrap(result)
+
+
+@pytest.mark.parametrize("name", sorted({*SINGLE, *DOUBLE}))
+def test_a_function_is_right_over_all_of_float32(name):
+    """Within 2 ulp of eager, and within 1 of the float64 function rounded."""
+    function = getattr(torch, name)
+    count = 2 if name in PAIRS else 1
+    for make in (patterns, usual):
+        args = [make(seed) for seed in range(count)]
+        got, eager = fused(function, *args), function(*args)
+        exact = function(*(x.double() for x in args)).float()
+        if name in ("sinh", "cosh"):  # torch's overflow early, a vector at a time
+            exact = torch.where(eager.isinf(), eager, exact)
+        from_eager, from_exact = ulp_apart(got, eager), ulp_apart(got, exact)
+        print(f"{name}: {from_eager} ulp from eager, {from_exact} from exact")
+        assert from_eager <= 2 and from_exact <= 1
+        zero = got == 0
+        assert torch.equal(got[zero].signbit(), exact[zero].signbit())
+
+
+@pytest.mark.parametrize("name", MADE_OF_THEM)
+def test_what_is_made_of_them_is_near_eager(name):
+    function, limit = MADE_OF_THEM[name]
+    for x in (patterns(), usual()):
+        apart = ulp_apart(fused(function, x), function(x))
+        print(f"{name}: {apart} ulp from eager")
+        assert apart <= limit
+
+
+@pytest.mark.parametrize("name", CANCELLING)
+def test_cancelling_sums_are_right_in_ulp_of_their_terms(name):
+    """No nearer to eager: a vector's body and its tail differ as much in torch's own kernels."""
+    function, x = CANCELLING[name], usual()
+    ulp = torch.nextafter(x.abs(), torch.tensor(torch.inf)) - x.abs()
+    got, eager, exact = fused(function, x).double(), function(x).double(), function(x.double())
+    ours, theirs, apart = (
+        ((a - b).abs() / ulp).max().item() for a, b in ((got, exact), (eager, exact), (got, eager))
+    )
+    print(f"{name}: {apart:.1f} ulp of x from eager, {ours:.1f} (eager {theirs:.1f}) from exact")
+    assert ours <= 2 and apart <= ours + theirs
+
+
+def test_powers_of_special_values():
+    special = torch.tensor([*SPECIAL, 2.5, -2.5, 5.0, 2.0**24 + 2, 3e38, -3e38, 1.0 - 2**-24])
+    x = special.repeat_interleave(len(special)).repeat(64)
+    y = special.repeat(len(special)).repeat(64)
+    for function in (torch.pow, torch.atan2, torch.hypot):
+        assert ulp_apart(fused(function, x, y), function(x, y)) <= 1, function.__name__
+
+
+def test_the_hardest_circular_arguments():
+    """Next to multiples of pi / 2, where a short reduction leaves nothing."""
+    k = torch.arange(1, 4097, dtype=torch.float64)
+    near = torch.cat([(k * torch.pi / 2).float(), torch.tensor([16367173 * 2.0**72] * 64)])
+    for function in (torch.sin, torch.cos, torch.tan):
+        assert ulp_apart(fused(function, near), function(near.double()).float()) <= 1
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The threads that computed; every test begins without a pool."""
+    monkeypatch.setattr(launch, "_pool", None)
+    seen = []
+
+    class Entry:
+        def __init__(self, entry):
+            self.entry = entry
+
+        def __call__(self, start, stop, *args):
+            seen.append((threading.get_ident(), start, stop))
+            return self.entry(start, stop, *args)
+
+    real = launch.CpuRunner._loop
+    monkeypatch.setattr(
+        launch.CpuRunner,
+        "_loop",
+        staticmethod(lambda entry, *args: real(Entry(entry), *args)),
+    )
+    return seen
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_large_tensor_takes_as_many_threads_as_torch(threads, used, count):
+    threads(count)
+    x = torch.randn(200_001)
+    assert torch.equal(fused(lambda x: (x + 1) * x, x), (x + 1) * x)
+    assert len(used) == count
+    assert sorted((start, stop) for _, start, stop in used)[0][0] == 0
+    covered = sorted((start, stop) for _, start, stop in used)
+    assert all(a[1] == b[0] for a, b in zip(covered, covered[1:], strict=False))
+    assert covered[-1][1] == x.numel()
+
+
+def test_the_pool_follows_the_number_of_threads(threads, used):
+    x = torch.randn(400_000)
+    for count in (2, 4, 1):
+        threads(count)
+        used.clear()
+        fused(lambda x: (x - 1) * x, x)
+        assert len(used) == count
+
+
+def test_a_small_tensor_stays_in_its_thread(threads, used):
+    threads(4)
+    fused(lambda x: x + 1, torch.randn(10_000))
+    assert [ident for ident, _, _ in used] == [threading.get_ident()]
+    assert launch._pool is None
