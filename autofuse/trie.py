@@ -9,14 +9,18 @@ and no compile.
 
 from __future__ import annotations
 
+import ast
+import math
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import layout
+from .codegen import parse
 from .config import config
-from .dtypes import CODES
+from .dtypes import CODES, carried
 from .op import Op
 from .plan import CONST, Program, Ref, Step
 from .shell import Meta, Tensor, make_meta
@@ -110,6 +114,26 @@ def eager_node(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:
     return node
 
 
+# what torch's loops do faster than ones that call libm (bench/cpu.py): ops, and functions of
+# their expressions, by the type they compute in; a chain of small tensors is dispatch in the main
+_SLOW = {
+    "f32": frozenset("lgamma digamma erfinv fmod".split()),
+    "f64": frozenset(
+        "expm1 log10 log1p sinh cosh tanh atanh sin cos tan asin acos atan atan2 erf erfc pow "
+        "lgamma digamma erfinv".split()
+    ),
+}
+_LARGE = 1 << 16  # elements
+
+
+@cache
+def _is_slow(op: Op, common: str) -> bool:
+    statements = parse(op.expression(common, "cpu"))
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return not _SLOW.get(carried(common), frozenset()).isdisjoint({op.name, *names})
+
+
 def extend(
     recorder: Recorder, tip: Node, op: Op, operands: Sequence[int | Meta | type], metas: list[Meta]
 ) -> Node:
@@ -153,6 +177,8 @@ def extend(
         return eager_node(recorder, tip, op, "other bits than eager's; config.relaxed fuses it")
     if device.type == "cpu" and op.divides(CODES[common]):
         return eager_node(recorder, tip, op, "integer division, which raises on the CPU")
+    if device.type == "cpu" and math.prod(shape) >= _LARGE and _is_slow(op, CODES[common]):
+        return eager_node(recorder, tip, op, "a large tensor on the CPU, where eager is faster")
     first = tensors[0]
     if first.flat and 0 not in shape and all(meta.shape == shape and meta.flat for meta in tensors):
         stride = first.stride

@@ -178,3 +178,19 @@ def test_a_small_tensor_stays_in_its_thread(threads, used):
     fused(lambda x: x + 1, torch.randn(10_000))
     assert [ident for ident, _, _ in used] == [threading.get_ident()]
     assert launch._pool is None
+
+
+@pytest.mark.parametrize(
+    "function, dtype",
+    [(torch.lgamma, torch.float32), (torch.erfinv, torch.bfloat16), (torch.tanh, torch.float64)],
+)
+def test_what_eager_does_faster_is_left_to_it_where_that_pays(function, dtype):
+    """Only on large tensors: between small ones the saving is in the dispatch."""
+    small, large = torch.rand(1000, dtype=dtype), torch.rand(100_000, dtype=dtype)
+    assert autofuse.is_pending(function(autofuse.wrap(small)))
+    autofuse.reset_stats()
+    result = function(autofuse.wrap(large) * 0.5) + 1
+    assert autofuse.is_pending(result)
+    why = "a large tensor on the CPU, where eager is faster"
+    assert (function.__name__, why) in autofuse.stats().eager_ops
+    assert torch.equal(autofuse.unwrap(result), function(large * 0.5) + 1)
