@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from .op import OPS, composite, is_number, plain, row, spelled
 
 _backward = torch.ops.aten
+_SIXTH = "0.16666667163372039794921875"  # 1.0f / 6.0f, in float64 too
 
 plain(
     "relu",
@@ -25,14 +26,16 @@ plain("mish", "x", "x * tanh(log1p(exp(x)))", eager=F.mish, grad="mish_backward(
 plain(
     "hardswish",
     "x",
-    "x * clip(x + 3, 0, 6) * sixth",
+    f"x * clip(x + 3, 0, 6) * {_SIXTH}",
+    cpu="x * clip(x + 3, 0, 6) / 6",
     eager=F.hardswish,
     grad="hardswish_backward(g, x)",
 )
 plain(
     "hardsigmoid",
     "x",
-    "clip(x + 3, 0, 6) * sixth",
+    f"clip(x + 3, 0, 6) * {_SIXTH}",
+    cpu="clip(x + 3, 0, 6) / 6",
     eager=F.hardsigmoid,
     grad="hardsigmoid_backward(g, x)",
 )
@@ -351,7 +354,7 @@ row(
 row(
     "hardsigmoid_backward",
     "g x",
-    "g * 0.1666666716337204 if x > -3 and x < 3 else 0",  # 1.0f / 6.0f in every dtype
+    f"g * {_SIXTH} if x > -3 and x < 3 else 0",
     eager=_backward.hardsigmoid_backward,
 )
 row(

@@ -86,8 +86,6 @@ class Element:
                 return value  # type: ignore[return-value]
             case ast.Name(id="inf" | "nan" as name):
                 return float(name)
-            case ast.Name(id="sixth"):  # torch's 1 / 6
-                return self.target.SIXTH
             case ast.Name(id=name):
                 return self.names[name]
             case ast.BinOp():
@@ -260,9 +258,8 @@ class Element:
             x = x if wide == target else builder.trunc(x, target)
         elif floating:
             convert = builder.uitofp if source in ("u8", "b1") else builder.sitofp
-            x = convert(x, target)
-            if source == "b1":  # or NVVM computes both values of what follows, in its own way
-                x = self.target.barrier(x)
+            # LLVM knows some integers (x == x), and would compute what follows in its own way
+            x = self.target.barrier(convert(x, target))
         elif x.type.width >= target.width:
             x = x if x.type == target else builder.trunc(x, target)
         else:

@@ -477,6 +477,7 @@ row(
     "pow_minus_2",
     "x",
     "1 / rnd(x * x)",
+    cpu="1 / (x * x)",
     eager=partial(torch.pow, exponent=-2),
     grad="g * (-2.0 * pow(x, -3.0))",
 )
@@ -684,6 +685,7 @@ row(
     "addcmul_scaled",
     "x y z s:opmath",
     "fma(s, y * z, x)",
+    cpu="fma(s * y, z, x)",
     integer="x + s * y * z",
     accepts="fi",
     eager=lambda x, y, z, s: torch.addcmul(x, y, z, value=s),
@@ -694,6 +696,7 @@ row(
     "addcdiv_scaled",
     "x y z s:opmath",
     "fma(s, y / z, x)",
+    cpu="x + s * y / z",
     eager=lambda x, y, z, s: torch.addcdiv(x, y, z, value=s),
     keeps="z",
     grad="g; g * (s / z); -g * (y * s / (z * z)); none",

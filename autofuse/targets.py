@@ -42,8 +42,6 @@ class Cuda:
         **{(op, "f64"): f"d{op}_rn" for op in ("add", "sub", "mul")},
     }
 
-    SIXTH = 0.16666667163372039794921875  # float32's, in float64 too
-
     def __init__(self, builder: ir.IRBuilder, capability: tuple[int, int]) -> None:
         self.builder, self.capability = builder, capability
 
@@ -132,7 +130,6 @@ class Cpu:
         "sqrt", "sin", "cos", "exp", "exp2", "log", "log2", "log10", "fma", "pow",
         "floor", "ceil", "trunc", "copysign",
     }  # fmt: skip
-    SIXTH = 1 / 6
     RENAMED = {"abs": "fabs", "round": "nearbyint", "fmax": "maxnum", "fmin": "minnum"}
 
     def __init__(self, builder: ir.IRBuilder) -> None:

@@ -134,6 +134,32 @@ def _is_slow(op: Op, common: str) -> bool:
     return not _SLOW.get(carried(common), frozenset()).isdisjoint({op.name, *names})
 
 
+def _stride(
+    op: Op, device: torch.device, common: torch.dtype, shape: layout.Ints, views: list[Meta | type]
+) -> layout.Ints:
+    """The strides that eager gives to the result of `op`; views: as in `extend`."""
+    tensors = [view for view in views if isinstance(view, Meta)]
+    first = tensors[0]
+    if first.flat and 0 not in shape and all(meta.shape == shape and meta.flat for meta in tensors):
+        return first.stride
+    if device.type in op.contiguous:
+        return layout.contiguous(shape)
+    if op.carries(common) and layout.is_dense(shape, first.stride):
+        return first.stride
+    # torch copies an operand that is promoted: on the CPU, and where scalars are no operands
+    copies = device.type == "cpu" or (op.scalars_apart and len(tensors) == 1)
+    strides: list[tuple[layout.Ints, layout.Ints]] = []
+    for view, role in zip(views, op.roles, strict=True):
+        if not isinstance(view, Meta):
+            if role == "promote" and not op.scalars_apart:
+                strides.append(((), ()))
+        elif copies and role == "promote" and view.dtype is not common:
+            strides.append((view.shape, layout.copied_stride(view.shape, view.stride)))
+        else:
+            strides.append((view.shape, view.stride))
+    return layout.result_stride(shape, strides[::-1] if op.reversed else strides)
+
+
 def extend(
     recorder: Recorder, tip: Node, op: Op, operands: Sequence[int | Meta | type], metas: list[Meta]
 ) -> Node:
@@ -179,29 +205,7 @@ def extend(
         return eager_node(recorder, tip, op, "integer division, which raises on the CPU")
     if device.type == "cpu" and math.prod(shape) >= _LARGE and _is_slow(op, CODES[common]):
         return eager_node(recorder, tip, op, "a large tensor on the CPU, where eager is faster")
-    first = tensors[0]
-    if first.flat and 0 not in shape and all(meta.shape == shape and meta.flat for meta in tensors):
-        stride = first.stride
-    elif device.type in op.contiguous:
-        stride = layout.contiguous(shape)
-    elif op.carries(common) and layout.is_dense(shape, first.stride):
-        stride = first.stride
-    else:
-        # on the CPU, and where scalars are no operands, a promoted operand is a copy
-        copied = device.type == "cpu" or (op.scalars_apart and len(tensors) == 1)
-        promoted = common if copied else None
-        strides = [
-            (view.shape, layout.copied_stride(view.shape, view.stride))
-            if isinstance(view, Meta)
-            and role == "promote"
-            and view.dtype is not (promoted or view.dtype)
-            else (view.shape, view.stride)
-            if isinstance(view, Meta)
-            else ((), ())
-            for view, role in zip(views, op.roles, strict=True)
-            if isinstance(view, Meta) or (role == "promote" and not op.scalars_apart)
-        ]
-        stride = layout.result_stride(shape, strides[::-1] if op.reversed else strides)
+    stride = _stride(op, device, common, shape, views)
     graph = tip.graded and result.is_floating_point and any(meta.requires_grad for meta in tensors)
     if graph and not op.grad:
         return eager_node(recorder, tip, op, "no derivative rule")
