@@ -186,6 +186,7 @@ _resolved: dict[object, tuple[torch.dtype, torch.dtype] | None] = {}  # bounded 
 OPS: dict[str, Op] = {}
 SPELLINGS: dict[str, Callable[..., Chosen]] = {}  # torch name -> chooser, beyond the plain rows
 PLAIN: dict[str, Op] = {}  # torch name -> Op of one or two operands with no options
+METHODS: dict[str, Callable[..., Chosen]] = {}  # where the method has another order of arguments
 COMPOSITES: dict[str, Callable[..., object]] = {}  # torch name -> the same by torch functions
 
 

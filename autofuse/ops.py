@@ -18,7 +18,7 @@ import torch
 from . import activations as _activations  # noqa: F401 - they add their rows
 from . import special as _special  # noqa: F401
 from .dtypes import CODES
-from .op import OPS, Operand, composite, is_number, plain, row, spelled
+from .op import METHODS, OPS, Operand, composite, is_number, plain, row, spelled
 
 # --- one operand ---------------------------------------------------------------------------------
 
@@ -583,7 +583,7 @@ def ldexp(input, other):
 
 @composite("ldexp_")
 def _ldexp_(input, other):
-    return input.mul_(torch.pow(2.0, other))
+    return input.mul_(torch.pow(2.0, other)) if input.is_floating_point() else NotImplemented
 
 
 @composite()
@@ -721,6 +721,9 @@ def clamp_max(input, max):
 @spelled()
 def where(condition, input, other):
     return OPS["where"], (condition, input, other)
+
+
+METHODS["where"] = lambda input, condition, other: where(condition, input, other)
 
 
 @spelled()

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from .op import OPS, composite, is_number, plain, row, spelled
+from .op import METHODS, OPS, composite, is_number, plain, row, spelled
 
 _FLOAT = {"result": "float", "accepts": "fib"}
 _WIDE = {"result": "float", "accepts": "wib"}
@@ -60,6 +60,9 @@ row(
 def polygamma(n, input):
     rows = {0: OPS["digamma"], 1: OPS["trigamma"]}  # others sum a series until it converges
     return (rows[n], (input,)) if n in rows and type(n) is int else None
+
+
+METHODS["polygamma"] = lambda input, n: polygamma(n, input)
 
 
 # --- error function and normal distribution -------------------------------------------------------
