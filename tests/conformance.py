@@ -22,7 +22,7 @@ from autofuse.tensor import HANDLERS
 from support import DTYPES, FLOATS, assert_same, outcome, random_tensor
 
 FULL = os.environ.get("AUTOFUSE_TEST_FULL") == "1"
-SEED = int(os.environ.get("AUTOFUSE_TEST_SEED") or random.randrange(2**31))
+SEED = int(os.environ.get("AUTOFUSE_TEST_SEED", "20261121"))
 # pointwise, or fresh memory, but without torch's tag for it
 UNTAGGED = set(
     "_to_copy copy fill zero lift_fresh arange scalar_tensor empty empty_like empty_strided "
@@ -328,16 +328,12 @@ RECORDED = ("function", "method", "unbound method", "operator")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-def is_full(device: str) -> bool:
-    return FULL or device == "cuda"
-
-
 def draw(entry: Any, device: str, rng: random.Random, grad: bool) -> list[Any]:
     """(dtype, layout, whether for every sample); in a sampled run two, of gradients one."""
     supported = (entry.supported_backward_dtypes if grad else entry.supported_dtypes)(device)
     found = [dtype for dtype in DTYPES if dtype in supported]
     given, *others = LAYOUTS
-    if not is_full(device):
+    if not FULL:
         first = rng.choice([dtype for dtype in found if dtype in FLOATS] or found or [None])
         second = rng.choice([dtype for dtype in found if dtype is not first] or [first])
         few = [(first, given, False), (second, rng.choice(others), False)]
@@ -364,7 +360,7 @@ def cases(entry: Any, device: str, rng: random.Random, grad: bool = False) -> It
                 wraps = "others"
             case = Case(entry.formatted_name, dtype, "", layout, wraps, entry.op, values)
             spellings = list(_spellings(entry, case, grad))
-            if not is_full(device):  # on a pending value they are other kernels
+            if not FULL:  # on a pending value they are other kernels
                 longer = [case for case in spellings if "pending" in case.variant]
                 kept = rng.sample(longer, min(len(longer), 1))
                 spellings = [case for case in spellings if case not in longer or case in kept]
