@@ -149,7 +149,8 @@ class Op:
         promoting = []
         if self.tensors_only and any(isinstance(dtype, type) for dtype, _ in operands):
             return None
-        if self.one_dtype and len({dtype for dtype, _ in operands}) > 1:
+        dtypes = {dtype for dtype, _ in operands if not isinstance(dtype, type)}
+        if self.one_dtype and len(dtypes) > 1:
             return None
         if not self.takes_bool and any(dtype in (torch.bool, bool) for dtype, _ in operands):
             return None

@@ -449,6 +449,9 @@ def _generate(template: str, row: Op, func: Handler, rest: Handler | None = None
     return handler
 
 
+_UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError)
+
+
 def _spelled(choose: Handler, func: Handler) -> Handler:
     """A handler for torch functions with options, which decide what is recorded."""
     written = _inplace(choose, func)
@@ -461,7 +464,7 @@ def _spelled(choose: Handler, func: Handler) -> Handler:
         out = kwargs.pop("out", None)
         try:
             chosen = choose(*args, **kwargs)
-        except (TypeError, AttributeError):  # not the arguments it knows: torch decides
+        except _UNKNOWN_ARGUMENTS:  # torch decides
             chosen = None
         if out is not None:
             if chosen is not None and out.__class__ is Tensor and out._af.recorder is None:
@@ -483,7 +486,7 @@ def _composite(compose: Handler, func: Handler) -> Handler:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             result = compose(*args, **kwargs)
-        except (TypeError, AttributeError):  # not the arguments it knows: torch decides
+        except _UNKNOWN_ARGUMENTS:  # torch decides
             result = NotImplemented
         return run_eager(func, args, kwargs) if result is NotImplemented else result
 
@@ -498,7 +501,7 @@ def _inplace(choose: Handler, func: Handler) -> Handler:
             options = {key: value for key, value in kwargs.items() if key != "inplace"}
             try:
                 chosen = choose(self, *args, **options)
-            except (TypeError, AttributeError):
+            except _UNKNOWN_ARGUMENTS:
                 chosen = None
             if chosen is not None:
                 put = record_write if self._af.recorder is None else record_inplace

@@ -403,23 +403,22 @@ def _scalars(values: Any) -> list[Any]:
     return [value for value in tree_iter(values) if type(value) in (bool, int, float)]
 
 
-def _category(case: Case) -> str:
-    """The category of the promoted dtype: f(loat), i(nteger), b(ool) or c(omplex)."""
-    found = "b"
-    for value in tree_iter(case.values):
-        if isinstance(value, torch.Tensor):
-            kinds = "c" if value.dtype.is_complex else kind(value.dtype)
-        else:
-            kinds = {bool: "b", int: "i", float: "f", complex: "c"}.get(type(value), "b")
-        found = max(found, kinds, key="bifc".index)
-    return found
+def _is_complex(case: Case, eager: set[tuple[str, str]]) -> bool:
+    found = [t.dtype.is_complex for t in tensors(case.values)]
+    return any(found) or any(type(value) is complex for value in tree_iter(case.values))
 
 
 def _is_declined(case: Case, eager: set[tuple[str, str]]) -> bool:
-    return any(
-        reason == "dtypes that are not fused" and _category(case) not in op.OPS[name].accepts
-        for name, reason in eager
-    )
+    kinds = {kind(t.dtype) for t in tensors(case.values) if not t.dtype.is_complex}
+    floats = any(type(value) is float for value in _scalars(case.values))
+    for name, reason in eager:
+        if reason == "dtypes that are not fused":
+            row = op.OPS[name]
+            parameters = {"opmath", "common"} & {*row.roles}
+            promoted = "f" if "f" in kinds or floats and not parameters else max(kinds)  # i > b
+            if promoted not in row.accepts or (promoted != "f" and floats):
+                return True
+    return False
 
 
 def _says(*reasons: str) -> Callable[[Case, set[tuple[str, str]]], bool]:
@@ -428,12 +427,14 @@ def _says(*reasons: str) -> Callable[[Case, set[tuple[str, str]]], bool]:
 
 ASIDE = {"grad", "narrow", "reshape"}  # what is no pointwise op: backward, and views of operands
 EXPLAINED: dict[str, Callable[[Case, set[tuple[str, str]]], bool]] = {
-    "the row's `accepts` leaves the promoted dtype out": _is_declined,
+    "complex numbers run eagerly": _is_complex,
+    "the row's `accepts` leaves the promoted dtype out, or a parameter is no integer": _is_declined,
     "autofuse gives a reason that is enough": _says(
         "no derivative rule",
         "a scalar that does not fit",
         "a wider 0-d tensor, which the CPU does not round",
         "integer division, which raises on the CPU",
+        "an integer that may not fit the dtype",
         "other bits than eager's; config.relaxed fuses it",
     ),
     "a cast that also chooses a memory format": lambda case, eager: (
@@ -447,7 +448,7 @@ EXPLAINED: dict[str, Callable[[Case, set[tuple[str, str]]], bool]] = {
         and (bool(tensors(case.values[1][1])) or case.values[0].dtype is torch.bool)
     ),
     "two dtypes": lambda case, eager: (
-        case.entry in ("ldexp", "isclose", "nn_functional_huber_loss")
+        case.entry in ("addcdiv", "addcmul", "isclose", "ldexp", "nn_functional_huber_loss")
         and len({t.dtype for t in tensors(case.values)}) > 1
     ),
     "these keep the dtype of integers": lambda case, eager: (
@@ -528,6 +529,8 @@ def same(got: Any, want: Any, rtol: dict[torch.dtype, float], what: str) -> None
         for a, b in zip(got, want, strict=True):
             same(a, b, rtol, what)
     elif isinstance(want, torch.Tensor):
+        if want.is_complex() and isinstance(got, torch.Tensor) and got.is_complex():
+            got, want = (torch.view_as_real(t.resolve_conj()) for t in (got, want))
         assert_same(got, want, None if want.is_cuda else rtol.get(want.dtype), what)
     else:
         assert got == want, f"{what}: {got!r} is not {want!r}"
