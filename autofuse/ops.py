@@ -574,7 +574,8 @@ def _float_power_(input, exponent):
 @composite()
 def ldexp(input, other):
     whole = input.dtype is torch.float32 and not other.is_floating_point()
-    if input.dtype is not other.dtype and not whole:
+    wide = input.dtype is other.dtype and input.dtype in (torch.float32, torch.float64)
+    if not (whole or wide):
         return NotImplemented
     if torch.is_grad_enabled() and (input.requires_grad or other.requires_grad):
         return NotImplemented  # it has a node of its own
@@ -590,13 +591,14 @@ def _ldexp_(input, other):
 def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
     if not (input.dtype is other.dtype and input.is_floating_point() and rtol >= 0 <= atol):
         return NotImplemented
-    close = input == other
+    close = torch.eq(input, other)  # functions, for an operator may ask the right operand first
     if equal_nan:
-        close = close | ((input != input) & (other != other))
+        close = close | (torch.ne(input, input) & torch.ne(other, other))
     if rtol == 0 and atol == 0:
         return close
-    error = (input - other).abs()
-    return close | (torch.isfinite(error) & (error <= atol + (rtol * other).abs()))
+    error = torch.abs(torch.sub(input, other))
+    allowed = torch.add(torch.abs(torch.mul(other, rtol)), atol)
+    return close | (torch.isfinite(error) & torch.le(error, allowed))
 
 
 def _selection(name):
@@ -866,6 +868,7 @@ INPLACE_OPERATORS = {
     "__itruediv__": "div",
     "__idiv__": "div",
     "__imod__": "remainder",
+    "__ipow__": "pow",
     "__iand__": "bitwise_and",
     "__ior__": "bitwise_or",
     "__ixor__": "bitwise_xor",

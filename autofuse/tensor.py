@@ -583,7 +583,7 @@ def _install(name: str, choose: Handler, inplace: bool = False) -> None:
         func = getattr(place, name, None)
         if not callable(func) or func in HANDLERS:
             continue
-        choose = op.METHODS.get(name, choose) if place is _Plain else choose
+        choose = op.METHODS.get(name.rstrip("_"), choose) if place is _Plain else choose
         with_options = (_inplace if inplace else _spelled)(choose, func)
         handler = with_options
         if plain is not None:
