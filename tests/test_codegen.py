@@ -56,6 +56,8 @@ def ptx_of(program, live=(0,)):
 @pytest.mark.parametrize("name", sorted(set(OPS) - STAND_INS))
 def test_ptx_of_every_op(name, dtype):
     """Compiles for CUDA; no float64 in it, and 16-byte accesses."""
+    if dtype.itemsize == 2 and (len(name) % 2 == 0) == (dtype is torch.float16):
+        pytest.skip("of the two 16-bit types one for each op")
     program = single(OPS[name], dtype)
     if program is None:
         pytest.skip(f"{name} takes no {dtype}")
