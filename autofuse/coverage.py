@@ -13,6 +13,8 @@ _PIECES = "a piecewise approximation without a device function"
 
 EAGER: dict[str, str] = {  # base name -> why it runs eagerly
     "frexp": "two results",
+    "equal": "its result is a Python bool",
+    "_conj_physical": "for complex tensors alone",
     "gcd": "a loop of as many turns as the data say",
     "lcm": "a loop of as many turns as the data say",
     "igamma": _SERIES,
@@ -44,10 +46,12 @@ EAGER: dict[str, str] = {  # base name -> why it runs eagerly
 def pointwise() -> dict[str, list[torch._ops.OpOverload]]:
     """Every aten op that has `torch.Tag.pointwise`: its overloads by base name, `add_` as `add`."""
     found: dict[str, list[torch._ops.OpOverload]] = {}
-    for name in dir(torch.ops.aten):
+    schemas = torch._C._jit_get_all_schemas()  # dir(torch.ops.aten) is not complete
+    names = {
+        schema.name.removeprefix("aten::") for schema in schemas if schema.name[:6] == "aten::"
+    }
+    for name in sorted(names):
         packet = getattr(torch.ops.aten, name)
-        if not isinstance(packet, torch._ops.OpOverloadPacket):
-            continue
         for overload in (getattr(packet, kind) for kind in packet.overloads()):
             if torch.Tag.pointwise in overload.tags:
                 found.setdefault(_base(name), []).append(overload)

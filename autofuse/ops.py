@@ -141,6 +141,7 @@ row(
     "x t:common",
     "round(x * t) / t",
     narrow="round(rnd(x * t)) / t",
+    cpu="round(x * t) / t",
     eager=lambda x, t: torch.round(x, decimals=round(math.log10(t))),
     grad="zeros(g); none",
 )
@@ -149,6 +150,7 @@ row(
     "x t:common",
     "round(x / t) * t",
     narrow="round(rnd(x / t)) * t",
+    cpu="round(x / t) * t",
     eager=lambda x, t: torch.round(x, decimals=-round(math.log10(t))),
     grad="zeros(g); none",
 )

@@ -113,7 +113,13 @@ def test_strides_of_every_op_and_its_gradient(k, device, monkeypatch):
             y = call(*[wrap(leaf)] * count)
             strides = [y.stride()]
             differentiates = device == "cuda" or k in (1, 2)  # a kernel each: not all on the CPU
-            if differentiates and y.requires_grad and y is not leaf and name not in NO_RULE and "floordiv" not in name:
+            if (
+                differentiates
+                and y.requires_grad
+                and y is not leaf
+                and name not in NO_RULE
+                and "floordiv" not in name
+            ):
                 seed = torch.ones_like(y).detach()
                 strides.append(torch.autograd.grad(y, leaf, seed)[0].stride())
             results.append(strides)
