@@ -144,7 +144,8 @@ def leaky_relu(input, negative_slope=0.01):
 
 @spelled()
 def rrelu(input, lower=1.0 / 8, upper=1.0 / 3, training=False):
-    if training or (torch.is_grad_enabled() and input.requires_grad) or not input.is_contiguous():
+    graph = torch.is_grad_enabled() and input.requires_grad
+    if training or graph or not lower <= upper or not input.is_contiguous():
         return None
     return OPS["leaky_relu"], (input, (lower + upper) / 2)
 
@@ -223,7 +224,11 @@ def threshold(input, threshold, value):
 
 @spelled()
 def glu(input, dim=-1):
-    if input.shape[dim] % 2 or (torch.is_grad_enabled() and input.requires_grad):
+    if (
+        not input.is_floating_point()
+        or input.shape[dim] % 2
+        or (torch.is_grad_enabled() and input.requires_grad)
+    ):
         return None  # its backward writes both halves of the gradient at once
     half = input.shape[dim] // 2
     return OPS["glu"], (input.narrow(dim, 0, half), input.narrow(dim, half, half))
@@ -277,8 +282,9 @@ row(
 
 def _plain_loss(input, target, reduction, *options):
     """Whether a loss is a function of its two elements alone."""
-    same = input.shape == target.shape
-    return same and reduction == "none" and all(option is None for option in options)
+    if reduction != "none" or any(option is not None for option in options):
+        return False
+    return input.shape == target.shape
 
 
 @spelled()

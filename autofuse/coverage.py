@@ -13,6 +13,7 @@ _PIECES = "a piecewise approximation without a device function"
 
 EAGER: dict[str, str] = {  # base name -> why it runs eagerly
     "frexp": "two results",
+    "ldexp": "what torch makes of it differs between its versions",
     "equal": "its result is a Python bool",
     "_conj_physical": "for complex tensors alone",
     "gcd": "a loop of as many turns as the data say",
@@ -65,7 +66,10 @@ def _base(name: str) -> str:
 
 
 def coverage() -> dict[str, str]:
-    """Base name of every pointwise op of torch -> "fused", or why it runs eagerly."""
+    """Base name of every pointwise op of torch -> "fused", or why it runs eagerly.
+
+    "fused" says that the op has a row; what a row does not take (dtypes: `Op.accepts`) is eager.
+    """
     known = {*OPS, *PLAIN, *SPELLINGS, *COMPOSITES, *BINARY_OPERATORS}
     table = {}
     for name in sorted(pointwise()):

@@ -160,6 +160,8 @@ row(
 def _round(input, *, decimals=0):
     if decimals == 0:
         return OPS["round"], (input,)
+    if type(decimals) is not int or abs(decimals) > 300:
+        return None
     return OPS["round_to" if decimals > 0 else "round_before"], (input, 10.0 ** abs(decimals))
 
 
@@ -512,21 +514,21 @@ def _same(value: Operand, number: float) -> bool:
 def add(input, other, *, alpha=1):
     if _same(alpha, 1):
         return OPS["add"], (input, other)
-    return OPS["add_scaled"], (input, other, alpha)
+    return (OPS["add_scaled"], (input, other, alpha)) if is_number(alpha) else None
 
 
 @spelled("sub", "subtract")
 def _sub(input, other, *, alpha=1):
     if _same(alpha, 1):
         return OPS["sub"], (input, other)
-    return OPS["sub_scaled"], (input, other, alpha)
+    return (OPS["sub_scaled"], (input, other, alpha)) if is_number(alpha) else None
 
 
 @spelled()
 def rsub(input, other, *, alpha=1):
     if _same(alpha, 1):
         return OPS["rsub"], (input, other)
-    return OPS["rsub_scaled"], (input, other, alpha)
+    return (OPS["rsub_scaled"], (input, other, alpha)) if is_number(alpha) else None
 
 
 @spelled("div", "divide")
@@ -559,6 +561,10 @@ def _pow(input, exponent):
 @composite("float_power")
 def _float_power(input, exponent):
     tensors = [x for x in (input, exponent) if isinstance(x, torch.Tensor)]
+    if any(x.is_complex() for x in tensors) or not all(
+        isinstance(x, torch.Tensor) or is_number(x) for x in (input, exponent)
+    ):
+        return NotImplemented
     if len(tensors) == 2 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return NotImplemented  # two casts, whose gradients torch lays out in another way
     double = torch.float64
@@ -570,23 +576,8 @@ def _float_power(input, exponent):
 
 @composite("float_power_")
 def _float_power_(input, exponent):
-    return NotImplemented if input.dtype is not torch.float64 else input.pow_(exponent)
-
-
-@composite()
-def ldexp(input, other):
-    whole = input.dtype is torch.float32 and not other.is_floating_point()
-    wide = input.dtype is other.dtype and input.dtype in (torch.float32, torch.float64)
-    if not (whole or wide):
-        return NotImplemented
-    if torch.is_grad_enabled() and (input.requires_grad or other.requires_grad):
-        return NotImplemented  # it has a node of its own
-    return torch.mul(input, torch.pow(2.0, other))
-
-
-@composite("ldexp_")
-def _ldexp_(input, other):
-    return input.mul_(torch.pow(2.0, other)) if input.is_floating_point() else NotImplemented
+    real = is_number(exponent) or isinstance(exponent, torch.Tensor) and not exponent.is_complex()
+    return input.pow_(exponent) if real and input.dtype is torch.float64 else NotImplemented
 
 
 @composite()
@@ -604,8 +595,9 @@ def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
 
 
 def _selection(name):
-    def choose(input, other):
-        return (OPS[name], (input, other)) if isinstance(other, torch.Tensor) else None
+    def choose(input, other=None, *rest, **options):
+        reduces = rest or options or not isinstance(other, torch.Tensor)
+        return None if reduces else (OPS[name], (input, other))
 
     return choose
 
@@ -617,6 +609,8 @@ spelled("min")(_selection("minimum"))
 @spelled()
 def nan_to_num(input, nan=None, posinf=None, neginf=None):
     if not input.is_floating_point():
+        return None
+    if not all(value is None or is_number(value) for value in (nan, posinf, neginf)):
         return None
     info = torch.finfo(input.dtype)
     nan = 0.0 if nan is None else float(nan)
@@ -640,7 +634,7 @@ def positive(input):
 
 
 @composite()
-def contiguous(input, memory_format=torch.contiguous_format):
+def contiguous(input, *, memory_format=torch.contiguous_format):
     return input if input.is_contiguous(memory_format=memory_format) else NotImplemented
 
 
@@ -651,6 +645,8 @@ def _bounds(input, low, high):
         return OPS["clamp_min"], (input, low)
     if low is None:
         return OPS["clamp_max"], (input, high)
+    if isinstance(low, torch.Tensor) != isinstance(high, torch.Tensor):
+        return None
     return OPS["clamp"], (input, low, high)
 
 
@@ -827,7 +823,8 @@ def _type(input, dtype=None, non_blocking=False):
 
 @spelled()
 def type_as(input, other):
-    return to(input, other.dtype)
+    alike = other.device == input.device and other.layout is input.layout
+    return to(input, other.dtype) if alike else None
 
 
 # --- Python's operators -------------------------------------------------------------------------

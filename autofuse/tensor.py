@@ -449,35 +449,54 @@ def _generate(template: str, row: Op, func: Handler, rest: Handler | None = None
     return handler
 
 
-_UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError)
+# what choosers run into with arguments that they do not know
+_UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError)
 
 
-def _spelled(choose: Handler, func: Handler) -> Handler:
-    """A handler for torch functions with options, which decide what is recorded."""
-    written = _inplace(choose, func)
+def _chosen(choose: Handler, args: Any, kwargs: Any) -> Any:
+    try:
+        return choose(*args, **kwargs)
+    except _UNKNOWN_ARGUMENTS:
+        return None
+
+
+def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
+    """A handler for torch functions with options, which decide what is recorded.
+
+    Functions may have `out` and `inplace`; methods, which torch's parser does not check, have not.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "inplace" in kwargs:
-            if kwargs["inplace"]:
-                return written(*args, **kwargs)
-            del kwargs["inplace"]
-        out = kwargs.pop("out", None)
-        try:
-            chosen = choose(*args, **kwargs)
-        except _UNKNOWN_ARGUMENTS:  # torch decides
-            chosen = None
-        if out is not None:
-            if chosen is not None and out.__class__ is Tensor and out._af.recorder is None:
-                if record_write(chosen[0], out, chosen[1]):
-                    return out
-            kwargs["out"] = out
-        elif chosen is not None:
+        options = kwargs
+        if kwargs and not method:
+            options = {key: value for key, value in kwargs.items() if key not in _TARGETS}
+            out = kwargs.get("out")
+            if kwargs.get("inplace"):
+                if args and _write(_chosen(choose, args, options), args[0]):
+                    return args[0]
+                return run_eager(func, args, kwargs)
+            if out is not None:
+                if out.__class__ is Tensor and out._af.recorder is None:
+                    chosen = _chosen(choose, args, options)
+                    if chosen.__class__ is tuple and record_write(chosen[0], out, chosen[1]):
+                        return out
+                return run_eager(func, args, kwargs)
+        chosen = _chosen(choose, args, options)
+        if chosen is not None:
             shell = record(*chosen) if chosen.__class__ is tuple else chosen
             if shell is not None:
                 return shell
         return run_eager(func, args, kwargs)
 
     return call
+
+
+def _write(chosen: Any, target: Any) -> bool:
+    """Record what was chosen as a write to `target`, if that can be."""
+    if chosen.__class__ is not tuple or target.__class__ is not Tensor:
+        return False
+    put = record_write if target._af.recorder is None else record_inplace
+    return put(chosen[0], target, chosen[1])
 
 
 def _composite(compose: Handler, func: Handler) -> Handler:
@@ -497,16 +516,8 @@ def _inplace(choose: Handler, func: Handler) -> Handler:
     """A handler for the in-place form: recorded on a pending tensor, immediate on memory."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.__class__ is Tensor:
-            options = {key: value for key, value in kwargs.items() if key != "inplace"}
-            try:
-                chosen = choose(self, *args, **options)
-            except _UNKNOWN_ARGUMENTS:
-                chosen = None
-            if chosen is not None:
-                put = record_write if self._af.recorder is None else record_inplace
-                if put(chosen[0], self, chosen[1]):
-                    return self
+        if _write(_chosen(choose, (self, *args), kwargs), self):
+            return self
         return run_eager(func, (self, *args), kwargs)
 
     return call
@@ -584,7 +595,9 @@ def _install(name: str, choose: Handler, inplace: bool = False) -> None:
         if not callable(func) or func in HANDLERS:
             continue
         choose = op.METHODS.get(name.rstrip("_"), choose) if place is _Plain else choose
-        with_options = (_inplace if inplace else _spelled)(choose, func)
+        with_options = (
+            _inplace(choose, func) if inplace else _spelled(choose, func, place is _Plain)
+        )
         handler = with_options
         if plain is not None:
             template = _UNARY if len(plain.names) == 1 else _BINARY

@@ -19,7 +19,7 @@ UNARY = (
 BINARY = (
     "add sub mul div maximum minimum fmax fmin fmod remainder atan2 hypot copysign pow "
     "eq ne lt le gt ge logical_and logical_or logical_xor heaviside logaddexp logaddexp2 xlogy max "
-    "min ldexp"
+    "min"
 ).split()
 ARITHMETIC = set(
     "deg2rad rad2deg angle sgn signbit isposinf isneginf nan_to_num heaviside nextafter "
@@ -125,7 +125,7 @@ PAIR_CALLS: dict[str, Call] = {
 # eager under grad: torch has no derivative either, or one that the table does not have
 NO_RULE = set(
     "angle sgn i0 special_i0e trigamma rrelu xlogy_scalar xlog1py_scalar heaviside isclose "
-    "ldexp float_power_pair".split()
+    "float_power_pair".split()
 )
 WIDE_CALLS: dict[str, Call] = {
     "angle": torch.angle,

@@ -16,7 +16,6 @@ INTEGERS = ("bitwise_", "__")  # ops on integers
 UNFUSED = {  # overload -> why it runs eagerly while others of its name are fused
     "conj_physical.out": "a copy; the function itself hands back its argument",
     "conj_physical_.default": "nothing is to be done",
-    "ldexp.out": "two ops for torch, too",
     "float_power.Scalar_out": "a cast and an op for torch, too",
     "float_power.Tensor_Scalar_out": "a cast and an op for torch, too",
     "float_power.Tensor_Tensor_out": "two casts and an op for torch, too",
