@@ -247,7 +247,7 @@ def tanhshrink(input):
 @composite("dropout", "alpha_dropout")
 def _dropout(input, p=0.5, training=True, inplace=False):
     idle = (not training or p == 0) and 0 <= p <= 1 and not inplace
-    return input if idle else NotImplemented
+    return input if idle else None
 
 
 # --- losses without a reduction -------------------------------------------------------------------
@@ -311,7 +311,7 @@ def huber_loss(input, target, reduction="mean", delta=1.0, weight=None):
 @composite()
 def l1_loss(input, target, size_average=None, reduce=None, reduction="mean", weight=None):
     if not _plain_loss(input, target, reduction, size_average, reduce, weight):
-        return NotImplemented
+        return None
     return (input - target).abs()
 
 

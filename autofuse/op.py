@@ -5,7 +5,7 @@ are computed in float32 and rounded once, at the end, unless the expression says
 value;` in front of it names a part. A spelling is a torch function: it takes torch's own arguments
 and names the Op and its operands; it returns an argument where torch hands that back, and None
 where only eager PyTorch knows what to do. A composite is a torch function that PyTorch itself
-makes of other pointwise functions.
+makes of other pointwise functions; it returns its result, or None as a spelling does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -205,26 +206,22 @@ def plain(name: str, params: str, expr: str, *aliases: str, **columns: object) -
     return made
 
 
-def spelled(*names: str) -> Callable[[Callable[..., Chosen]], Callable[..., Chosen]]:
-    """Register a chooser for the torch functions called `names`, or as the chooser is called."""
+def _registrar(table: dict[str, Any]) -> Callable[..., Callable[[Any], Any]]:
+    """A decorator that enters a function under the names given, or under its own."""
 
-    def register(chooser: Callable[..., Chosen]) -> Callable[..., Chosen]:
-        for name in names or (chooser.__name__,):
-            SPELLINGS[name] = chooser
-        return chooser
+    def named(*names: str) -> Callable[[Any], Any]:
+        def register(function: Any) -> Any:
+            for name in names or (function.__name__,):
+                table[name] = function
+            return function
 
-    return register
+        return register
+
+    return named
 
 
-def composite(*names: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Register what stands for torch functions that PyTorch composes; it may pass."""
-
-    def register(function: Callable[..., object]) -> Callable[..., object]:
-        for name in names or (function.__name__,):
-            COMPOSITES[name] = function
-        return function
-
-    return register
+spelled = _registrar(SPELLINGS)  # a chooser
+composite = _registrar(COMPOSITES)  # what stands for functions that PyTorch composes
 
 
 def is_number(value: Operand) -> bool:

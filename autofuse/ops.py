@@ -564,9 +564,9 @@ def _float_power(input, exponent):
     if any(x.is_complex() for x in tensors) or not all(
         isinstance(x, torch.Tensor) or is_number(x) for x in (input, exponent)
     ):
-        return NotImplemented
+        return None
     if len(tensors) == 2 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return NotImplemented  # two casts, whose gradients torch lays out in another way
+        return None  # two casts, whose gradients torch lays out in another way
     double = torch.float64
     operands = [
         x.to(double) if isinstance(x, torch.Tensor) else float(x) for x in (input, exponent)
@@ -577,13 +577,13 @@ def _float_power(input, exponent):
 @composite("float_power_")
 def _float_power_(input, exponent):
     real = is_number(exponent) or isinstance(exponent, torch.Tensor) and not exponent.is_complex()
-    return input.pow_(exponent) if real and input.dtype is torch.float64 else NotImplemented
+    return input.pow_(exponent) if real and input.dtype is torch.float64 else None
 
 
 @composite()
 def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
     if not (input.dtype is other.dtype and input.is_floating_point() and rtol >= 0 <= atol):
-        return NotImplemented
+        return None
     close = torch.eq(input, other)  # functions, for an operator may ask the right operand first
     if equal_nan:
         close = close | (torch.ne(input, input) & torch.ne(other, other))
@@ -621,7 +621,7 @@ def nan_to_num(input, nan=None, posinf=None, neginf=None):
 
 def _itself(input):
     """Functions that hand their argument back where it is real."""
-    return NotImplemented if input.is_complex() else input
+    return None if input.is_complex() else input
 
 
 for _name in ("conj_physical", "conj", "resolve_conj", "resolve_neg", "real"):
@@ -630,12 +630,12 @@ for _name in ("conj_physical", "conj", "resolve_conj", "resolve_neg", "real"):
 
 @composite()
 def positive(input):
-    return NotImplemented if input.dtype is torch.bool else input
+    return None if input.dtype is torch.bool else input
 
 
 @composite()
 def contiguous(input, *, memory_format=torch.contiguous_format):
-    return input if input.is_contiguous(memory_format=memory_format) else NotImplemented
+    return input if input.is_contiguous(memory_format=memory_format) else None
 
 
 def _bounds(input, low, high):

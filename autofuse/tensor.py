@@ -454,6 +454,7 @@ _UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, Overflo
 
 
 def _chosen(choose: Handler, args: Any, kwargs: Any) -> Any:
+    """What a chooser or a composite makes of a call; None where torch decides."""
     try:
         return choose(*args, **kwargs)
     except _UNKNOWN_ARGUMENTS:
@@ -503,11 +504,8 @@ def _composite(compose: Handler, func: Handler) -> Handler:
     """A handler for functions that PyTorch makes of other ones; what it passes on runs eagerly."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = compose(*args, **kwargs)
-        except _UNKNOWN_ARGUMENTS:  # torch decides
-            result = NotImplemented
-        return run_eager(func, args, kwargs) if result is NotImplemented else result
+        result = _chosen(compose, args, kwargs)
+        return run_eager(func, args, kwargs) if result is None else result
 
     return call
 
