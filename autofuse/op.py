@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .dtypes import CODES, kind, result_type
+from .layout import Ints
 
 Operand = object  # a tensor or a Python scalar
 Chosen = tuple["Op", tuple[Operand, ...]] | torch.Tensor | None
@@ -74,6 +75,8 @@ class Op:
     reversed: bool = False  # the result's layout follows the operands from the last to the first
     contiguous: str = ""  # device types on which the result is; else TensorIterator decides
     copies: str = ""  # categories in which a dense first operand's layout carries over
+    # (shape, stride of the operand) -> the result's, where eager takes several steps
+    strides: Callable[[Ints, Ints], Ints] | None = None
     by_scalar: Op | None = None
     eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given
     names: tuple[str, ...] = field(init=False)

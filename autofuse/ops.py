@@ -18,6 +18,7 @@ import torch
 from . import activations as _activations  # noqa: F401 - they add their rows
 from . import special as _special  # noqa: F401
 from .dtypes import CODES
+from .layout import Ints, result_stride
 from .op import METHODS, OPS, Operand, composite, is_number, plain, row, spelled
 
 # --- one operand ---------------------------------------------------------------------------------
@@ -83,10 +84,30 @@ plain("frac", "x", "x - trunc(x)", grad="g")
 plain("square", "x", "x * x", accepts="fi", grad="g * (2.0 * x)")
 _ASKS = {"result": "bool", "accepts": "fib", "integer": "x != x"}
 plain("isnan", "x", "x != x", **_ASKS)
-plain("isinf", "x", "abs(x) == inf", copies="ib", **_ASKS)
+
+
+def _compared(shape: Ints, stride: Ints) -> Ints:
+    """Strides of `abs(x) == inf`."""
+    return result_stride(shape, [(shape, result_stride(shape, [(shape, stride)])), ((), ())])
+
+
+def _compared_twice(shape: Ints, stride: Ints) -> Ints:
+    """Strides of `(x == x) * (abs(x) != inf)`."""
+    equal = result_stride(shape, [(shape, stride)] * 2)
+    return result_stride(shape, [(shape, equal), (shape, _compared(shape, stride))])
+
+
+plain("isinf", "x", "abs(x) == inf", copies="ib", strides=_compared, **_ASKS)
 plain("isposinf", "x", "x == inf", **_ASKS)
 plain("isneginf", "x", "x == -inf", **_ASKS)
-plain("isfinite", "x", "abs(x) < inf", copies="ib", **{**_ASKS, "integer": "x == x"})
+plain(
+    "isfinite",
+    "x",
+    "abs(x) < inf",
+    copies="ib",
+    strides=_compared_twice,
+    **{**_ASKS, "integer": "x == x"},
+)
 plain("logical_not", "x", "x == 0", result="bool", accepts="fib")
 plain("bitwise_not", "x", "~x", accepts="ib")
 _OPMATH = {"scalar": "opmath", "cpu_scalar": "opmath"}

@@ -146,6 +146,8 @@ def _stride(
         return layout.contiguous(shape)
     if op.carries(common) and layout.is_dense(shape, first.stride):
         return first.stride
+    if op.strides is not None and not op.carries(common):
+        return op.strides(first.shape, first.stride)
     # torch copies an operand that is promoted: on the CPU, and where scalars are no operands
     copies = device.type == "cpu" or (op.scalars_apart and len(tensors) == 1)
     strides: list[tuple[layout.Ints, layout.Ints]] = []

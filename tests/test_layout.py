@@ -99,6 +99,15 @@ ODD = [
 ]
 
 
+@settings(max_examples=300, deadline=None)
+@given(operands())
+def test_strides_of_every_unary_op(tensors):
+    """Of the pending value: nothing runs. Some ops are several steps in eager."""
+    t = tensors[0]
+    for name, call in FLOAT_CALLS.items():
+        assert call(autofuse.wrap(t)).stride() == call(t).stride(), name
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", range(len(ODD)))
 def test_strides_of_every_op_and_its_gradient(k, device, monkeypatch):
