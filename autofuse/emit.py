@@ -16,7 +16,7 @@ from .codegen import const_code, render
 from .dtypes import ITEMSIZE
 from .lower import Element
 from .plan import BROADCAST, STRIDED, UNIT, Operand, Plan
-from .targets import I32, I64, STORED, Cpu, Cuda, Value
+from .targets import I32, I64, STORED, Cpu, Cuda, Value, special_register
 
 THREADS_PER_BLOCK = 128  # eager's block size on sm_90; 4-element threads reach copy bandwidth
 
@@ -283,14 +283,6 @@ class _Emitter:
 
 def cuda_index(builder: ir.IRBuilder) -> Any:
     """Global thread index as i64."""
-
-    def register(name: str) -> Any:
-        symbol = f"llvm.nvvm.read.ptx.sreg.{name}"
-        function = builder.module.globals.get(symbol)
-        if function is None:
-            function = ir.Function(builder.module, ir.FunctionType(I32, []), symbol)
-        return builder.call(function, [])
-
-    block = builder.zext(register("ctaid.x"), I64)
-    thread = builder.zext(register("tid.x"), I64)
+    block = builder.zext(special_register(builder, "ctaid.x"), I64)
+    thread = builder.zext(special_register(builder, "tid.x"), I64)
     return builder.add(builder.mul(block, I64(THREADS_PER_BLOCK)), thread)

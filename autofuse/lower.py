@@ -257,9 +257,11 @@ class Element:
             x = builder.fptosi(x, wide)
             x = x if wide == target else builder.trunc(x, target)
         elif floating:
-            convert = builder.uitofp if source in ("u8", "b1") else builder.sitofp
-            # LLVM knows some integers (x == x), and would compute what follows in its own way
-            x = self.target.barrier(convert(x, target))
+            unsigned = source in ("u8", "b1")
+            x = builder.zext(x, I32) if source == "b1" else x
+            convert = builder.uitofp if unsigned else builder.sitofp
+            # LLVM and ptxas know some integers (x == x), and would compute what follows their way
+            x = convert(self.target.opaque(x), target)
         elif x.type.width >= target.width:
             x = x if x.type == target else builder.trunc(x, target)
         else:

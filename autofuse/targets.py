@@ -88,6 +88,14 @@ class Cuda:
         signature = ir.FunctionType(value.type, [value.type])
         return self.builder.asm(signature, "", f"={kind},0", [value], False)
 
+    def opaque(self, value: Any) -> Any:
+        """The integer `value`, which no optimiser may know: it is ored with %tid.z, always 0."""
+        zero = special_register(self.builder, "tid.z")
+        kind = value.type
+        if kind.width != 32:
+            zero = (self.builder.zext if kind.width > 32 else self.builder.trunc)(zero, kind)
+        return self.builder.or_(value, zero)
+
     def round16(self, value: Any, code: str) -> Any:
         """float32 `value` rounded to bfloat16 or float16, as float32."""
         builder = self.builder
@@ -156,6 +164,9 @@ class Cpu:
     def barrier(self, value: Any) -> Any:
         return value
 
+    def opaque(self, value: Any) -> Any:
+        return value
+
     def round16(self, value: Any, code: str) -> Any:
         if code == "bf16":
             return _round_bf16(self.builder, value)
@@ -171,9 +182,17 @@ class Cpu:
         return self.builder.inttoptr(address, pointee.as_pointer())
 
 
-def _external(builder: ir.IRBuilder, symbol: str, args: list[Any]) -> Any:
+def special_register(builder: ir.IRBuilder, name: str) -> Any:
+    """A special register of PTX as i32."""
+    return _external(builder, f"llvm.nvvm.read.ptx.sreg.{name}", [], I32)
+
+
+def _external(
+    builder: ir.IRBuilder, symbol: str, args: list[Any], result: ir.Type | None = None
+) -> Any:
+    """A call of `symbol`, which gives what it takes unless a result type is given."""
     module = builder.module
-    signature = ir.FunctionType(args[0].type, [arg.type for arg in args])
+    signature = ir.FunctionType(result or args[0].type, [arg.type for arg in args])
     function = module.globals.get(symbol)
     if function is None:
         function = ir.Function(module, signature, symbol)

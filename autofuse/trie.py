@@ -144,7 +144,7 @@ def _stride(
         return first.stride
     if device.type in op.contiguous:
         return layout.contiguous(shape)
-    if op.carries(common) and layout.is_dense(shape, first.stride):
+    if op.carries(common) and first.shape == shape and layout.is_dense(shape, first.stride):
         return first.stride
     if op.strides is not None and not op.carries(common):
         return op.strides(first.shape, first.stride)

@@ -1,5 +1,7 @@
 """Shapes and strides against TensorIterator itself, over random layouts."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 import autofuse
 from autofuse import layout
 from cases import FLOAT_CALLS, NO_RULE, PAIR_CALLS
-from support import DEVICES, copied
+from support import DEVICES, assert_same, copied
 
 
 @st.composite
@@ -83,6 +85,15 @@ def test_collapse_visits_every_element_once(tensors):
         return sorted(points)
 
     assert offsets(shape, strides) == offsets(sizes, merged)
+
+
+@pytest.mark.parametrize("name", PAIR_CALLS)
+def test_an_empty_result_of_another_shape_than_the_first_operand(name):
+    x, y = torch.zeros(0, 2), torch.zeros(3, 0, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # losses warn of shapes that differ
+        got, want = PAIR_CALLS[name](autofuse.wrap(x), y), PAIR_CALLS[name](x, y)
+    assert_same(got, want, None)
 
 
 def test_shapes_that_do_not_broadcast():

@@ -16,7 +16,7 @@ from cases import (
     TRIPLE_CALLS,
     WIDE_CALLS,
 )
-from support import DEVICES, FLOATS, INTS, assert_same_as_eager, random_tensor
+from support import DEVICES, FLOATS, INTS, assert_same_as_eager, outcome, random_tensor
 
 RTOL = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -129,3 +129,14 @@ def test_every_float_spelling_is_recorded(calls, device):
             continue
         assert autofuse.is_pending(result), f"{name}: {autofuse.stats().eager_ops}"
         assert autofuse.stats().ops_eager == 0, f"{name}: {autofuse.stats().eager_ops}"
+
+
+@pytest.mark.parametrize("name", FLOAT_CALLS)
+def test_of_an_integer_that_an_optimiser_knows(name, device):
+    """Neither LLVM nor ptxas may compute f(1) or f(0) in its own way."""
+    x = random_tensor((130,), torch.int64, device)
+    call = FLOAT_CALLS[name]
+    want = [outcome(call, [known]) for known in (x >= x, x ^ x)]
+    for function in (lambda x: call(x >= x), lambda x: call(x ^ x)):
+        if all(error is None for _, error in want):
+            assert_same_as_eager(function, x, rtol=1e-5)
