@@ -2,14 +2,16 @@
 
 from . import boundaries
 from .api import disabled, fuse, is_pending, materialize, unwrap, wrap
+from .compile import no_compile, wait
 from .config import config
-from .errors import AutofuseError, KernelError, StaleInputError
+from .errors import AutofuseError, ColdKernelError, KernelError, StaleInputError
 from .report import Stats, reset_stats, stats
 from .shell import Tensor
 
 __version__ = "0.1.0"
 __all__ = [
     "AutofuseError",
+    "ColdKernelError",
     "KernelError",
     "StaleInputError",
     "Stats",
@@ -19,9 +21,11 @@ __all__ = [
     "fuse",
     "is_pending",
     "materialize",
+    "no_compile",
     "reset_stats",
     "stats",
     "unwrap",
+    "wait",
     "wrap",
 ]
 

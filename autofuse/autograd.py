@@ -24,13 +24,13 @@ import torch
 
 from . import shell as _shell
 from .config import config
-from .errors import warn_once
+from .errors import ColdKernelError, NotReadyError, warn_once
 from .launch import Answer, Runner, compiled
 from .layout import is_dense
 from .op import Op
 from .plan import CONST, Ref
-from .rules import Tape, Torch, UnfusedError, sweep
-from .shell import Held, Meta, NoTorchFunction, Tensor, plain_meta
+from .rules import Expected, Tape, Torch, UnfusedError, sweep
+from .shell import Held, Meta, NoTorchFunction, Tensor, make_meta, plain_meta
 from .trie import Node
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class Graph:
     segments: list[Segment]
     stored: tuple[int, ...]
     saved_bytes: int
+
+    def prepare(self) -> None:
+        """Ask for the kernels of the backward that is to be expected."""
+        for segment in self.segments:
+            segment.prepare()
 
 
 def graph_of(
@@ -262,7 +267,7 @@ class Segment:
         op = nodes[self.root].op
         assert op is not None
         self.apply = _function(_torch_name(op))
-        self.answers: dict[tuple[Meta | None, ...], Answer | None] = {}
+        self.answers: dict[tuple[Meta | None, ...], Answer | Expected | None] = {}
         self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient
 
     def backward(
@@ -284,13 +289,12 @@ class Segment:
         elif not torch._C._are_functorch_transforms_active():
             with NoTorchFunction():
                 key = tuple([None if g is None else plain_meta(g) for g in grads])
-            try:
-                answer = self.answers[key]
-            except KeyError:
-                answer = self.answers[key] = self._build(key, grads)
+            answer = self._answer(key, grads)
         if answer is not None:
             try:
                 return answer(incoming, saved, consts)
+            except NotReadyError:
+                pass
             except Exception as error:  # a real one, such as no memory, comes again below
                 warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
         with NoTorchFunction():
@@ -303,8 +307,34 @@ class Segment:
                 seeds |= zip(self.pack, parts, strict=True)
             return (None, *sweep(self, Torch(consts), seeds, values))
 
-    def _build(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Answer | None:
-        """The kernel for incoming gradients of these Metas; None if torch has to do it."""
+    def prepare(self) -> None:
+        """Ask for the kernel for a gradient of the root alone, laid out as its value is."""
+        meta = self.meta_of(self.root)
+        gradient = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
+        rest = [None] * (len(self.outs) - 1)
+        self._answer((gradient, *rest), [gradient, *rest])
+
+    def _answer(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Answer | None:
+        """The kernel for incoming gradients of these Metas; None if torch's ops have to do it."""
+        if key not in self.answers:
+            self.answers[key] = self._build(key, grads)
+        answer = self.answers[key]
+        if not isinstance(answer, Expected):
+            return answer
+        try:
+            arrived = answer.ready()
+        except ColdKernelError:
+            raise
+        except Exception as error:
+            warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
+            self.answers[key] = None
+            return None
+        if arrived is not None:
+            self.answers[key] = arrived
+        return arrived
+
+    def _build(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Expected | None:
+        """What a backward kernel has to compute; None if torch has to do it."""
         metas = [meta for meta in key if meta is not None]
         if len(metas) != sum(g is not None for g in grads):
             return None  # a gradient that autofuse cannot read, such as a sparse one
@@ -325,11 +355,8 @@ class Segment:
                 metas.append(self.meta_of(one))
         tape = Tape(self.recorder, metas, self.nodes[0].relaxed)
         try:
-            return tape.answer(sweep(self, tape, seeds, values), places)
+            return Expected(tape, sweep(self, tape, seeds, values), places)
         except UnfusedError:
-            return None
-        except Exception as error:
-            warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
             return None
 
 
@@ -389,12 +416,14 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             if answer is not None and not (g.is_neg() or g._is_zerotensor()):
                 try:
                     return answer((g,), saved, consts)
+                except NotReadyError:
+                    pass
                 except Exception as error:
                     del segment.direct[g.stride()]
                     warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
             result = segment.backward(grads, saved, consts)
             answer = segment.answers.get((plain_meta(g), *[None] * (len(grads) - 1)))
-            if answer is not None:
+            if answer is not None and not isinstance(answer, Expected):
                 segment.direct[g.stride()] = answer
             return result
     return segment.backward(grads, saved, consts)

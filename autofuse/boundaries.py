@@ -17,6 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import chain as _chain
+from . import compile as _compile
 from . import launch as _launch
 from .chain import (
     close_thread,
@@ -30,6 +31,7 @@ from .chain import (
     reopen_all,
     reopen_thread,
 )
+from .load import keep_modules
 from .shell import Tensor
 from .tensor import EXPORTS, HANDLERS, OPTIONS
 
@@ -51,7 +53,7 @@ def install() -> None:
     register_optimizer_step_pre_hook(lambda *args: flush_all("optimizer"))
     os.register_at_fork(
         before=lambda: flush_all("fork"),
-        after_in_child=lambda: (_chain.forget_threads(), _launch.forget_threads()),
+        after_in_child=lambda: [module.forget_threads() for module in (_chain, _launch, _compile)],
     )
 
 
@@ -369,3 +371,4 @@ def _patch_cuda() -> None:
     ):
         for name in names:
             _flush_first(owner, name, "stream", flush_thread)
+    _flush_first(cuda.CUDAGraph, "capture_begin", "capture", lambda reason: keep_modules())

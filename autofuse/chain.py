@@ -20,10 +20,12 @@ from weakref import getweakrefcount
 import torch
 
 from . import shell as _shell
-from .autograd import graded, graph_of, pays
+from .autograd import Graph, graded, graph_of, pays
+from .compile import kernels_for, on_evict
 from .config import config, watch
-from .errors import StaleInputError, warn_once
-from .launch import FailedRunner, Runner, enter_context, runner_class, settle, stream_reader
+from .errors import ColdKernelError, NotReadyError, StaleInputError, warn_once
+from .launch import FailedRunner, Runner, runner_class, settle, stream_reader
+from .load import enter_context
 from .op import Op
 from .ops import CASTS
 from .plan import CONST, make_pieces
@@ -522,7 +524,7 @@ def flush(recorder: Recorder, reason: str) -> None:
                 elif runner.live:
                     _without_modes(runner.run, recorder, chain)
                 runner.runs += 1
-                if runner.pieces:
+                if runner.pieces:  # also if they wait for their kernels
                     _local.launches += 1
             except Exception as error:
                 _recover(recorder, chain, node, runner, error)
@@ -563,15 +565,22 @@ def _without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chai
 def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bool) -> Runner:
     live = tuple(index for index, held in enumerate(alive) if held > DEAD)
     mask = (-3 if into else -1, *live)  # no reference count is negative: one dict serves all
-    runner = node.runners.get(mask)
-    if runner is None:
-        device = recorder.device
+    known: Runner | None = node.runners.get(mask)
+    runner = known
+    if known is None or known.waiting:
         try:
-            runner = _build_runner(recorder, node, live, into)
+            runner = _build_runner(recorder, node, live, into) if known is None else known.ready()
+        except ColdKernelError:
+            raise
         except Exception as error:
-            runner = FailedRunner(device, node.path(), node.inputs, live, (), into, error=error)
-        recorder.runners.append(runner)
-        node.runners[mask] = runner
+            args = (recorder.device, node.path(), node.inputs, live, (), into)
+            runner = FailedRunner(*args, error=error)
+        if runner is not known:
+            recorder.runners.append(runner)
+            node.runners[mask] = runner
+        if runner.waiting:
+            return runner  # asked again next time
+    assert runner is not None
     if len(node.runners) > 256:  # a value may be held in any number of places
         node.runners = {key: kept for key, kept in node.runners.items() if key[0] in (-1, -3)}
     node.runners[(-2, *alive) if into else alive] = runner
@@ -591,10 +600,9 @@ def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: b
         nodes[0].long = True
         computed = tuple(sorted({*live, *graph.stored}))
     pieces = make_pieces(node.program(), computed, device.type)
-    runner = runner_class(device)(device, nodes, node.inputs, computed, pieces, into)
-    if graph is not None:
-        runner = graded(runner, graph, live)
-    return runner.settling()
+    waiting = WaitingRunner(device, nodes, node.inputs, live, pieces, into)
+    waiting.graph, waiting.computed = graph, computed
+    return waiting.ready()
 
 
 class EagerRunner(Runner):
@@ -602,7 +610,29 @@ class EagerRunner(Runner):
 
     def run(self, chain: Chain) -> None:  # type: ignore[override]
         self.check(chain)
-        settle(chain, self.owners, _replay_ops(chain, self.nodes, self.live))
+        _run_ops(chain, self.nodes, self)
+
+
+class WaitingRunner(EagerRunner):
+    """The same until the kernels of `pieces` are there."""
+
+    waiting = True
+    graph: Graph | None = None  # what a runner with kernels leaves behind
+    computed: tuple[int, ...] = ()  # the live-outs, and what `graph` stores
+
+    def ready(self) -> Runner:
+        """The runner that launches, or this one; asks for the kernels that are missing."""
+        kernels = kernels_for([piece.plan for piece in self.pieces], self.device)
+        if kernels is None:
+            if self.graph is not None:
+                self.graph.prepare()
+            return self
+        make = runner_class(self.device)
+        runner = make(self.device, self.nodes, self.inputs, self.computed, self.pieces, self.into,
+                      kernels)  # fmt: skip
+        if self.graph is not None:
+            runner = graded(runner, self.graph, self.live)
+        return runner.settling()
 
 
 class ShortRunner(EagerRunner):
@@ -626,16 +656,24 @@ def _recover(
         chain.clear()
         raise error
     try:
-        values = _replay_ops(chain, node.path(), runner.live)
+        _run_ops(chain, node.path(), runner)
     except Exception as failure:  # nothing is lost: the next flush tries again
         raise failure from error
+    counts.forgotten["ops_recorded"] += node.index + 1
+    counts.forgotten["live_outs_stored"] += len(runner.live)
+    if isinstance(error, NotReadyError):
+        counts.forgotten["eager_flushes"] += 1
+        return
+    counts.replays += 1
+    warn_once(f"autofuse: a chain runs as eager ops because its kernel failed: {error!r}")
+
+
+def _run_ops(chain: Chain, nodes: list[Node], runner: Runner) -> None:
+    """Do what `runner` does by the eager ops that the chain was recorded from."""
+    values = _replay_ops(chain, nodes, runner.live)
     if chain.into is not None:
         chain.into.copy_(values.pop())
     settle(chain, runner.owners, values)
-    counts.replays += 1
-    counts.forgotten["ops_recorded"] += node.index + 1
-    counts.forgotten["live_outs_stored"] += len(values)
-    warn_once(f"autofuse: a chain runs as eager ops because its kernel failed: {error!r}")
 
 
 def _replay_ops(chain: Chain, nodes: list[Node], live: tuple[int, ...]) -> list[torch.Tensor]:
@@ -765,14 +803,15 @@ def totals(recorder: Recorder) -> Counter[str]:
     for runner in recorder.runners:
         runs = runner.runs
         total["bytes_saved_for_backward"] += runs * runner.saved_bytes
-        total["kernels_launched"] += runs * len(runner.pieces)
-        total["kernels_compiled"] += runner.compiled
-        total["cache_hits"] += max(0, runs - 1) * bool(runner.pieces) + runner.hits
+        total["kernels_launched"] += runs * len(runner.kernels)
+        total["cache_hits"] += max(0, runs - 1) * bool(runner.kernels)
+        total["eager_flushes"] += runs * runner.waiting
         if not runner.recorded:
             continue
         total["ops_recorded"] += runs * len(runner.nodes)
-        total["nodes_elided"] += runs * runner.elided
-        total["bytes_elided"] += runs * runner.elided_bytes
+        if not isinstance(runner, EagerRunner):
+            total["nodes_elided"] += runs * runner.elided
+            total["bytes_elided"] += runs * runner.elided_bytes
         total["live_outs_stored"] += runs * len(runner.live)
     return total
 
@@ -786,6 +825,12 @@ def forget(recorder: Recorder) -> None:
     recorder.open()
 
 
+def forget_kernels() -> None:
+    """Let every recorder drop its trie, and with it kernels, where it next sees something new."""
+    for recorder in list(_all_recorders):
+        recorder.size = config.max_trie
+
+
 def forget_threads() -> None:
     """After a fork: what other threads had pending does not exist here."""
     ident = get_ident()
@@ -793,4 +838,5 @@ def forget_threads() -> None:
 
 
 watch(reopen_all)
+on_evict(forget_kernels)
 _shell._leave_pending = lambda tensor: flush_tensor(tensor, "attribute")

@@ -17,8 +17,24 @@ from __future__ import annotations
 import ast
 from functools import cache
 
-from .dtypes import carried
-from .plan import BROADCAST, CONST, Line, Operand, Plan
+from .plan import CONST, Line, Plan
+from .source import Source, carried, walk
+
+
+def source_of(plan: Plan) -> Source:
+    """What the compiler gets to see of `plan`."""
+    return Source(
+        name=plan.name,
+        text=render(plan),
+        device=plan.device,
+        loads=plan.loads,
+        stores=tuple(operand for _, operand in plan.stores),
+        consts=tuple(const_code(plan, k) for k in range(len(plan.consts))),
+        rank=plan.rank,
+        lanes=plan.lanes,
+        wide=plan.wide,
+        relaxed=plan.relaxed,
+    )
 
 
 def render(plan: Plan) -> str:
@@ -30,7 +46,7 @@ def render(plan: Plan) -> str:
         f"def {plan.name}({', '.join(params)}):"
         f"  # {plan.device}, {plan.lanes} lanes, {width}-bit index"
     ]
-    text += [f"    # x{k} {_walk(load)}" for k, load in enumerate(plan.loads) if plan.rank > 1]
+    text += [f"    # x{k} {walk(load.axes)}" for k, load in enumerate(plan.loads) if plan.rank > 1]
     for index, line in enumerate(plan.lines):
         text += _statements(plan, index, line)
     results = []
@@ -50,11 +66,6 @@ def const_code(plan: Plan, const: int) -> str:
             code = carried(line.common)
             return code if code in ("f32", "f64") else "i64"
     raise AssertionError("every Const of a Plan is read")
-
-
-def _walk(operand: Operand) -> str:
-    names = {BROADCAST: "repeats", 1: "unit", 2: "strided"}
-    return "x".join(names[axis] for axis in operand.axes)
 
 
 def _code(plan: Plan, line: int) -> str:

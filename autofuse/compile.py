@@ -1,157 +1,387 @@
-"""Compilation: from a Plan to something that can be launched, remembered per process.
+"""Compilation: from Plans to Kernels, by the cheapest way there is: memory, disk, a compiler.
 
-numba is the compiler and nothing more: its dispatcher (126 us a launch on three torch tensors)
-is never on the launch path. On CUDA the PTX goes through nvJitLink to a cubin, because a driver
-refuses PTX newer than itself but takes any cubin of its CUDA major version.
+A kernel that was ever compiled on this machine is loaded at once. Another one is compiled where
+`config.compile` says: "now", or in the background, and until it is there its chains run as the
+eager ops they were recorded from. Nothing here is on the launch path.
 """
 
 from __future__ import annotations
 
-import re
+import hashlib
+import os
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from .codegen import render
-from .emit import Parameters, emit_cpu, emit_cuda
-from .errors import KernelError
+import torch
+
+from .background import Answer, Job, forget_service, say_unsaved, service
+from .cache import DiskCache
+from .codegen import source_of
+from .config import config
+from .errors import ColdKernelError, KernelError, warn_once
+from .load import Module, load
 from .plan import Plan
+from .source import Parameters, Source, difference, nearest
 
-Capability = tuple[int, int]
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A compiled Plan. `entry` is a CUfunction address on CUDA, a callable on the CPU."""
+    """A compiled Plan, loaded on one device."""
 
     plan: Plan
+    source: Source
     parameters: Parameters
-    source: str
-    entry: Any
-    ptx: str  # empty on the CPU
+    module: Module  # stays loaded as long as this is held
+
+    @property
+    def entry(self) -> Any:
+        """A CUfunction on CUDA; a callable on the CPU."""
+        return self.module.entry
 
 
-_kernels: dict[tuple[Plan, object], Kernel] = {}
+class Request:
+    """A kernel that is not there yet."""
+
+    __slots__ = ("asked", "device", "error", "key", "plan", "source", "state")
+
+    def __init__(self, plan: Plan, source: Source, key: str, device: torch.device) -> None:
+        self.plan, self.source, self.key, self.device = plan, source, key, device
+        self.asked = 0  # chains that would have used it
+        self.state = "rare"  # then "queued", or "failed"; "refused" is a line's kernel too many
+        self.error = ""
+
+
+_kernels: dict[tuple[Plan, torch.device], Kernel | Request] = {}
 _lock = threading.RLock()
+_done = threading.Condition(_lock)
+_queued = 0  # requests that are with the background compiler
+_forbidden = 0  # `no_compile` blocks that are open
+_positions: dict[tuple[str, int], list[Source]] = defaultdict(list)  # asked for, by user's line
+_on_evict: list[Callable[[], None]] = []
+counts: Counter[str] = Counter()  # kernels: compiled, loaded (from disk), found (in memory)
 
 
-def kernel_for(plan: Plan, where: object, build: Callable[[Plan], Kernel]) -> tuple[Kernel, bool]:
-    """The kernel of `plan` on device `where` and whether it was there already."""
-    key = (plan, where)
-    kernel = _kernels.get(key)
-    if kernel is not None:
-        return kernel, True
+def kernels_for(plans: list[Plan], device: torch.device) -> list[Kernel] | None:
+    """The kernels of `plans`; None while some are not there, which are then asked for.
+
+    Raises KernelError if one cannot be had, and ColdKernelError inside `no_compile`.
+    """
+    found = [_kernel_for(plan, device) for plan in plans]
+    ready = [kernel for kernel in found if kernel is not None]
+    return ready if len(ready) == len(found) else None
+
+
+def _kernel_for(plan: Plan, device: torch.device) -> Kernel | None:
+    kernel = _kernels.get((plan, device))
+    if isinstance(kernel, Kernel):
+        counts["found"] += 1
+        return kernel
     with _lock:
-        kernel = _kernels.get(key)
-        if kernel is not None:
-            return kernel, True
-        kernel = _kernels[key] = build(plan)
-        return kernel, False
+        request = _kernels.get((plan, device))
+        if isinstance(request, Kernel):
+            counts["found"] += 1
+            return request
+        if request is None:
+            source = source_of(plan)
+            request = Request(plan, source, key_of(source, device), device)
+            binary = _cache().get(request.key)
+            if binary is not None:
+                counts["loaded"] += 1
+                return _publish(request, binary)
+            if _forbidden:
+                raise ColdKernelError(_cold(request))
+            _kernels[plan, device] = request
+            if _too_many(request.source):
+                request.state = "refused"
+        elif _forbidden:
+            raise ColdKernelError(_cold(request))
+        return _advance(request)
 
 
-def clear_kernels() -> None:
-    """Forget every kernel; loaded modules stay loaded, because a chain may still hold them."""
+def _advance(request: Request) -> Kernel | None:
+    """The kernel of `request` if it is to be had now; otherwise see to it that it will be."""
+    request.asked += 1
+    if request.state == "failed":
+        raise KernelError(request.error)
+    if request.state == "refused":
+        return None
+    mode = config.compile
+    if mode == "auto":
+        mode = "background" if request.device.type == "cuda" else "now"
+    if mode == "background":
+        compiler = service(config.workers, _cache())
+        if not compiler.unavailable and config.workers > 0:
+            if request.state == "rare" and request.asked >= config.compile_after:
+                _submit(request)
+            return None
+        if compiler.unavailable:
+            warn_once(f"autofuse: kernels are compiled in this process: {compiler.unavailable}")
+    return _compile_now(request)
+
+
+def _compile_now(request: Request) -> Kernel:
+    from .build import build_once
+
+    made = build_once(request.source, target_of(request.device), request.key, _cache())
+    counts["compiled" if made.built else "loaded"] += 1
+    if made.unsaved:
+        say_unsaved(made.unsaved)
+    return _publish(request, made.binary)
+
+
+def _submit(request: Request) -> None:
+    global _queued
+    request.state = "queued"
+    _queued += 1
+    target = target_of(request.device)
+    generation = _generation
+
+    def done(answer: Answer) -> None:
+        if generation is _generation:
+            _deliver(request, answer)
+
+    job = Job(request.source.to_json(), target, request.key, done)
+    service(config.workers, _cache()).submit(job)
+
+
+def _deliver(request: Request, answer: Answer) -> None:
+    """Take what the background compiler has made; in its thread."""
+    global _queued
+    module = None
+    if answer.refused:
+        request.state = "rare"  # compiled in this process, when it is needed next
+    elif answer.error:
+        request.error = f"{request.source.name}: {answer.error}"
+    else:
+        try:
+            module = load(answer.binary, request.source, request.device)
+        except Exception as error:
+            request.error = f"{request.source.name}: {error}"
     with _lock:
-        _kernels.clear()
+        _queued -= 1
+        if module is not None:
+            counts["compiled" if answer.built else "loaded"] += 1
+            _keep(request, module)
+        elif request.error:
+            request.state = "failed"
+        _done.notify_all()
+    if answer.unsaved:
+        say_unsaved(answer.unsaved)
+
+
+def _publish(request: Request, binary: bytes) -> Kernel:
+    return _keep(request, load(binary, request.source, request.device))
+
+
+def _keep(request: Request, module: Module) -> Kernel:
+    if len(_kernels) >= config.max_kernels:
+        _evict()
+    source = request.source
+    kernel = Kernel(request.plan, source, Parameters.of(source), module)
+    _kernels[request.plan, request.device] = kernel
+    return kernel
+
+
+def _evict() -> None:
+    """Forget every kernel; those that nobody holds are unloaded, the others come back from disk."""
+    for key in [key for key, kernel in _kernels.items() if isinstance(kernel, Kernel)]:
+        del _kernels[key]
+    for forget in _on_evict:
+        forget()
+
+
+def on_evict(forget: Callable[[], None]) -> None:
+    """Call `forget` when there are too many kernels, to let go of those it holds."""
+    _on_evict.append(forget)
+
+
+# --- what a key is -------------------------------------------------------------------------------
+
+
+def target_of(device: torch.device) -> str:
+    """What `build` compiles for: sm_90, or cpu."""
+    return _capability(device) if device.type == "cuda" else "cpu"
+
+
+@cache
+def _capability(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def key_of(source: Source, device: torch.device) -> str:
+    """The name of a kernel on disk: what it computes, for what, and with which compilers."""
+    facts = (source.to_json(), target_of(device), *_compilers(device.type))
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+
+_PACKAGES = (
+    "llvmlite", "numba", "numba-cuda", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit",
+    "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc", "nvidia-nvvm-cu12",
+    "nvidia-nvjitlink-cu12", "nvidia-cuda-nvcc-cu12",
+)  # fmt: skip
+_GENERATOR = ("source", "polynomials", "targets", "lower", "emit", "build")
+
+
+@cache
+def _compilers(device_type: str) -> tuple[str, ...]:
+    """What decides a binary besides its Source: our generator, the packages that compile, options.
+
+    A CUDA toolkit that is no package is known by its place.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    generator = hashlib.sha256()
+    for name in _GENERATOR:
+        generator.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    facts = [generator.hexdigest()]
+    if device_type == "cpu":
+        from .build import processor
+
+        return (*facts, version("llvmlite"), *processor())
+    for package in _PACKAGES:
+        try:
+            facts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    for name, value in sorted(os.environ.items()):
+        if name in ("CUDA_HOME", "CUDA_PATH"):
+            facts.append(f"{name}={os.path.realpath(value)}")
+        elif name.startswith("NUMBA_"):
+            facts.append(f"{name}={value}")
+    return tuple(facts)
+
+
+@cache
+def _cache() -> DiskCache:
+    return DiskCache()
+
+
+# --- kernels that keep changing ------------------------------------------------------------------
+
+_PACKAGE, _TORCH = (os.path.dirname(path) + os.sep for path in (__file__, torch.__file__))
+
+
+def _position() -> tuple[str, int] | None:
+    """File and line of the user's code that is running; None in a thread of torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_PACKAGE, _TORCH, "<autofuse")):
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _too_many(source: Source) -> bool:
+    """Whether the line that needs `source` has asked for its share of kernels before."""
+    position = _position()
+    if position is None:
+        return False
+    asked = _positions[position]
+    if len(asked) < config.max_kernels_per_line:
+        asked.append(source)
+        return False
+    name, line = position
+    changes = Counter(
+        difference(a, b) for a, b in zip(asked[-9:], [*asked[-8:], source], strict=False)
+    )
+    warn_once(
+        f"autofuse: {name}:{line} has asked for {len(asked)} kernels, each for another chain; new "
+        f"ones run as eager ops there. What changed last: {changes.most_common(1)[0][0]}. "
+        "Raise autofuse.config.max_kernels_per_line if that is meant."
+    )
+    return True
+
+
+# --- the public side -----------------------------------------------------------------------------
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Block until every kernel that was asked for is there; False if `timeout` (s) ran out first.
+
+    Kernels are asked for when a chain has run `config.compile_after` times.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    with _done:
+        while _queued:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            _done.wait(left)
+    return True
+
+
+class no_compile:  # noqa: N801 - used like a function
+    """Raise ColdKernelError where a kernel would have to be compiled; a context manager.
+
+    For the whole process, so that the threads of a backward are covered.
+    """
+
+    def __enter__(self) -> None:
+        global _forbidden
+        with _lock:
+            _forbidden += 1
+
+    def __exit__(self, *exc: object) -> None:
+        global _forbidden
+        with _lock:
+            _forbidden -= 1
+
+
+def _cold(request: Request) -> str:
+    """What is said of a kernel that may not be compiled."""
+    known = [kernel.source for kernel in kernels()]
+    like = nearest(request.source, known)
+    text = f"no kernel for {request.source.name} in memory or on disk, and no_compile() is active."
+    if like is not None:
+        text += f" The nearest known one is {like.name}; here: {difference(like, request.source)}."
+    return (
+        f"{text} Run the chain {config.compile_after} times before and call autofuse.wait()."
+        f"\n{request.source.text}"
+    )
 
 
 def kernels() -> list[Kernel]:
-    """Every kernel compiled in this process so far."""
-    return list(_kernels.values())
+    """Every kernel loaded in this process."""
+    return [kernel for kernel in list(_kernels.values()) if isinstance(kernel, Kernel)]
 
 
-def compile_ptx(plan: Plan, capability: Capability) -> str:
-    """PTX of `plan`'s kernel, with the kernel named `plan.name`. Needs no GPU."""
-    from numba import cuda
-
-    parameters = Parameters.of(plan)
-    kernel, signature = _numba_kernel(plan, parameters, capability)
+def clear_kernels() -> None:
+    """Forget every kernel and every request, and what the background compiler is doing."""
+    global _queued, _generation
     with _lock:
-        ptx, _ = cuda.compile_ptx(kernel, signature, cc=capability)
-    found = re.search(r"\.visible \.entry (\S+?)\(", ptx)
-    if found is None:
-        raise KernelError(f"numba produced no kernel for {plan.name}")
-    ptx = ptx.replace(found.group(1), plan.name)
-    ptx = re.sub(r"\.common \.global .*NumbaEnv.*\n", "", ptx)
-    if plan.relaxed:
-        return ptx
-    # ptxas may contract a plain mul with an add across ops; NVVM has contracted what it should
-    return re.sub(r"\bmul\.f(32|64)\b", r"mul.rn.f\1", ptx)
+        _generation = object()
+        _kernels.clear()
+        _positions.clear()
+        _queued = 0
+        _done.notify_all()
+    forget_service()
+    _cache.cache_clear()
 
 
-def assemble(ptx: str, capability: Capability) -> bytes:
-    """A cubin from PTX. Needs no GPU."""
-    from cuda.bindings import nvjitlink
-
-    options = [f"-arch=sm_{capability[0]}{capability[1]}"]
-    handle = nvjitlink.create(len(options), options)
-    data = ptx.encode()
-    try:
-        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, data, len(data), "autofuse")
-        nvjitlink.complete(handle)
-        cubin = bytearray(nvjitlink.get_linked_cubin_size(handle))
-        nvjitlink.get_linked_cubin(handle, cubin)
-    finally:
-        nvjitlink.destroy(handle)
-    return bytes(cubin)
+_generation = object()  # of requests; answers to those of an earlier one are dropped
 
 
-def compile_cpu(plan: Plan) -> Kernel:
-    """A function (start, stop, *parameters) over rows, or over columns where there is one row."""
-    from numba import njit
+def forget_threads() -> None:
+    """After a fork: locks are free, and what the parent has asked for must be asked for again."""
+    global _lock, _done, _queued, _generation
+    _lock = threading.RLock()
+    _done = threading.Condition(_lock)
+    _queued, _generation = 0, object()
+    for request in _requests():
+        if request.state == "queued":
+            request.state = "rare"
+    forget_service(abandoned=True)
 
-    parameters = Parameters.of(plan)
-    kernel, signature = _numba_kernel(plan, parameters, None)
-    with _lock:
-        entry = njit(signature, nogil=True, error_model="numpy")(kernel)
-    return Kernel(plan, parameters, render(plan), entry, "")
 
-
-def _numba_kernel(
-    plan: Plan, parameters: Parameters, capability: Capability | None
-) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The few lines of Python that numba sees: one call of the body, in a loop on the CPU."""
-    from numba import types
-    from numba.core.extending import intrinsic
-
-    numba_types = {
-        "u64": types.uint64,
-        "i64": types.int64,
-        "i32": types.int32,
-        "f32": types.float32,
-        "f64": types.float64,
-    }
-    signature = tuple(numba_types[code] for code in parameters.codes)
-    names = ", ".join(f"p{k}" for k in range(len(signature)))
-    on_cuda = capability is not None
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if capability is not None:
-            emit_cuda(plan, builder, capability, list(args))
-        else:
-            emit_cpu(plan, builder, args[0], args[1], list(args[2:]))
-        return context.get_dummy_value()
-
-    arguments = names if on_cuda else f"row, column, {names}"
-    space: dict[str, Any] = {"generate": generate, "void": types.void}
-    exec(
-        f"def body(typing, {arguments}):\n    return void({arguments}), generate\n",
-        space,
-    )
-    space["body"] = intrinsic(space["body"])
-    if on_cuda:
-        exec(f"def kernel({names}):\n    body({names})\n", space)
-        return space["kernel"], signature
-    # start and stop count columns where there is one axis, rows where there are more
-    if plan.rank == 1:
-        loops = f"    for column in range(start, stop):\n        body(0, column, {names})\n"
-    else:
-        pointers = parameters.loads + parameters.stores + parameters.consts
-        columns = f"p{pointers + plan.rank - 1}"
-        loops = (
-            f"    for row in range(start, stop):\n        for column in range({columns}):\n"
-            f"            body(row, column, {names})\n"
-        )
-    exec(f"def kernel(start, stop, {names}):\n{loops}", space)
-    return space["kernel"], (types.int64, types.int64, *signature)
+def _requests() -> Iterator[Request]:
+    return (request for request in list(_kernels.values()) if isinstance(request, Request))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+_CHOICES = {"recompute": ("free", "inputs"), "compile": ("auto", "background", "now")}
 
 
 @dataclass
@@ -29,10 +31,21 @@ class Config:
     relaxed: let ops of a chain contract with each other, leave out the rounding of float16 and
         bfloat16 values that are not stored, and fuse ops that are not bit-identical to eager.
         The results are nearer to the exact ones, and no longer eager's.
+    compile: where a chain's kernel is compiled. "background": in processes of their own, while the
+        chain runs as the eager ops it was recorded from. "now": here, at once. "auto": in the
+        background for CUDA, where both give the same bits, now for the CPU, where they need not.
+        (`AUTOFUSE_COMPILE`)
+    compile_after: how often a chain has to run before it is worth a compile in the background.
+    workers: processes that compile in the background; 0 compiles here.
+    max_kernels: loaded kernels before all are forgotten; those still in use are loaded again.
+    max_kernels_per_line: kernels that one line of a program may ask for; further chains run as
+        eager ops there.
     max_trie: recorded ops remembered per thread and device before the memory of them is dropped.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ValueError(f"config.{name} = {value!r} is not valid; use one of {_CHOICES[name]}")
         object.__setattr__(self, name, value)
         for changed in _watchers:
             changed("config")
@@ -46,6 +59,11 @@ class Config:
     always_fuse: bool = False
     relaxed: bool = False
     recompute: Literal["free", "inputs"] = "free"
+    compile: Literal["auto", "background", "now"] = "auto"
+    compile_after: int = 2
+    workers: int = 2 if (os.cpu_count() or 1) > 2 else 1
+    max_kernels: int = 2048
+    max_kernels_per_line: int = 64
 
 
 _watchers: list[Callable[[str], None]] = []  # called after a change
@@ -60,7 +78,10 @@ def _from_environment() -> Config:
     value = os.environ.get("AUTOFUSE", "1")
     if value not in ("0", "1"):
         raise ValueError(f"AUTOFUSE={value!r} is not valid; use 0 (plain eager) or 1 (the default)")
-    return Config(enabled=value == "1")
+    settings: dict[str, Any] = {"enabled": value == "1"}
+    if "AUTOFUSE_COMPILE" in os.environ:
+        settings["compile"] = os.environ["AUTOFUSE_COMPILE"]
+    return Config(**settings)
 
 
 config = _from_environment()

@@ -1,7 +1,6 @@
-"""Data types: torch's promotion rules and the type codes of generated kernels.
+"""Data types: torch's promotion rules, and the type codes of dtypes in kernels.
 
-Knows torch dtypes only. A type code is the short name a kernel's source uses for a dtype:
-f64 f32 f16 bf16 i64 i32 i16 i8 u8 b1.
+Knows torch dtypes only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ CODES: dict[torch.dtype, str] = {
     torch.uint8: "u8",
     torch.bool: "b1",
 }
-ITEMSIZE = {code: dtype.itemsize for dtype, code in CODES.items()}
 
 
 def kind(dtype: torch.dtype) -> str:
@@ -30,11 +28,6 @@ def kind(dtype: torch.dtype) -> str:
     if dtype is torch.bool:
         return "b"
     return "f" if dtype.is_floating_point else "i"
-
-
-def carried(code: str) -> str:
-    """The type in which a value of type `code` is computed (torch's opmath type)."""
-    return "f32" if code in ("f16", "bf16") else code
 
 
 _SCALARS = {bool: torch.bool, int: torch.int64}

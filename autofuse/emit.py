@@ -7,77 +7,86 @@ lane for text, but 35 ms flat this way (10 ops x 4 lanes: 245 against 35 ms).
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
 
-from .codegen import const_code, render
-from .dtypes import ITEMSIZE
 from .lower import Element
-from .plan import BROADCAST, STRIDED, UNIT, Operand, Plan
-from .targets import I32, I64, STORED, Cpu, Cuda, Value, special_register
-
-THREADS_PER_BLOCK = 128  # eager's block size on sm_90; 4-element threads reach copy bandwidth
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """Kernel parameters in order: load pointers, store pointers, Consts, count, then numbers.
-
-    The count is of elements where the loop has one axis, of groups of lanes where it has more.
-    """
-
-    codes: tuple[str, ...]  # "u64" for pointers, otherwise a type code
-    loads: int
-    stores: int
-    consts: int
-
-    @staticmethod
-    def of(plan: Plan) -> Parameters:
-        """The parameters of `plan`'s kernel."""
-        index = "i64" if plan.wide else "i32"
-        operands = [*plan.loads, *(operand for _, operand in plan.stores)]
-        strides = sum(axis == STRIDED for operand in operands for axis in operand.axes)
-        consts = [const_code(plan, k) for k in range(len(plan.consts))]
-        codes = ["u64"] * len(operands) + consts + [index] * (plan.rank + strides)
-        return Parameters(tuple(codes), len(plan.loads), len(plan.stores), len(consts))
+from .source import BROADCAST, ITEMSIZE, THREADS_PER_BLOCK, UNIT, Operand, Parameters, Source
+from .targets import CARRIED, I32, I64, STORED, VOID, Cpu, Cuda, Value, special_register
 
 
 def emit_cuda(
-    plan: Plan, builder: ir.IRBuilder, capability: tuple[int, int], params: list[Any]
+    source: Source, builder: ir.IRBuilder, capability: tuple[int, int], params: list[Any]
 ) -> None:
-    """Emit a whole kernel: the work of one thread, a group of `plan.lanes` elements."""
-    emitter = _Emitter(plan, builder, Cuda(builder, capability), params)
+    """Emit a whole kernel: the work of one thread, a group of `source.lanes` elements."""
+    emitter = _Emitter(source, builder, Cuda(builder, capability), params)
     group = cuda_index(builder)
-    group = group if plan.wide else builder.trunc(group, I32)
-    lanes = emitter.word(plan.lanes)
-    first = builder.mul(group, lanes) if plan.rank == 1 else group
+    group = group if source.wide else builder.trunc(group, I32)
+    lanes = emitter.word(source.lanes)
+    first = builder.mul(group, lanes) if source.rank == 1 else group
     with builder.if_then(builder.icmp_unsigned("<", first, emitter.count)):
         emitter.work(emitter.walks(group, emitter.sizes), group)
 
 
-def emit_cpu(plan: Plan, builder: ir.IRBuilder, row: Any, column: Any, params: list[Any]) -> None:
-    """Emit the body of a loop over rows and, inside it, the columns of the innermost axis."""
-    emitter = _Emitter(plan, builder, Cpu(builder), params)
-    row, column = (x if x.type == I64 else builder.zext(x, I64) for x in (row, column))
-    outer = emitter.walks(row, emitter.sizes[:-1]) if plan.rank > 1 else []
-    emitter.work([*outer, column], column)
+def emit_cpu(source: Source) -> ir.Module:
+    """A module with one function (start, stop, *parameters) over rows, or over columns.
+
+    start and stop count columns where there is one axis, rows where there are more.
+    """
+    parameters = Parameters.of(source)
+    kinds = [CARRIED.get(code, I64) for code in parameters.codes]  # a pointer is a number
+    module = ir.Module(source.name)
+    function = ir.Function(module, ir.FunctionType(VOID, [I64, I64, *kinds]), source.name)
+    start, stop, *params = function.args
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    emitter = _Emitter(source, builder, Cpu(builder), params)
+    if source.rank == 1:
+        with _loop(builder, start, stop) as column:
+            emitter.work([column], column)
+    else:
+        columns = emitter.sizes[-1]
+        with _loop(builder, start, stop) as row:
+            outer = emitter.walks(row, emitter.sizes[:-1])
+            with _loop(builder, I64(0), columns) as column:
+                emitter.work([*outer, column], column)
+    builder.ret_void()
+    return module
+
+
+@contextmanager
+def _loop(builder: ir.IRBuilder, start: Any, stop: Any) -> Iterator[Any]:
+    """`for position in range(start, stop)` around what is built inside."""
+    before = builder.block
+    head = builder.append_basic_block("head")
+    builder.branch(head)
+    builder.position_at_end(head)
+    position = builder.phi(I64)
+    position.add_incoming(start, before)
+    body, after = builder.append_basic_block("body"), builder.append_basic_block("after")
+    builder.cbranch(builder.icmp_signed("<", position, stop), body, after)
+    builder.position_at_end(body)
+    yield position
+    position.add_incoming(builder.add(position, I64(1), flags=["nsw"]), builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
 
 
 class _Emitter:
     def __init__(
-        self, plan: Plan, builder: ir.IRBuilder, target: Cuda | Cpu, params: list[Any]
+        self, source: Source, builder: ir.IRBuilder, target: Cuda | Cpu, params: list[Any]
     ) -> None:
-        self.plan, self.builder, self.target = plan, builder, target
-        layout = Parameters.of(plan)
-        self.word = I64 if plan.wide or isinstance(target, Cpu) else I32
+        self.source, self.builder, self.target = source, builder, target
+        layout = Parameters.of(source)
+        self.word = I64 if source.wide or isinstance(target, Cpu) else I32
         cut = layout.loads + layout.stores
         self.pointers, rest = params[:cut], params[cut:]
         self.consts, rest = rest[: layout.consts], rest[layout.consts :]
         rest = [self._index(value) for value in rest]
         self.count, rest = rest[0], rest[1:]
-        self.sizes, rest = rest[: plan.rank - 1], rest[plan.rank - 1 :]
+        self.sizes, rest = rest[: source.rank - 1], rest[source.rank - 1 :]
         self.strides = iter(rest)
         self.element = Element(builder, target)
 
@@ -88,28 +97,28 @@ class _Emitter:
 
     def work(self, walks: list[Any], group: Any) -> None:
         """The work at one position of the loop, given per axis and as the number of the group."""
-        plan, builder = self.plan, self.builder
-        operands = [*plan.loads, *(operand for _, operand in plan.stores)]
+        source, builder = self.source, self.builder
+        operands = [*source.loads, *source.stores]
         offsets = [self._offset(operand, walks) for operand in operands]
-        function = ast.parse(render(plan)).body[0]
+        function = ast.parse(source.text).body[0]
         assert isinstance(function, ast.FunctionDef)
-        consts = [Value(value, const_code(plan, k)) for k, value in enumerate(self.consts)]
-        partial = plan.lanes > 1 and plan.rank == 1
-        start = builder.mul(group, self.word(plan.lanes))
+        consts = [Value(*const) for const in zip(self.consts, source.consts, strict=True)]
+        partial = source.lanes > 1 and source.rank == 1
+        start = builder.mul(group, self.word(source.lanes))
         if partial:
             full = builder.icmp_unsigned(
-                "<=", builder.add(start, self.word(plan.lanes)), self.count
+                "<=", builder.add(start, self.word(source.lanes)), self.count
             )
         else:
             full = None
-        reads = list(zip(plan.loads, self.pointers, offsets, strict=False))
+        reads = list(zip(source.loads, self.pointers, offsets, strict=False))
         lanes = self._guarded(full, reads, start)
         results = [self.element.run(function, [*lane, *consts]) for lane in lanes]
         writes = list(
             zip(
-                (op for _, op in plan.stores),
-                self.pointers[len(plan.loads) :],
-                offsets[len(plan.loads) :],
+                source.stores,
+                self.pointers[len(source.loads) :],
+                offsets[len(source.loads) :],
                 strict=True,
             )
         )
@@ -126,7 +135,7 @@ class _Emitter:
                 for (operand, pointer, offset), values in zip(writes, bits, strict=True):
                     self._store(operand, pointer, offset, values)
             with otherwise:
-                for lane in range(plan.lanes):
+                for lane in range(source.lanes):
                     position = builder.add(start, self.word(lane))
                     with builder.if_then(builder.icmp_unsigned("<", position, self.count)):
                         for (operand, pointer, offset), values in zip(writes, bits, strict=True):
@@ -150,7 +159,7 @@ class _Emitter:
             if how == BROADCAST:
                 continue
             if how == UNIT:
-                step = builder.mul(walk, self.word(self.plan.lanes))
+                step = builder.mul(walk, self.word(self.source.lanes))
             else:
                 step = builder.mul(walk, next(self.strides))
             offset = step if axis == 0 else builder.add(offset, step)
@@ -164,7 +173,7 @@ class _Emitter:
         self, full: Any, reads: list[tuple[Operand, Any, Any]], start: Any
     ) -> list[list[Value]]:
         """Carried values of every load, per lane; lanes past the end read as zero."""
-        lanes, builder = self.plan.lanes, self.builder
+        lanes, builder = self.source.lanes, self.builder
         repeated = [
             self._load_one(operand, pointer, offset) if operand.axes[-1] == BROADCAST else None
             for operand, pointer, offset in reads
@@ -215,11 +224,11 @@ class _Emitter:
 
     def _words(self, operand: Operand) -> tuple[int, int]:
         """(16-byte or smaller accesses, 4-byte words in each) for one group of lanes."""
-        nbytes = self.plan.lanes * ITEMSIZE[operand.code]
+        nbytes = self.source.lanes * ITEMSIZE[operand.code]
         return max(1, nbytes // 16), min(4, nbytes // 4)
 
     def _load(self, operand: Operand, pointer: Any, offset: Any) -> list[Any]:
-        lanes, builder = self.plan.lanes, self.builder
+        lanes, builder = self.source.lanes, self.builder
         if lanes == 1:
             return [self._load_one(operand, pointer, offset)]
         accesses, words = self._words(operand)
@@ -237,7 +246,7 @@ class _Emitter:
         return values
 
     def _store(self, operand: Operand, pointer: Any, offset: Any, values: list[Any]) -> None:
-        lanes, builder = self.plan.lanes, self.builder
+        lanes, builder = self.source.lanes, self.builder
         if lanes == 1:
             builder.store(values[0], self._at(operand, pointer, offset))
             return

@@ -19,6 +19,14 @@ class KernelError(AutofuseError):
     """A kernel could not be compiled, loaded or launched; the chain then runs as eager ops."""
 
 
+class ColdKernelError(AutofuseError):
+    """A kernel would have to be compiled where `no_compile` forbids it."""
+
+
+class NotReadyError(AutofuseError):
+    """A kernel that is still being compiled is needed in the middle of a run; caught inside."""
+
+
 _said: set[str] = set()
 
 

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .codegen import render
-from .compile import Kernel, assemble, compile_cpu, compile_ptx, kernel_for
-from .emit import THREADS_PER_BLOCK, Parameters
-from .errors import KernelError, StaleInputError
-from .plan import Piece, Plan, Ref, unvectorised
+from .compile import Kernel, kernels_for
+from .errors import KernelError, NotReadyError, StaleInputError
+from .load import enter_context
+from .plan import Piece, Ref, unvectorised
 from .shell import (
     Meta,
     NoTorchFunction,
@@ -37,6 +36,7 @@ from .shell import (
     use_count,
     version_of,
 )
+from .source import THREADS_PER_BLOCK, Parameters
 
 if TYPE_CHECKING:
     from .chain import Chain
@@ -50,25 +50,6 @@ def stream_reader(device: torch.device) -> Callable[[], int]:
     if device.type != "cuda":
         return int
     return partial(torch._C._cuda_getCurrentRawStream, device.index)
-
-
-def enter_context(device: torch.device) -> None:
-    """Make the device's primary context current in this thread, as a first torch op would."""
-    if device.type != "cuda":
-        return
-    from cuda.bindings import driver
-
-    error, context = driver.cuCtxGetCurrent()
-    if not error and int(context):
-        return
-    torch.cuda.init()
-    error, handle = driver.cuDeviceGet(device.index)
-    if not error:
-        error, context = driver.cuDevicePrimaryCtxRetain(handle)  # torch never releases its own
-    if not error:
-        (error,) = driver.cuCtxSetCurrent(context)
-    if error:
-        raise KernelError(f"no CUDA context on {device}: {error}")
 
 
 def settle(chain: Chain, owners: Sequence[Node], reals: Sequence[torch.Tensor]) -> None:
@@ -98,6 +79,7 @@ class Runner:
     packs: tuple[tuple[int, ...], ...] = ()  # live-outs that share one tensor, one after another
     recorded = True  # its ops were recorded, not made by autograd
     saved_bytes = 0  # kept for backward
+    waiting = False  # for kernels
 
     def __init__(
         self,
@@ -107,15 +89,14 @@ class Runner:
         live: tuple[int, ...],
         pieces: tuple[Piece, ...],
         into: bool,
+        kernels: Sequence[Kernel] = (),
     ) -> None:
         self.device, self.nodes, self.inputs, self.live = device, nodes, inputs, live
         self.into = into  # the last live value goes to the memory of `chain.into`
         self.owners = [nodes[index] for index in (live[:-1] if into else live)]
         self.visible = self.owners  # those that have a shell to settle
-        self.pieces = pieces
+        self.pieces, self.kernels = pieces, kernels
         self.runs = 0
-        self.kernels: list[Kernel] = []
-        self.compiled = self.hits = 0
         dead = [node for node in nodes if node.index not in set(live)]
         self.elided = len(dead) + into
         self.elided_bytes = sum(node.meta.nbytes for node in dead if node.meta is not None)
@@ -125,14 +106,9 @@ class Runner:
         inner = {index for pack in self.packs for index in pack[1:]}
         return [owner.index for owner in self.owners if owner.index not in inner]
 
-    def _kernel(self, plan: Plan, where: object, build: Callable[[Plan], Kernel]) -> Kernel:
-        kernel, hit = kernel_for(plan, where, build)
-        self.kernels.append(kernel)
-        if hit:
-            self.hits += 1
-        else:
-            self.compiled += 1
-        return kernel
+    def ready(self) -> Runner:
+        """What to run from now on; a runner that waits for kernels asks for them."""
+        return self
 
     def check(self, chain: Chain) -> None:
         """Raise StaleInputError if an Input changed since it was recorded."""
@@ -210,24 +186,6 @@ def runner_class(device: torch.device) -> type[CudaRunner] | type[CpuRunner]:
 # --- CUDA ----------------------------------------------------------------------------------------
 
 
-def _load_cuda(plan: Plan, device: torch.device) -> Kernel:
-    """Compile `plan` for `device` and load it there."""
-    from cuda.bindings import driver
-
-    capability = torch.cuda.get_device_capability(device)
-    ptx = compile_ptx(plan, capability)
-    cubin = assemble(ptx, capability)
-    with torch.cuda.device(device):
-        enter_context(device)
-        function = None
-        error, module = driver.cuModuleLoadData(cubin)
-        if not error:
-            error, function = driver.cuModuleGetFunction(module, plan.name.encode())
-    if error:
-        raise KernelError(f"cannot load {plan.name}: {error}")
-    return Kernel(plan, Parameters.of(plan), render(plan), function, ptx)
-
-
 class _Slots:
     """The parameters of one launch: a buffer of 8-byte slots and the array that points at them."""
 
@@ -271,8 +229,11 @@ class CudaRunner(Runner):
         from cuda.bindings import driver
 
         self._launch = driver.cuLaunchKernel
-        self._scalar: dict[int, tuple[Any, _Slots]] = {}
-        self._parts = [self._load(piece) for piece in self.pieces]
+        self._scalar: dict[int, tuple[Any, _Slots, Kernel]] = {}
+        self._parts = [
+            (kernel.entry, _Slots(piece, kernel.parameters))
+            for kernel, piece in zip(self.kernels, self.pieces, strict=True)
+        ]
 
     def settling(self) -> CudaRunner:
         """Make ready for `run`; returns self."""
@@ -309,17 +270,20 @@ class CudaRunner(Runner):
 
         return self._generate("answer(incoming, saved, c)", head({}), end)
 
-    def _load(self, piece: Piece) -> tuple[Any, _Slots]:
-        device = self.device
-        kernel = self._kernel(piece.plan, device, lambda plan: _load_cuda(plan, device))
-        return kernel.entry, _Slots(piece, kernel.parameters)
+    def _prepare(self, k: int) -> None:
+        """Make piece k ready for pointers that are not 16-byte aligned."""
+        if k not in self._scalar:
+            piece = unvectorised(self.pieces[k])
+            kernels = kernels_for([piece.plan], self.device)
+            if kernels is None:
+                raise NotReadyError(f"{piece.plan.name}, one element per thread")
+            (kernel,) = kernels
+            self._scalar[k] = kernel.entry, _Slots(piece, kernel.parameters), kernel
 
     def _unaligned(self, k: int, stream: int, *values: Any) -> None:
         """Piece k for pointers that are not 16-byte aligned: one element per thread."""
-        loaded = self._scalar.get(k)
-        if loaded is None:
-            loaded = self._scalar[k] = self._load(unvectorised(self.pieces[k]))
-        entry, slots = loaded
+        self._prepare(k)
+        entry, slots, _ = self._scalar[k]
         slots.pack_wide(*values)
         threads = THREADS_PER_BLOCK
         self._check(
@@ -359,6 +323,13 @@ class CudaRunner(Runner):
             lines.append(f"q{index} = address(o{index})")
             for k, inner in enumerate(pack[1:], 1):
                 lines.append(f"q{inner} = q{index} + {k * meta.nbytes}")
+        if self.into and len(self.pieces) > 1:  # nothing is written before all can be
+            space["prepare"] = self._prepare
+            lines += [
+                f"if ({' | '.join(_addresses(piece))}) & 15: prepare({k})"
+                for k, piece in enumerate(self.pieces)
+                if piece.plan.lanes > 1
+            ]
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space)
         lines += end(space)
@@ -413,9 +384,7 @@ class CudaRunner(Runner):
         entry, slots = self._parts[k]
         space[f"entry{k}"], space[f"pack{k}"] = entry, slots.pack
         space[f"buffer{k}"], space[f"slots{k}"] = slots.buffer, slots
-        pointers = [f"p{~ref}" if ref < 0 else f"q{ref}" for ref in piece.loads]
-        pointers += [f"q{index}" for index in piece.stores]
-        values = [*pointers, *(f"consts[{const}]" for const in piece.consts)]
+        values = [*_addresses(piece), *(f"consts[{const}]" for const in piece.consts)]
         arguments = ", ".join(values)
         pack = [f"pack{k}(buffer{k}, 0, {arguments})"]
         if piece.consts:
@@ -432,10 +401,16 @@ class CudaRunner(Runner):
         if piece.plan.lanes == 1:
             return pack + launch
         return [
-            f"if ({' | '.join(pointers)}) & 15: unaligned({k}, stream, {arguments})",
+            f"if ({' | '.join(_addresses(piece))}) & 15: unaligned({k}, stream, {arguments})",
             "else:",
             *("    " + line for line in pack + launch),
         ]
+
+
+def _addresses(piece: Piece) -> list[str]:
+    """The names of the pointers that a piece is launched with."""
+    loads = [f"p{~ref}" if ref < 0 else f"q{ref}" for ref in piece.loads]
+    return loads + [f"q{index}" for index in piece.stores]
 
 
 def _empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -471,9 +446,7 @@ class CpuRunner(Runner):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._entries = [
-            self._kernel(piece.plan, "cpu", compile_cpu).entry for piece in self.pieces
-        ]
+        self._entries = [kernel.entry for kernel in self.kernels]
 
     def settling(self) -> CpuRunner:
         """Make ready for `run`; returns self."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .dtypes import carried
+from .source import carried
 from .targets import CARRIED, F32, F64, I8, I16, I32, I64, STORED, Cpu, Cuda, Value
 
 _COMPARE = {"Eq": "==", "NotEq": "!=", "Lt": "<", "LtE": "<=", "Gt": ">", "GtE": ">="}

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from . import layout
-from .dtypes import ITEMSIZE
 from .layout import Ints
 from .op import Op
+from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, Operand
 
-BROADCAST, UNIT, STRIDED = 0, 1, 2  # how an operand walks one axis of the loop
 CONST = 1 << 20  # references: node index >= 0, Input k as ~k, Const k as CONST + k
 Ref = int
 
@@ -46,14 +45,6 @@ class Program:
     inputs: tuple[View, ...]
     consts: tuple[type, ...]  # classes of the Consts: float, int or bool
     relaxed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor that a kernel reads or writes."""
-
-    code: str
-    axes: Ints  # BROADCAST, UNIT (innermost axis only) or STRIDED, outermost axis first
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from . import compile as _compile
 from .chain import _all_recorders, counts, totals
 from .coverage import coverage as coverage
 
@@ -16,8 +17,10 @@ class Stats:
     ops_recorded: ops that went into a chain.
     ops_eager: ops on wrapped tensors that ran as plain PyTorch.
     flushes: how often chains ran, by reason.
-    kernels_launched, kernels_compiled: kernels.
+    kernels_launched: kernels.
+    kernels_compiled, kernels_loaded: kernels that came from a compiler, and from disk.
     cache_hits: kernels that were needed and there already.
+    eager_flushes: chains that ran as eager ops because their kernel was not there yet.
     nodes_elided, bytes_elided: dead intermediates that never got memory.
     live_outs_stored: values that were written to memory.
     bytes_saved_for_backward: of the tensors that the autograd nodes of fused chains keep.
@@ -29,11 +32,13 @@ class Stats:
     flushes: dict[str, int] = field(default_factory=dict)
     kernels_launched: int = 0
     kernels_compiled: int = 0
+    kernels_loaded: int = 0
     cache_hits: int = 0
     nodes_elided: int = 0
     bytes_elided: int = 0
     live_outs_stored: int = 0
     bytes_saved_for_backward: int = 0
+    eager_flushes: int = 0
     replays: int = 0
     eager_ops: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -43,6 +48,9 @@ _base: Counter[str] = Counter()
 
 def _sum() -> Counter[str]:
     total = Counter(counts.forgotten)
+    total["kernels_compiled"] = _compile.counts["compiled"]
+    total["kernels_loaded"] = _compile.counts["loaded"]
+    total["cache_hits"] = _compile.counts["found"]
     for recorder in _all_recorders:
         total.update(totals(recorder))
         total["ops_recorded"] += len(recorder.chain)
@@ -55,8 +63,9 @@ def stats() -> Stats:
     total.subtract(_base)
     return Stats(
         **{name: total[name] for name in (
-            "ops_recorded", "kernels_launched", "kernels_compiled", "cache_hits",
-            "nodes_elided", "bytes_elided", "live_outs_stored", "bytes_saved_for_backward",
+            "ops_recorded", "kernels_launched", "kernels_compiled", "kernels_loaded", "cache_hits",
+            "eager_flushes", "nodes_elided", "bytes_elided", "live_outs_stored",
+            "bytes_saved_for_backward",
         )},
         ops_eager=sum(counts.eager.values()),
         flushes=dict(counts.flushes),

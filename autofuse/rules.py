@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .compile import kernels_for
 from .launch import Answer, log_of, runner_class
 from .op import OPS, Op
 from .ops import CASTS
@@ -224,13 +225,26 @@ class Tape:
     def shape(self, ref: Ref) -> tuple[int, ...]:
         return self._meta(ref).shape
 
-    def answer(self, given: list[Ref | None], places: list[tuple[int, int]]) -> Answer:
-        """The compiled tape; given: of each slot a result, an incoming gradient as ~k, or None."""
-        device = self.recorder.device
-        live = tuple(sorted({ref for ref in given if ref is not None and ref >= 0}))
-        pieces = make_pieces(self.tip.program(), live, device.type)
-        build = runner_class(device)
-        runner = build(device, self.tip.path(), self.tip.inputs, live, pieces, False)
+
+class Expected:
+    """The Answer of a tape, as soon as its kernels are there."""
+
+    def __init__(self, tape: Tape, given: list[Ref | None], places: list[tuple[int, int]]) -> None:
+        """given: of each slot a result, an incoming gradient as ~k, or None."""
+        self.tape, self.given, self.places = tape, given, places
+        self.live = tuple(sorted({ref for ref in given if ref is not None and ref >= 0}))
+        program = tape.tip.program()
+        self.pieces = make_pieces(program, self.live, tape.recorder.device.type)
+
+    def ready(self) -> Answer | None:
+        """The Answer, or None; asks for the kernels that are missing."""
+        tape, device = self.tape, self.tape.recorder.device
+        kernels = kernels_for([piece.plan for piece in self.pieces], device)
+        if kernels is None:
+            return None
+        runner = runner_class(device)(
+            device, tape.tip.path(), tape.tip.inputs, self.live, self.pieces, False, kernels
+        )
         runner.recorded = False
-        self.recorder.runners.append(runner)
-        return runner.answering(given, self.numbers, places)
+        tape.recorder.runners.append(runner)
+        return runner.answering(self.given, tape.numbers, self.places)

@@ -13,7 +13,7 @@ from llvmlite import ir
 from .polynomials import vectorised
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
+F32, F64, F16, VOID = ir.FloatType(), ir.DoubleType(), ir.HalfType(), ir.VoidType()
 CARRIED = {"f64": F64, "f32": F32, "i64": I64, "i32": I32, "i16": I16, "i8": I8, "u8": I8, "b1": I1}
 STORED = {**CARRIED, "f16": I16, "bf16": I16, "b1": I8}
 

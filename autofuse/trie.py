@@ -20,10 +20,11 @@ import torch
 from . import layout
 from .codegen import parse
 from .config import config
-from .dtypes import CODES, carried
+from .dtypes import CODES
 from .op import Op
 from .plan import CONST, Program, Ref, Step
 from .shell import Meta, Tensor, make_meta
+from .source import carried
 
 if TYPE_CHECKING:
     from .chain import Recorder

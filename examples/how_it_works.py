@@ -52,7 +52,7 @@ def main() -> None:
     print(f"elided: {stats.nodes_elided} values, {stats.bytes_elided} bytes")
 
     show("5. the kernel's source, as compiled")
-    print(kernels()[-1].source)
+    print(kernels()[-1].source.text)
 
     show("6. the second time nothing is compiled, whatever the scalar and the size")
     autofuse.reset_stats()

@@ -1,7 +1,13 @@
+import os
+import tempfile
+
 import pytest
 import torch
 
-import autofuse
+_cache = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
+os.environ["AUTOFUSE_CACHE_DIR"] = _cache.name
+
+import autofuse  # noqa: E402
 
 
 def pytest_configure(config):
@@ -10,7 +16,8 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Every test starts with nothing pending, zero counters, and torch's defaults."""
+    """Every test starts with nothing pending, zero counters, torch's defaults, and no tiers."""
+    autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
     yield
     autofuse.chain.flush_all("test")
     autofuse.reset_stats()

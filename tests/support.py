@@ -96,6 +96,12 @@ def assert_same(got: Any, want: Any, rtol: float | None, what: str = "") -> None
         assert got == want, f"{what}: {got!r} is not {want!r}"
 
 
+def kernels_made() -> int:
+    """Kernels that were not in memory since the last reset of the counters."""
+    stats = autofuse.stats()
+    return stats.kernels_compiled + stats.kernels_loaded
+
+
 def copied(value: Any) -> Any:
     """An independent copy with the same strides."""
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from autofuse import layout
-from autofuse.codegen import render
-from autofuse.compile import assemble, compile_ptx
+from autofuse.build import assemble, compile_ptx
+from autofuse.codegen import render, source_of
 from autofuse.dtypes import CODES
 from autofuse.ops import CASTS, OPS
 from autofuse.plan import CONST, Program, Step, View, make_pieces, unvectorised
@@ -49,7 +49,7 @@ def single(op, dtype):
 
 def ptx_of(program, live=(0,)):
     pieces = make_pieces(program, live, "cuda")
-    return [compile_ptx(piece.plan, CAPABILITY) for piece in pieces]
+    return [compile_ptx(source_of(piece.plan), CAPABILITY) for piece in pieces]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -119,7 +119,7 @@ def test_a_row_broadcast_keeps_wide_accesses():
     )
     (piece,) = make_pieces(program, (0,), "cuda")
     assert piece.plan.lanes == 4 and piece.plan.rank == 2
-    assert compile_ptx(piece.plan, CAPABILITY).count("ld.global.v4.f32") == 2
+    assert compile_ptx(source_of(piece.plan), CAPABILITY).count("ld.global.v4.f32") == 2
 
 
 def test_64_bit_indices_where_they_are_needed():
@@ -146,13 +146,13 @@ def test_the_scalar_variant_is_the_same_kernel_with_one_lane():
     (piece,) = make_pieces(chain_of("mul"), (0,), "cuda")
     scalar = unvectorised(piece)
     assert scalar.plan.lanes == 1 and scalar.plan.lines == piece.plan.lines
-    assert "v4" not in compile_ptx(scalar.plan, CAPABILITY)
+    assert "v4" not in compile_ptx(source_of(scalar.plan), CAPABILITY)
 
 
 @pytest.mark.parametrize("arch", [(7, 5), (8, 0), (9, 0), (10, 0)], ids=str)
 def test_cubins_for_other_architectures(arch):
     (piece,) = make_pieces(chain_of("mul", "sigmoid", code="bf16"), (1,), "cuda")
-    cubin = assemble(compile_ptx(piece.plan, arch), arch)
+    cubin = assemble(compile_ptx(source_of(piece.plan), arch), arch)
     assert cubin[:4] == b"\x7fELF"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autofuse
-from support import DEVICES, HAS_CUDA, assert_same
+from support import DEVICES, HAS_CUDA, assert_same, kernels_made
 
 device_param = pytest.mark.parametrize("device", DEVICES)
 
@@ -23,7 +23,7 @@ def test_a_sum_that_is_never_read(device):
         longest = max(longest, len(recorder.chain))
     assert longest <= autofuse.config.max_nodes
     assert len(recorder.chain.inputs) <= autofuse.config.max_inputs
-    assert autofuse.stats().kernels_compiled <= 4
+    assert kernels_made() <= 4
     want = torch.zeros(16, device=device)
     for k in range(10_000):
         want = want + xs[k % 10]
@@ -40,7 +40,7 @@ def test_fresh_inputs_are_not_pinned_without_bound(device):
         acc = acc + torch.ones(1 << 20, device=device)
         most = max(most, sum(x.numel() * 4 for x in recorder.chain.inputs))
     assert most <= 4 * (4 << 20)
-    assert autofuse.stats().kernels_compiled <= 4
+    assert kernels_made() <= 4
     assert float(acc[0]) == 100.0
 
 
@@ -70,7 +70,7 @@ def test_an_unrolled_loop_settles_on_few_kernels(device):
         h = (h * 0.5 + a).abs() - b
     autofuse.materialize(h)
     stats = autofuse.stats()
-    assert stats.kernels_compiled <= 3
+    assert kernels_made() <= 3
     assert stats.ops_recorded == 1200 and stats.kernels_launched <= 1200 // 30 + 2
 
 

@@ -1,0 +1,188 @@
+"""The background compiler: worker processes and the threads that wait for them.
+
+A thread per worker hands it one job after another and gives the answer to the job's `done`. A
+worker that dies or does not answer is replaced, and its job fails; three in a row end the service.
+Where no process can be started the service is `unavailable`, and the caller compiles by itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from .cache import DiskCache
+from .errors import warn_once
+from .worker import BOOT, receive, send
+
+HANG_SECONDS = 120.0  # for one kernel; the largest take 2
+FAILURES = 3  # workers lost in a row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One kernel to compile; `done` is called once, in a thread of the service."""
+
+    source: str  # as JSON
+    target: str
+    key: str
+    done: Callable[[Answer], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a job: a binary, or an error."""
+
+    binary: bytes = b""
+    built: bool = False  # here and now; otherwise another process had done it
+    unsaved: str = ""  # why it is not on disk
+    error: str = ""
+    refused: bool = False  # there is no service: nothing was tried
+
+
+class Service:
+    """Up to `workers` processes, started when there is work for them."""
+
+    def __init__(self, workers: int, cache: DiskCache) -> None:
+        self.workers, self.cache = workers, cache
+        self.jobs: SimpleQueue[Job] = SimpleQueue()
+        self.unavailable = "" if sys.executable else "sys.executable is not known"
+        self.lost = 0  # workers in a row
+        self.idle = 0  # threads that wait for a job
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.threads: list[threading.Thread] = []
+        self.lock = threading.Lock()
+        self.closing = False
+
+    def submit(self, job: Job) -> None:
+        """Have `job` done; returns at once."""
+        with self.lock:
+            self.jobs.put(job)
+            if self.jobs.qsize() > self.idle and len(self.threads) < self.workers:
+                name = f"autofuse compiler {len(self.threads)}"
+                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                self.threads.append(thread)
+                thread.start()
+
+    def _serve(self) -> None:
+        process: subprocess.Popen[bytes] | None = None
+        while not self.closing:
+            with self.lock:
+                self.idle += 1
+            job = self.jobs.get()
+            with self.lock:
+                self.idle -= 1
+            if process is None and not self.unavailable and self.lost < FAILURES:
+                process = self._start()
+            if process is None:
+                refused = bool(self.unavailable)
+                reason = self.unavailable or "the compiler's processes keep dying"
+                job.done(Answer(error=reason, refused=refused))
+                continue
+            answer = self._ask(process, job)
+            if answer is None:
+                process = self._drop(process)
+                if self.closing:
+                    return
+                self.lost += 1
+                answer = Answer(error="the compiler's process died or did not answer")
+            else:
+                self.lost = 0
+            job.done(answer)
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        # a fresh interpreter, not a fork: no CUDA state, no locks of ours
+        command = [sys.executable, "-c", BOOT, str(Path(__file__).parent)]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=environment, bufsize=0,
+            )  # fmt: skip
+        except OSError as error:
+            self.unavailable = f"no process can be started: {error}"
+            return None
+        self.processes.append(process)
+        return process
+
+    def _ask(self, process: subprocess.Popen[bytes], job: Job) -> Answer | None:
+        """The worker's answer; None if it is lost."""
+        assert process.stdin is not None and process.stdout is not None
+        watch = threading.Timer(HANG_SECONDS, process.kill)
+        watch.daemon = True
+        watch.start()
+        try:
+            if not getattr(process, "greeted", False):
+                settings = {"path": sys.path, "directory": str(self.cache.directory),
+                            "maxsize": self.cache.maxsize}  # fmt: skip
+                send(process.stdin, settings)  # type: ignore[arg-type]
+                process.greeted = True  # type: ignore[attr-defined]
+            send(process.stdin, {"source": job.source, "target": job.target, "key": job.key})  # type: ignore[arg-type]
+            frame = receive(process.stdout)  # type: ignore[arg-type]
+        except (OSError, ValueError):  # a broken pipe; not what a worker writes
+            frame = None
+        finally:
+            watch.cancel()
+        if frame is None:
+            return None
+        header, binary = frame
+        return Answer(
+            binary, header.get("built", False), header.get("unsaved", ""), header.get("error", "")
+        )
+
+    def _drop(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            stream.close()
+        with self.lock:
+            if process in self.processes:
+                self.processes.remove(process)
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing."""
+        self.closing = True
+        for process in list(self.processes):
+            process.kill()
+            process.wait()
+
+    def abandon(self) -> None:
+        """After a fork: the workers are the parent's, and so is what they are doing."""
+        for process in self.processes:
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                stream.close()
+            process.returncode = 0  # not ours to wait for
+
+
+_service: Service | None = None
+
+
+def service(workers: int, cache: DiskCache) -> Service:
+    """This process's service."""
+    global _service
+    if _service is None:
+        _service = Service(workers, cache)
+        atexit.register(_service.close)
+    return _service
+
+
+def forget_service(abandoned: bool = False) -> None:
+    """Start anew with the next job; `abandoned` in a forked child, which has no threads."""
+    global _service
+    if _service is not None:
+        _service.abandon() if abandoned else _service.close()
+        atexit.unregister(_service.close)
+    _service = None
+
+
+def say_unsaved(reason: str) -> None:
+    """Say once why kernels do not stay on disk."""
+    warn_once(f"autofuse: compiled kernels are not kept on disk: {reason}")

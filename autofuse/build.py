@@ -1,0 +1,166 @@
+"""Building: from a Source to a binary, a cubin or an object file. Needs no GPU, knows no torch.
+
+CUDA kernels are compiled by numba.cuda, one intrinsic holding the whole body, and assembled by
+nvJitLink, because a driver refuses PTX newer than itself but takes any cubin of its CUDA major
+version. CPU kernels are LLVM IR of our own, compiled by numba's LLVM: without numba's front end,
+which costs 0.3 s to import and 35 ms a kernel.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import threading
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from .cache import DiskCache
+from .emit import emit_cpu, emit_cuda
+from .source import Parameters, Source
+
+Capability = tuple[int, int]
+_lock = threading.RLock()  # numba's typing and LLVM's contexts are not made for threads
+
+
+class BuildError(Exception):
+    """The compiler did not give a kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A binary and where it came from."""
+
+    binary: bytes
+    built: bool  # here and now; otherwise it was on disk
+    unsaved: str = ""  # why it is not on disk
+
+
+def build_once(source: Source, target: str, key: str, cache: DiskCache) -> Made:
+    """The binary of `source`; of many processes that want it at a time one builds."""
+    with cache.building(key):
+        binary = cache.get(key)
+        if binary is not None:
+            return Made(binary, False)
+        binary = build(source, target)
+        about = {"name": source.name, "target": target, "source": source.text}
+        return Made(binary, True, cache.put(key, binary, about))
+
+
+def build(source: Source, target: str) -> bytes:
+    """The binary of `source` for a target as `sm_90`, or `cpu` for this machine's."""
+    with _lock:
+        if source.device == "cpu":
+            return compile_object(source)
+        capability = capability_of(target)
+        return assemble(compile_ptx(source, capability), capability)
+
+
+def capability_of(target: str) -> Capability:
+    """(9, 0) of sm_90."""
+    number = int(target.removeprefix("sm_"))
+    return number // 10, number % 10
+
+
+# --- CUDA ----------------------------------------------------------------------------------------
+
+
+def compile_ptx(source: Source, capability: Capability) -> str:
+    """PTX of the kernel, which is named as its Source is."""
+    from numba import cuda, types
+    from numba.core.extending import intrinsic
+
+    numba_types = {
+        "u64": types.uint64,
+        "i64": types.int64,
+        "i32": types.int32,
+        "f32": types.float32,
+        "f64": types.float64,
+    }
+    signature = tuple(numba_types[code] for code in Parameters.of(source).codes)
+    names = ", ".join(f"p{k}" for k in range(len(signature)))
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        emit_cuda(source, builder, capability, list(args))
+        return context.get_dummy_value()
+
+    space: dict[str, Any] = {"generate": generate, "void": types.void}
+    exec(f"def body(typing, {names}):\n    return void({names}), generate\n", space)
+    space["body"] = intrinsic(space["body"])
+    exec(f"def kernel({names}):\n    body({names})\n", space)
+    ptx, _ = cuda.compile_ptx(space["kernel"], signature, cc=capability)
+    found = re.search(r"\.visible \.entry (\S+?)\(", ptx)
+    if found is None:
+        raise BuildError(f"numba produced no kernel for {source.name}")
+    ptx = ptx.replace(found.group(1), source.name)
+    ptx = re.sub(r"\.common \.global .*NumbaEnv.*\n", "", ptx)
+    if source.relaxed:
+        return ptx
+    # ptxas may contract a plain mul with an add across ops; NVVM has contracted what it should
+    return re.sub(r"\bmul\.f(32|64)\b", r"mul.rn.f\1", ptx)
+
+
+def assemble(ptx: str, capability: Capability) -> bytes:
+    """A cubin from PTX."""
+    from cuda.bindings import nvjitlink
+
+    options = [f"-arch=sm_{capability[0]}{capability[1]}"]
+    handle = nvjitlink.create(len(options), options)
+    data = ptx.encode()
+    try:
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, data, len(data), "autofuse")
+        nvjitlink.complete(handle)
+        cubin = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, cubin)
+    finally:
+        nvjitlink.destroy(handle)
+    return bytes(cubin)
+
+
+# --- CPU -----------------------------------------------------------------------------------------
+
+
+def compile_object(source: Source) -> bytes:
+    """An object file with the kernel, for the processor of this machine."""
+    from llvmlite import binding as llvm
+
+    machine = _own_machine()
+    module = llvm.parse_assembly(str(emit_cpu(source)))
+    module.triple = machine.triple
+    module.data_layout = str(machine.target_data)
+    module.verify()
+    tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+    tuning.loop_vectorization = tuning.slp_vectorization = tuning.loop_unrolling = True
+    passes = llvm.create_pass_builder(machine, tuning)
+    passes.getModulePassManager().run(module, passes)
+    return machine.emit_object(module)
+
+
+@cache
+def processor() -> tuple[str, str]:
+    """This machine's processor and its features, as LLVM calls them."""
+    from llvmlite import binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+@cache
+def _own_machine() -> Any:
+    return target_machine()
+
+
+def target_machine() -> Any:
+    """LLVM's description of this machine; an engine made with it takes it over."""
+    from llvmlite import binding as llvm
+
+    cpu, features = processor()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=cpu,
+        features=features,
+        opt=3,
+        reloc="static" if platform.machine().lower() in ("x86_64", "amd64", "i686") else "default",
+        codemodel="jitdefault",
+        jit=True,
+    )

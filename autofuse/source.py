@@ -1,0 +1,133 @@
+"""Source: all that the compiler has to know of one kernel, and nothing else.
+
+The text of its element function and how its operands are walked: no torch, no op table, so that it
+can be sent to a process that has neither, and names a kernel on disk. Also the type codes of the
+kernel language (f64 f32 f16 bf16 i64 i32 i16 i8 u8 b1) and the order of a kernel's parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+Ints = tuple[int, ...]
+BROADCAST, UNIT, STRIDED = 0, 1, 2  # how an operand walks one axis of the loop
+THREADS_PER_BLOCK = 128  # eager's block size on sm_90; 4-element threads reach copy bandwidth
+ITEMSIZE = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1,
+            "u8": 1, "b1": 1}  # fmt: skip
+
+
+def carried(code: str) -> str:
+    """The type in which a value of type `code` is computed (torch's opmath type)."""
+    return "f32" if code in ("f16", "bf16") else code
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that a kernel reads or writes."""
+
+    code: str
+    axes: Ints  # BROADCAST, UNIT (innermost axis only) or STRIDED, outermost axis first
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One kernel; equal for equal kernels."""
+
+    name: str  # as profilers show it
+    text: str  # the element function, in the kernel language
+    device: str  # "cuda" or "cpu"
+    loads: tuple[Operand, ...]
+    stores: tuple[Operand, ...]
+    consts: tuple[str, ...]  # type codes of the scalars
+    rank: int  # axes of the loop
+    lanes: int  # neighbouring elements per thread, moved by 16-byte accesses where over 1
+    wide: bool  # 64-bit index arithmetic
+    relaxed: bool  # ops contract with each other
+
+    def to_json(self) -> str:
+        """As JSON; the same text for equal Sources."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Source:
+        """The Source that `to_json` has written."""
+        fields = json.loads(text)
+        for name in ("loads", "stores"):
+            fields[name] = tuple(Operand(o["code"], tuple(o["axes"])) for o in fields[name])
+        return Source(**{**fields, "consts": tuple(fields["consts"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Kernel parameters in order: load pointers, store pointers, Consts, count, then numbers.
+
+    The count is of elements where the loop has one axis, of groups of lanes where it has more.
+    """
+
+    codes: tuple[str, ...]  # "u64" for pointers, otherwise a type code
+    loads: int
+    stores: int
+    consts: int
+
+    @staticmethod
+    def of(source: Source) -> Parameters:
+        """The parameters of a kernel."""
+        index = "i64" if source.wide else "i32"
+        operands = [*source.loads, *source.stores]
+        strides = sum(axis == STRIDED for operand in operands for axis in operand.axes)
+        codes = ["u64"] * len(operands) + [*source.consts] + [index] * (source.rank + strides)
+        return Parameters(tuple(codes), len(source.loads), len(source.stores), len(source.consts))
+
+
+def difference(a: Source, b: Source) -> str:
+    """What sets `b` apart from `a`, in words; empty for equal Sources."""
+    if a.device != b.device:
+        return f"for the {b.device}, not the {a.device}"
+    found = []
+    ops = [_ops(source) for source in (a, b)]
+    if len(ops[0]) != len(ops[1]):
+        found.append(f"{len(ops[1])} ops, not {len(ops[0])}")
+    elif ops[0] != ops[1]:
+        k = next(k for k, (x, y) in enumerate(zip(*ops, strict=True)) if x != y)
+        found.append(f"op {k + 1} of {len(ops[0])} is {ops[1][k]}, not {ops[0][k]}")
+    for what, old, new in (("Input", a.loads, b.loads), ("result", a.stores, b.stores)):
+        if len(old) != len(new):
+            found.append(f"{len(new)} {what}s, not {len(old)}")
+            continue
+        for k, (x, y) in enumerate(zip(old, new, strict=True)):
+            if x.code != y.code:
+                found.append(f"{what} {k} is {y.code}, not {x.code}")
+            elif x.axes != y.axes:
+                found.append(f"{what} {k} has another layout: {walk(y.axes)}, not {walk(x.axes)}")
+    if a.consts != b.consts:
+        found.append(f"scalars are ({', '.join(b.consts)}), not ({', '.join(a.consts)})")
+    if a.lanes != b.lanes or a.wide != b.wide or a.relaxed != b.relaxed:
+        found.append("other vector width, index width or arithmetic")
+    if not found and a != b:
+        found.append("the same ops on other operands")
+    return "; ".join(found)
+
+
+def _ops(source: Source) -> list[str]:
+    """The names of the ops, which stand behind the statements that begin them."""
+    statements = [line for line in source.text.splitlines() if " = " in line]
+    return [line.rpartition("  # ")[2] for line in statements if "  # " in line]
+
+
+def nearest(source: Source, known: list[Source]) -> Source | None:
+    """The known Source that differs least."""
+    from difflib import SequenceMatcher
+
+    def likeness(other: Source) -> float:
+        lines = (other.text.splitlines(), source.text.splitlines())
+        same = SequenceMatcher(None, *lines, autojunk=False).ratio()
+        return same + (other.device == source.device) - len(difference(other, source)) / 1e4
+
+    return max(known, key=likeness, default=None)
+
+
+def walk(axes: Ints) -> str:
+    """How an operand goes through a loop, in words."""
+    names = {BROADCAST: "repeats", UNIT: "unit", STRIDED: "strided"}
+    return "x".join(names[axis] for axis in axes)
