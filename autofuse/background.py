@@ -51,7 +51,7 @@ class Service:
 
     def __init__(self, workers: int, cache: DiskCache) -> None:
         self.workers, self.cache = workers, cache
-        self.jobs: SimpleQueue[Job] = SimpleQueue()
+        self.jobs: SimpleQueue[Job | None] = SimpleQueue()  # None ends a thread
         self.unavailable = "" if sys.executable else "sys.executable is not known"
         self.lost = 0  # workers in a row
         self.idle = 0  # threads that wait for a job
@@ -72,12 +72,16 @@ class Service:
 
     def _serve(self) -> None:
         process: subprocess.Popen[bytes] | None = None
-        while not self.closing:
+        while True:
             with self.lock:
                 self.idle += 1
             job = self.jobs.get()
             with self.lock:
                 self.idle -= 1
+            if job is None or self.closing:
+                if process is not None:
+                    self._drop(process)
+                return
             if process is None and not self.unavailable and self.lost < FAILURES:
                 process = self._start()
             if process is None:
@@ -87,7 +91,8 @@ class Service:
                 continue
             answer = self._ask(process, job)
             if answer is None:
-                process = self._drop(process)
+                self._drop(process)
+                process = None
                 if self.closing:
                     return
                 self.lost += 1
@@ -147,11 +152,14 @@ class Service:
                 self.processes.remove(process)
 
     def close(self) -> None:
-        """End the workers, whatever they are doing."""
+        """End the workers, whatever they are doing; their jobs are forgotten."""
         self.closing = True
         for process in list(self.processes):
             process.kill()
-            process.wait()
+        for _ in self.threads:
+            self.jobs.put(None)
+        for thread in self.threads:
+            thread.join(5.0)
 
     def abandon(self) -> None:
         """After a fork: the workers are the parent's, and so is what they are doing."""

@@ -563,6 +563,8 @@ def _without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chai
 
 
 def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bool) -> Runner:
+    if recorder.size >= config.max_trie:
+        forget(recorder)
     live = tuple(index for index, held in enumerate(alive) if held > DEAD)
     mask = (-3 if into else -1, *live)  # no reference count is negative: one dict serves all
     known: Runner | None = node.runners.get(mask)

@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -116,14 +117,13 @@ def _advance(request: Request) -> Kernel | None:
     mode = config.compile
     if mode == "auto":
         mode = "background" if request.device.type == "cuda" else "now"
-    if mode == "background":
+    if mode == "background" and config.workers > 0:
         compiler = service(config.workers, _cache())
-        if not compiler.unavailable and config.workers > 0:
+        if not compiler.unavailable:
             if request.state == "rare" and request.asked >= config.compile_after:
                 _submit(request)
             return None
-        if compiler.unavailable:
-            warn_once(f"autofuse: kernels are compiled in this process: {compiler.unavailable}")
+        warn_once(f"autofuse: kernels are compiled in this process: {compiler.unavailable}")
     return _compile_now(request)
 
 
@@ -291,12 +291,11 @@ def _too_many(source: Source) -> bool:
         asked.append(source)
         return False
     name, line = position
-    changes = Counter(
-        difference(a, b) for a, b in zip(asked[-9:], [*asked[-8:], source], strict=False)
-    )
+    changes = [difference(a, b) for a, b in pairwise([*asked[-8:], source])]
+    most = max(reversed(changes), key=changes.count)
     warn_once(
         f"autofuse: {name}:{line} has asked for {len(asked)} kernels, each for another chain; new "
-        f"ones run as eager ops there. What changed last: {changes.most_common(1)[0][0]}. "
+        f"ones run as eager ops there. What keeps changing: {most}. "
         "Raise autofuse.config.max_kernels_per_line if that is meant."
     )
     return True

@@ -137,11 +137,11 @@ class FailedRunner(Runner):
 
     def __init__(self, *args: Any, error: Exception) -> None:
         super().__init__(*args)
-        self.error = error
+        self.reason = str(error)  # its traceback would keep the chain's values alive
 
     def run(self, chain: Chain) -> None:  # type: ignore[override]
         self.check(chain)
-        raise KernelError(f"no kernel: {self.error}") from self.error
+        raise KernelError(f"no kernel: {self.reason}")
 
 
 # computes gradients: (incoming gradients, saved tensors, the chain's Consts) -> a tuple that

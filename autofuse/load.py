@@ -8,12 +8,17 @@ may still be running, and never once a CUDA graph was captured, because a graph 
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from .errors import KernelError
 from .source import Parameters, Source
+
+if torch.cuda.is_available():  # 28 ms, which a first iteration would feel
+    with suppress(ImportError):
+        import cuda.bindings.driver  # noqa: F401
 
 
 class Module:

@@ -1,0 +1,590 @@
+"""Tiers: chains run as eager ops until their kernel is there, and nobody can tell by the values."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import autofuse
+from autofuse import background, compile, config
+from autofuse.background import Answer, Job, Service
+from autofuse.cache import DiskCache
+from autofuse.codegen import source_of
+from autofuse.op import OPS as ROWS
+from autofuse.plan import CONST, Program, Step, View, make_pieces
+from autofuse.source import Source
+from support import DEVICES, assert_same
+
+both = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def cold(tmp_path, monkeypatch):
+    """Nothing in memory, an empty directory on disk, and the background compiler."""
+    monkeypatch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path / "kernels"))
+    forget()
+    monkeypatch.setattr(config, "compile", "background")
+    monkeypatch.setattr(config, "compile_after", 1)
+    monkeypatch.setattr(config, "workers", 1)
+    autofuse.errors._said.clear()
+    autofuse.reset_stats()
+    yield
+    forget()
+
+
+def forget():
+    """As a new process begins, but for the disk."""
+    autofuse.chain.flush_all("test")
+    compile.clear_kernels()
+    for recorder in list(autofuse.chain._all_recorders):
+        autofuse.chain.forget(recorder)
+
+
+def chain(x):
+    return (x * 2 + 1).abs() - x
+
+
+def run(x):
+    """One run of the chain, checked."""
+    assert_same(autofuse.materialize(chain(autofuse.wrap(x))), chain(x), None)
+
+
+def jobs(count):
+    """Sources of kernels that differ in their number of ops."""
+    view, add = View("f32", (4,), (1,)), ROWS["add"]
+    steps = tuple(Step(add, (k - 1, CONST + k), "f32", view) for k in range(count))
+    sources = []
+    for k in range(count):
+        program = Program(steps[: k + 1], (view,), (float,) * (k + 1))
+        (piece,) = make_pieces(program, (k,), "cpu")
+        sources.append(source_of(piece.plan))
+    return sources
+
+
+# --- tiers ---------------------------------------------------------------------------------------
+
+
+@both
+def test_eager_until_the_kernel_is_there(device):
+    x = torch.randn(64, device=device)
+    run(x)
+    assert autofuse.stats().eager_flushes == 1 and autofuse.stats().kernels_launched == 0
+    assert autofuse.wait()
+    run(x)
+    stats = autofuse.stats()
+    assert (stats.eager_flushes, stats.kernels_launched) == (1, 1)
+    assert (stats.kernels_compiled, stats.kernels_loaded, stats.replays) == (1, 0, 0)
+
+
+@both
+def test_a_chain_is_worth_a_kernel_from_its_nth_run_on(device, monkeypatch):
+    monkeypatch.setattr(config, "compile_after", 3)
+    x = torch.randn(64, device=device)
+    for _ in range(2):
+        run(x)
+    assert compile._queued == 0 and autofuse.wait(timeout=0)
+    run(x)
+    assert autofuse.wait() and autofuse.stats().kernels_compiled == 1
+    run(x)
+    assert autofuse.stats().kernels_launched == 1
+
+
+@both
+def test_from_disk_a_chain_is_fused_at_once(device):
+    x = torch.randn(64, device=device)
+    run(x)
+    autofuse.wait()
+    forget()
+    autofuse.reset_stats()
+    run(x)
+    stats = autofuse.stats()
+    assert (stats.kernels_loaded, stats.kernels_compiled, stats.eager_flushes) == (1, 0, 0)
+
+
+@both
+def test_wait_has_a_timeout(device, monkeypatch):
+    monkeypatch.setattr(Service, "submit", lambda self, job: None)
+    run(torch.randn(64, device=device))
+    start = time.monotonic()
+    assert not autofuse.wait(timeout=0.05)
+    assert 0.04 < time.monotonic() - start < 5
+
+
+def trained(x, w):
+    y = torch.clamp(x * w + 1, -1, 1).abs() * x
+    return [y, *torch.autograd.grad((y * y).sum(), (x, w))]
+
+
+@both
+def test_training_switches_in_the_middle(device, monkeypatch):
+    """Forward and backward: the same gradients before and after, the backward's kernel ready."""
+    monkeypatch.setattr(config, "always_fuse", True)
+    torch.manual_seed(0)
+    leaves = [torch.randn(64, device=device, requires_grad=True) for _ in range(2)]
+    want = trained(*leaves)
+    for k in range(4):
+        if k == 2:
+            assert autofuse.wait()
+        got = trained(*[autofuse.wrap(leaf.detach().clone().requires_grad_()) for leaf in leaves])
+        for ours, theirs in zip(got, want, strict=True):
+            assert_same(autofuse.unwrap(ours).detach(), theirs.detach(), None)
+    stats = autofuse.stats()
+    assert stats.eager_flushes >= 2 and stats.kernels_launched >= 4 and stats.replays == 0
+
+
+@both
+def test_fuse_does_not_step_aside_while_it_waits(device, monkeypatch):
+    monkeypatch.setattr(Service, "submit", lambda self, job: None)
+    fused = autofuse.fuse(chain)
+    x = torch.randn(64, device=device)
+    for _ in range(20):
+        fused(x)
+    assert autofuse.stats().eager_flushes == 20
+
+
+@both
+def test_writes_on_either_tier(device):
+    """Into memory, on pending values, with version counters."""
+    for _ in range(3):
+        plain, x = (torch.arange(6.0, device=device) for _ in range(2))
+        w = autofuse.wrap(x)
+        for t in (plain, w):
+            y = t * 2
+            t += y + 1
+            y.mul_(3).add_(t)
+            t.copy_(y * 0.5)
+        assert_same(w, plain, None)
+        assert x._version == plain._version
+        autofuse.wait()
+    assert autofuse.stats().eager_flushes and autofuse.stats().kernels_launched
+
+
+OPS = ["a + b", "a * b", "a - 2", "b * 0.5 + a", "a.abs()", "-b", "torch.maximum(a, b)",
+       "torch.where(a > b, a, b)", "a.clamp(-1, 1)", "a / 4", "(a > 0) * b"]  # fmt: skip
+SWITCHES = ["autofuse.wait()", "forget()", "config.compile = 'now'", "autofuse.materialize(a)",
+            "config.compile = 'background'", "compile.clear_kernels()", "a += b",
+            "kernels.clear()", "config.compile_after = 2", "del b; b = a"]  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("seed", range(12))
+def test_values_never_depend_on_the_tier(device, seed):
+    """A random loop, repeated, in which the tier is switched at random points."""
+    rng = random.Random(seed)
+    body = []
+    for _ in range(12):
+        body.append(f"a, b = b, {rng.choice(OPS)}")
+        if rng.random() < 0.35:
+            body.append(rng.choice(SWITCHES))
+    x = torch.randn(33, generator=torch.Generator().manual_seed(seed)).to(device)
+    results = []
+    for wrap in (lambda t: t.clone(), lambda t: autofuse.wrap(t.clone())):
+        space = {"torch": torch, "autofuse": autofuse, "config": config, "compile": compile,
+                 "forget": forget, "kernels": DiskCache(), "a": wrap(x), "b": wrap(x * 1.5)}  # fmt: skip
+        for _ in range(4):
+            exec("\n".join(body), space)
+        results.append([autofuse.unwrap(space["a"]), autofuse.unwrap(space["b"])])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert_same(ours, theirs, None)
+
+
+# --- no_compile ----------------------------------------------------------------------------------
+
+
+@both
+def test_no_compile_names_the_nearest_kernel(device, monkeypatch):
+    monkeypatch.setattr(config, "compile", "now")
+    x = torch.randn(64, device=device)
+    run(x)
+    w = autofuse.wrap(x)
+    with autofuse.no_compile():
+        run(x)  # known
+        y = (w * 2 + 1).neg() - w
+        with pytest.raises(autofuse.ColdKernelError) as caught:
+            autofuse.materialize(y)
+    said = str(caught.value)
+    assert "af_mul_add_neg_sub" in said and "nearest known one is af_mul_add_abs_sub" in said
+    assert "op 3 of 4 is neg, not abs" in said and "def af_mul_add_neg_sub(" in said
+    assert autofuse.is_pending(y)
+    assert_same(y, (x * 2 + 1).neg() - x, None)
+
+
+@both
+def test_no_compile_holds_while_a_kernel_is_being_made(device, monkeypatch):
+    x = torch.randn(64, device=device)
+    run(x)
+    monkeypatch.setattr(Service, "submit", lambda self, job: None)
+    with autofuse.no_compile(), pytest.raises(autofuse.ColdKernelError):
+        x = torch.randn(64, device=device)
+        autofuse.materialize(autofuse.wrap(x) * 3 + 2 - x)
+
+
+@both
+def test_no_compile_reaches_the_thread_of_backward(device, monkeypatch):
+    monkeypatch.setattr(config, "always_fuse", True)
+    monkeypatch.setattr(config, "compile", "now")
+    x = autofuse.wrap(torch.randn(64, device=device, requires_grad=True))
+    y = (x * 2 + 1).abs() * x
+    autofuse.materialize(y)
+    with autofuse.no_compile(), pytest.raises(autofuse.ColdKernelError):
+        y.sum().backward()
+
+
+# --- keys that keep changing ---------------------------------------------------------------------
+
+
+@both
+def test_a_line_that_keeps_asking_is_left_to_eager(device, monkeypatch, capsys):
+    monkeypatch.setattr(config, "max_kernels_per_line", 3)
+    monkeypatch.setattr(config, "compile", "now")
+    x = autofuse.wrap(torch.ones(8, device=device))
+    for k in range(1, 8):
+        y = x
+        for _ in range(k):
+            y = y + 1.5
+        autofuse.materialize(y)
+        assert y.tolist() == [1 + 1.5 * k] * 8
+    assert autofuse.stats().kernels_compiled == 3 and autofuse.stats().eager_flushes == 4
+    said = capsys.readouterr().err
+    assert said.count("has asked for 3 kernels") == 1
+    assert __file__ in said and "4 ops, not 3" in said
+    autofuse.materialize(x * 2)  # another line
+    assert autofuse.stats().kernels_compiled == 4
+
+
+@both
+def test_loaded_kernels_are_bounded(device, monkeypatch):
+    monkeypatch.setattr(config, "max_kernels", 4)
+    monkeypatch.setattr(config, "compile", "now")
+    modules = set()
+    x = autofuse.wrap(torch.ones(8, device=device))
+    for _ in range(2):
+        for k in range(1, 10):
+            y = x
+            for _ in range(k):
+                y = y * 1.5
+            assert y.tolist() == [1.5**k] * 8
+            modules.update(id(kernel.module) for kernel in compile.kernels())
+            assert len(compile.kernels()) <= 4
+    assert autofuse.stats().kernels_compiled == 9 and autofuse.stats().kernels_loaded >= 5
+
+
+# --- the processes -------------------------------------------------------------------------------
+
+
+def ask(service, source, target="cpu", patience=60.0):
+    """The service's answer to one job."""
+    answers = []
+    key = compile.key_of(source, torch.device("cpu"))
+    service.submit(Job(source.to_json(), target, key, answers.append))
+    end = time.monotonic() + patience
+    while not answers:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return answers[0]
+
+
+@pytest.fixture
+def service(tmp_path):
+    made = Service(1, DiskCache(tmp_path / "own"))
+    yield made
+    made.close()
+
+
+def test_a_worker_builds_for_a_gpu_without_one(service):
+    source = Source(**{**{k: getattr(jobs(1)[0], k) for k in Source.__slots__}, "device": "cuda"})
+    answer = ask(service, source, "sm_90")
+    assert answer.built and not answer.error and answer.binary[:4] == b"\x7fELF"
+    assert b"af_add" in answer.binary
+
+
+def test_an_error_of_the_compiler_is_told(service):
+    source = Source(**{**{k: getattr(jobs(1)[0], k) for k in Source.__slots__}, "text": "nonsense"})
+    answer = ask(service, source)
+    assert "Error" in answer.error and not answer.binary
+    assert ask(service, jobs(1)[0]).built  # by the same worker
+    assert service.lost == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("how", ["killed", "hanging"])
+def test_a_lost_worker_is_replaced(service, how, monkeypatch):
+    first, second, third = jobs(3)
+    assert ask(service, first).built
+    (process,) = service.processes
+    if how == "hanging":
+        monkeypatch.setattr(background, "HANG_SECONDS", 0.3)
+        os.kill(process.pid, signal.SIGSTOP)
+    else:
+        os.kill(process.pid, signal.SIGKILL)
+    assert "died or did not answer" in ask(service, second).error
+    monkeypatch.undo()
+    assert ask(service, third).built and service.processes[0].pid != process.pid
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_chain_whose_worker_died_stays_eager(capsys):
+    x = torch.randn(64)
+    autofuse.materialize(autofuse.wrap(x) * 2 + 1)
+    assert autofuse.wait()
+    (process,) = background._service.processes
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    run(x)
+    autofuse.wait()
+    for _ in range(3):
+        run(x)
+    assert autofuse.stats().kernels_launched == 0 and autofuse.stats().replays == 3
+    assert capsys.readouterr().err.count("died or did not answer") == 1
+    assert_same(autofuse.wrap(x) * 4, x * 4, None)
+    assert autofuse.wait() and autofuse.stats().kernels_compiled == 2
+
+
+def test_workers_that_keep_dying_are_given_up(service, monkeypatch):
+    monkeypatch.setattr(background, "BOOT", "raise SystemExit(3)")
+    sources = jobs(5)
+    for source in sources:
+        assert ask(service, source).error
+    assert not service.processes and not service.unavailable
+    assert "keep dying" in ask(service, sources[0]).error
+
+
+def test_without_processes_kernels_are_compiled_here(monkeypatch, capsys):
+    def refused(*args, **kwargs):
+        raise OSError("no processes today")
+
+    monkeypatch.setattr(background.subprocess, "Popen", refused)
+    x = torch.randn(64)
+    run(x)
+    assert autofuse.wait()
+    run(x)
+    run(x)
+    assert autofuse.stats().kernels_compiled == 1 and autofuse.stats().kernels_launched == 2
+    assert capsys.readouterr().err.count("no processes today") == 1
+
+
+def test_no_workers_means_now(monkeypatch):
+    monkeypatch.setattr(config, "workers", 0)
+    run(torch.randn(64))
+    assert autofuse.stats().kernels_launched == 1 and background._service is None
+
+
+def test_eight_services_build_each_kernel_once(tmp_path):
+    services = [Service(1, DiskCache(tmp_path / "shared")) for _ in range(8)]
+    answers, sources = [], jobs(3)
+    try:
+        for source in sources:
+            key = compile.key_of(source, torch.device("cpu"))
+            for service in services:
+                service.submit(Job(source.to_json(), "cpu", key, answers.append))
+        end = time.monotonic() + 120
+        while len(answers) < 24 and time.monotonic() < end:
+            time.sleep(0.01)
+    finally:
+        for service in services:
+            service.close()
+    assert len(answers) == 24 and not any(answer.error for answer in answers)
+    assert sum(answer.built for answer in answers) == 3
+
+
+def test_two_workers_share_the_work(tmp_path):
+    service = Service(2, DiskCache(tmp_path / "own"))
+    answers = []
+    for source in jobs(6):
+        key = compile.key_of(source, torch.device("cpu"))
+        service.submit(Job(source.to_json(), "cpu", key, answers.append))
+    assert len(service.threads) == 2
+    end = time.monotonic() + 60
+    while len(answers) < 6 and time.monotonic() < end:
+        time.sleep(0.01)
+    service.close()
+    assert len(answers) == 6 and all(answer.built for answer in answers)
+
+
+# --- the disk ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["now", "background"])
+def test_a_kernel_that_cannot_be_kept_works_all_the_same(mode, monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("no directory")
+    monkeypatch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path / "file"))
+    compile._cache.cache_clear()
+    monkeypatch.setattr(config, "compile", mode)
+    x = torch.randn(64)
+    run(x)
+    assert autofuse.wait()
+    run(x)
+    assert autofuse.stats().kernels_launched and autofuse.stats().kernels_compiled == 1
+    assert capsys.readouterr().err.count("not kept on disk") == 1
+
+
+def test_a_damaged_entry_is_built_again():
+    x = torch.randn(64)
+    run(x)
+    autofuse.wait()
+    (entry,) = DiskCache().directory.glob("*.kernel")
+    data = bytearray(entry.read_bytes())
+    data[-20] ^= 1
+    entry.write_bytes(data)
+    forget()
+    autofuse.reset_stats()
+    run(x)
+    autofuse.wait()
+    run(x)
+    assert autofuse.stats().kernels_compiled == 1 and autofuse.stats().kernels_launched == 1
+
+
+@both
+def test_what_a_key_on_disk_holds(device, monkeypatch):
+    """Structure, target, compilers and options; not sizes, scalars or names of variables."""
+    (one,) = jobs(1)
+    place = torch.zeros(0, device=device).device
+    key = compile.key_of(one, place)
+    assert key == compile.key_of(Source.from_json(one.to_json()), place)
+    for change in ({"lanes": 8}, {"wide": True}, {"relaxed": True}, {"text": one.text + " "},
+                   {"name": "af_other"}, {"consts": ()}, {"rank": 2}):  # fmt: skip
+        fields = {name: getattr(one, name) for name in Source.__slots__} | change
+        assert compile.key_of(Source(**fields), place) != key
+    compile._compilers.cache_clear()
+    monkeypatch.setattr(compile, "_GENERATOR", compile._GENERATOR[1:])
+    assert compile.key_of(one, place) != key
+    compile._compilers.cache_clear()
+    monkeypatch.undo()
+    if device == "cuda":
+        monkeypatch.setenv("NUMBA_OPT", "1")
+        assert compile.key_of(one, place) != key
+        compile._compilers.cache_clear()
+
+
+# --- processes of the user's ---------------------------------------------------------------------
+
+
+def script(text, tmp_path, **options):
+    """Run a program that has its own cache; (exit status, stdout, stderr)."""
+    head = """
+        import os, signal, sys, time, torch, autofuse
+        from autofuse import background, compile
+        autofuse.config.compile, autofuse.config.compile_after = "background", 1
+        x = autofuse.wrap(torch.ones(8))
+    """
+    environment = {**os.environ, "AUTOFUSE_CACHE_DIR": str(tmp_path / "kernels")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(text)],
+        env=environment, capture_output=True, text=True, timeout=120, **options,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def gone(pid):
+    """Whether the process ends within 10 seconds."""
+    for _ in range(500):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        with open(f"/proc/{pid}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] == "Z":
+                return True
+        time.sleep(0.02)
+    return False
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@linux
+def test_the_interpreter_ends_while_compiling(tmp_path):
+    code, out, err = script(
+        """
+        for k in range(20):
+            y = x
+            for _ in range(k + 1):
+                y = y * 1.5
+            autofuse.materialize(y)
+        while not background._service.processes:
+            time.sleep(0.001)
+        print(background._service.processes[0].pid, autofuse.wait(timeout=0))
+        """,
+        tmp_path,
+    )
+    assert (code, err) == (0, "")
+    pid, waited = out.split()
+    assert waited == "False" and gone(int(pid))
+
+
+@linux
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    code, out, err = script(
+        """
+        autofuse.materialize(x * 2 + 1)
+        autofuse.wait()
+        print(background._service.processes[0].pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        tmp_path,
+    )
+    assert code == -signal.SIGKILL and gone(int(out))
+
+
+@linux
+def test_fork_after_use(tmp_path):
+    """The child has a compiler of its own, for what was asked for before the fork too."""
+    code, out, err = script(
+        """
+        autofuse.materialize(x * 2 + 1)
+        autofuse.wait()
+        autofuse.materialize(x * 3 + 2)  # being compiled
+        child = os.fork()
+        if not child:
+            for _ in range(2):
+                assert (x * 2 + 1).tolist() == [3.0] * 8
+                assert (x * 3 + 2).tolist() == [5.0] * 8
+                assert (x * 4 - 1).tolist() == [3.0] * 8
+                assert autofuse.wait(timeout=60)
+            stats = autofuse.stats()
+            print(stats.kernels_launched, len(background._service.processes), flush=True)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert autofuse.wait(timeout=60)
+        assert (x * 3 + 2).tolist() == [5.0] * 8
+        print(autofuse.stats().kernels_launched)
+        """,
+        tmp_path,
+    )
+    assert (code, err) == (0, ""), err
+    launched, processes, parent = map(int, out.split())
+    assert launched >= 4 and processes == 1 and parent >= 1
+
+
+def test_a_warm_start_imports_no_compiler(tmp_path):
+    text = """
+        assert not [name for name in ("numba", "llvmlite") if name in sys.modules]
+        assert (x * 2 + 1).tolist() == [3.0] * 8
+        autofuse.wait()
+        print(autofuse.stats().kernels_launched, "numba" in sys.modules, "autofuse.emit" in sys.modules)
+    """
+    assert script(text, tmp_path)[1].split()[0] == "0"
+    assert script(text, tmp_path)[1].split() == ["1", "False", "True"]
+
+
+def test_a_worker_knows_no_torch():
+    package = os.path.dirname(autofuse.__file__)
+    text = background.BOOT.replace("main()", "", 1).replace("from autofuse.worker import main", "")
+    text = text.replace("main()", "") + textwrap.dedent("""
+        from autofuse import build, cache, source, worker
+        print("torch" in sys.modules, "numba" in sys.modules)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", text, package], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_answers_have_defaults():
+    assert Answer() == Answer(b"", False, "", "", False)
