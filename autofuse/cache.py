@@ -30,7 +30,7 @@ except ImportError:  # Windows
     fcntl = None
 
 DEFAULT_MAXSIZE = "256M"
-HEADER_BYTES = 1 << 16  # the most that the second line may have
+HEADER_BYTES = 1 << 20  # the most that the second line may have; it may hold a source
 STALE_S = 3600  # a temporary file of this age was left behind by a process that died
 POLL_S = 0.01  # between two attempts to get a lock
 
@@ -231,7 +231,7 @@ class DiskCache:
 
     @contextmanager
     def building(self, key: str, patience: float = 30.0) -> Iterator[bool]:
-        """Hold the lock of those who build `key`; gives whether it is held, after `patience` s at most.
+        """Hold the lock of those who build `key`; gives whether it is held, in `patience` s.
 
         Without the lock the caller goes on all the same: work may be done twice, but nobody waits
         forever for a process that hangs. `get` belongs inside, because who held the lock before
@@ -282,9 +282,9 @@ class DiskCache:
         limit = self.maxsize if maxsize is None else maxsize
         return self._evict(limit, limit)[0]
 
-    def _path(self, name: str) -> Path:
+    def _path(self, name: str) -> str:
         assert self.directory is not None
-        return self.directory / name
+        return os.path.join(self.directory, name)
 
     def _prepare(self) -> str:
         """Make the directory; "" or why there is nothing to write to."""
@@ -320,14 +320,14 @@ class DiskCache:
         locks = self._path("locks")
         try:
             os.makedirs(locks, mode=0o700, exist_ok=True)
-            return os.open(locks / name[:2], os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
+            return os.open(os.path.join(locks, name[:2]), os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
         except OSError:
             return None
 
     def _write(self, name: str, data: bytes) -> str:
         """Readers see all of it or nothing. Not synced: after a power cut the checksum tells."""
         path = self._path(name)
-        temporary = path.with_suffix(f".{os.urandom(8).hex()}.tmp")
+        temporary = self._path(f"{name.removesuffix('kernel')}{os.urandom(8).hex()}.tmp")
         try:
             file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
             try:
@@ -343,7 +343,7 @@ class DiskCache:
                     os.unlink(temporary)
                 raise
         except OSError as error:
-            return f"cannot write {path}: {error.strerror}"
+            return f"cannot write to {self.directory}: {error.strerror}"
         return ""
 
     def _files(self) -> list[tuple[str, os.stat_result]]:

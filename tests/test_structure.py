@@ -11,7 +11,7 @@ ORDER = [
     "errors", "cache", "worker", "background", "source", "polynomials", "targets", "lower", "emit",
     "build", "config", "dtypes", "layout", "op", "activations", "special", "ops", "coverage",
     "plan", "codegen", "load", "compile", "shell", "launch", "trie", "rules", "autograd", "chain",
-    "tensor", "boundaries", "api", "report", "__init__",
+    "tensor", "boundaries", "api", "report", "__init__", "__main__",
 ]  # fmt: skip
 EXCEPTIONS = {("boundaries", "api")}  # inside a function: unwrap is public vocabulary
 
