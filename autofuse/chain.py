@@ -21,14 +21,14 @@ import torch
 
 from . import shell as _shell
 from .autograd import Graph, graded, graph_of, pays
-from .compile import kernels_for, on_evict
+from .compile import Order, on_evict
 from .config import config, watch
 from .errors import ColdKernelError, NotReadyError, StaleInputError, warn_once
-from .launch import FailedRunner, Runner, runner_class, settle, stream_reader
+from .launch import FailedRunner, Runner, compiled, runner_class, settle, stream_reader
 from .load import enter_context
 from .op import Op
 from .ops import CASTS
-from .plan import CONST, make_pieces
+from .plan import CONST, Piece, make_pieces
 from .shell import (
     UNKNOWN,
     Held,
@@ -602,9 +602,7 @@ def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: b
         nodes[0].long = True
         computed = tuple(sorted({*live, *graph.stored}))
     pieces = make_pieces(node.program(), computed, device.type)
-    waiting = WaitingRunner(device, nodes, node.inputs, live, pieces, into)
-    waiting.graph, waiting.computed = graph, computed
-    return waiting.ready()
+    return WaitingRunner(device, nodes, node.inputs, live, pieces, into, graph, computed).ready()
 
 
 class EagerRunner(Runner):
@@ -619,14 +617,29 @@ class WaitingRunner(EagerRunner):
     """The same until the kernels of `pieces` are there."""
 
     waiting = True
-    graph: Graph | None = None  # what a runner with kernels leaves behind
-    computed: tuple[int, ...] = ()  # the live-outs, and what `graph` stores
+
+    def __init__(
+        self,
+        device: torch.device,
+        nodes: list[Node],
+        inputs: tuple[Meta, ...],
+        live: tuple[int, ...],
+        pieces: tuple[Piece, ...],
+        into: bool,
+        graph: Graph | None,
+        computed: tuple[int, ...],
+    ) -> None:
+        super().__init__(device, nodes, inputs, live, pieces, into)
+        self.graph = graph  # what a runner with kernels leaves behind
+        self.computed = computed  # the live-outs, and what `graph` stores
+        self.order = Order([piece.plan for piece in pieces], device)
 
     def ready(self) -> Runner:
         """The runner that launches, or this one; asks for the kernels that are missing."""
-        kernels = kernels_for([piece.plan for piece in self.pieces], self.device)
+        asked = self.order.asked
+        kernels = self.order.filled()
         if kernels is None:
-            if self.graph is not None:
+            if self.graph is not None and self.order.asked > asked:
                 self.graph.prepare()
             return self
         make = runner_class(self.device)
@@ -672,41 +685,46 @@ def _recover(
 
 def _run_ops(chain: Chain, nodes: list[Node], runner: Runner) -> None:
     """Do what `runner` does by the eager ops that the chain was recorded from."""
-    values = _replay_ops(chain, nodes, runner.live)
+    was = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(nodes[-1].graded)
+    try:
+        with NoTorchFunction():
+            if runner.ops is None:
+                runner.ops = _replay(nodes, runner.live)
+            values = runner.ops(chain.inputs, chain.consts)
+    finally:
+        torch._C._set_grad_enabled(was)
     if chain.into is not None:
         chain.into.copy_(values.pop())
     settle(chain, runner.owners, values)
 
 
-def _replay_ops(chain: Chain, nodes: list[Node], live: tuple[int, ...]) -> list[torch.Tensor]:
-    """The live-outs by the eager ops the chain was recorded from; dead values go early."""
-    was = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(nodes[-1].graded)
-    try:
-        with NoTorchFunction():
-            return _replay(chain, nodes, live)
-    finally:
-        torch._C._set_grad_enabled(was)
-
-
-def _replay(chain: Chain, nodes: list[Node], live: tuple[int, ...]) -> list[torch.Tensor]:
-    values: list[Any] = []
-    last = {ref: index for index, node in enumerate(nodes) for ref in node.args}
+def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torch.Tensor]]:
+    """A function of the Inputs and Consts that runs the ops; dead values go early."""
+    space: dict[str, Any] = {}
+    lines = []
+    needed = set(live)
+    for node in reversed(nodes):
+        needed.update(node.args if node.index in needed else ())
+    last = {ref: node.index for node in nodes if node.index in needed for ref in node.args}
     for index, node in enumerate(nodes):
-        assert node.op is not None and node.op.eager is not None and node.meta is not None
-        args = [
-            chain.consts[ref - CONST]
-            if ref >= CONST
-            else values[ref]
-            if ref >= 0
-            else chain.inputs[~ref]
-            for ref in node.args
-        ]
-        values.append(node.op.eager(*args))
-        for ref in node.args:
-            if 0 <= ref < CONST and last[ref] == index and ref not in live:
-                values[ref] = None
-    return [values[index] for index in live]
+        assert node.op is not None
+        if index not in needed:
+            continue
+        space[f"f{index}"] = node.op.eager
+        operands = [
+            f"consts[{ref - CONST}]" if ref >= CONST else f"v{ref}" if ref >= 0
+            else f"inputs[{~ref}]" for ref in node.args
+        ]  # fmt: skip
+        lines.append(f"v{index} = f{index}({', '.join(operands)})")
+        values = {ref for ref in node.args if 0 <= ref < CONST}
+        done = [f"v{ref}" for ref in values if last[ref] == index and ref not in live]
+        if done:
+            lines.append(f"del {', '.join(done)}")
+    results = ", ".join(f"v{index}" for index in live)
+    body = "".join(f"    {line}\n" for line in lines)
+    exec(compiled(f"def replay(inputs, consts):\n{body}    return [{results}]\n"), space)
+    return space["replay"]
 
 
 def flush_tensor(tensor: Tensor, reason: str) -> None:

@@ -26,7 +26,7 @@ import torch
 from .background import Answer, Job, forget_service, say_unsaved, service
 from .cache import DiskCache
 from .codegen import source_of
-from .config import config
+from .config import config, watch
 from .errors import ColdKernelError, KernelError, warn_once
 from .load import Module, load
 from .plan import Plan
@@ -63,6 +63,7 @@ class Request:
 _kernels: dict[tuple[Plan, torch.device], Kernel | Request] = {}
 _lock = threading.RLock()
 _done = threading.Condition(_lock)
+_news = 0  # changes whenever it is worth asking again
 _queued = 0  # requests that are with the background compiler
 _forbidden = 0  # `no_compile` blocks that are open
 _positions: dict[tuple[str, int], list[Source]] = defaultdict(list)  # asked for, by user's line
@@ -70,14 +71,34 @@ _on_evict: list[Callable[[], None]] = []
 counts: Counter[str] = Counter()  # kernels: compiled, loaded (from disk), found (in memory)
 
 
-def kernels_for(plans: list[Plan], device: torch.device) -> list[Kernel] | None:
-    """The kernels of `plans`; None while some are not there, which are then asked for.
+class Order:
+    """The kernels that something needs, asked for again and again until they are there."""
 
-    Raises KernelError if one cannot be had, and ColdKernelError inside `no_compile`.
-    """
-    found = [_kernel_for(plan, device) for plan in plans]
-    ready = [kernel for kernel in found if kernel is not None]
-    return ready if len(ready) == len(found) else None
+    __slots__ = ("asked", "device", "plans", "seen")
+
+    def __init__(self, plans: list[Plan], device: torch.device) -> None:
+        self.plans, self.device = plans, device
+        self.asked = 0
+        self.seen = -1  # `_news` when we last looked
+
+    def filled(self) -> list[Kernel] | None:
+        """The kernels; None while some are not there, which are then asked for.
+
+        Raises KernelError if one cannot be had, and ColdKernelError inside `no_compile`.
+        """
+        if self.seen == _news and self.asked >= config.compile_after:
+            return None  # 0.1 us; finding kernels by their Plans takes 10 and more
+        self.seen = _news
+        self.asked += 1
+        found = [_kernel_for(plan, self.device) for plan in self.plans]
+        ready = [kernel for kernel in found if kernel is not None]
+        return ready if len(ready) == len(found) else None
+
+
+def _stir(*reason: object) -> None:
+    """What was waited for may be there, or is to be had in another way."""
+    global _news
+    _news += 1
 
 
 def _kernel_for(plan: Plan, device: torch.device) -> Kernel | None:
@@ -172,6 +193,7 @@ def _deliver(request: Request, answer: Answer) -> None:
             _keep(request, module)
         elif request.error:
             request.state = "failed"
+        _stir()
         _done.notify_all()
     if answer.unsaved:
         say_unsaved(answer.unsaved)
@@ -329,6 +351,7 @@ class no_compile:  # noqa: N801 - used like a function
         global _forbidden
         with _lock:
             _forbidden += 1
+            _stir()
 
     def __exit__(self, *exc: object) -> None:
         global _forbidden
@@ -359,6 +382,7 @@ def clear_kernels() -> None:
     global _queued, _generation
     with _lock:
         _generation = object()
+        _stir()
         _kernels.clear()
         _positions.clear()
         _queued = 0
@@ -376,10 +400,14 @@ def forget_threads() -> None:
     _lock = threading.RLock()
     _done = threading.Condition(_lock)
     _queued, _generation = 0, object()
+    _stir()
     for request in _requests():
         if request.state == "queued":
             request.state = "rare"
     forget_service(abandoned=True)
+
+
+watch(_stir)
 
 
 def _requests() -> Iterator[Request]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .compile import Kernel, kernels_for
+from .compile import Kernel, Order
 from .errors import KernelError, NotReadyError, StaleInputError
 from .load import enter_context
 from .plan import Piece, Ref, unvectorised
@@ -80,6 +80,7 @@ class Runner:
     recorded = True  # its ops were recorded, not made by autograd
     saved_bytes = 0  # kept for backward
     waiting = False  # for kernels
+    ops: Callable[..., list[torch.Tensor]] | None = None  # the same by eager ops, once needed
 
     def __init__(
         self,
@@ -229,7 +230,8 @@ class CudaRunner(Runner):
         from cuda.bindings import driver
 
         self._launch = driver.cuLaunchKernel
-        self._scalar: dict[int, tuple[Any, _Slots, Kernel]] = {}
+        self._scalar: dict[int, tuple[Any, _Slots, Kernel]] = {}  # pieces without alignment
+        self._orders: dict[int, Order] = {}  # of their kernels
         self._parts = [
             (kernel.entry, _Slots(piece, kernel.parameters))
             for kernel, piece in zip(self.kernels, self.pieces, strict=True)
@@ -274,7 +276,8 @@ class CudaRunner(Runner):
         """Make piece k ready for pointers that are not 16-byte aligned."""
         if k not in self._scalar:
             piece = unvectorised(self.pieces[k])
-            kernels = kernels_for([piece.plan], self.device)
+            order = self._orders.setdefault(k, Order([piece.plan], self.device))
+            kernels = order.filled()
             if kernels is None:
                 raise NotReadyError(f"{piece.plan.name}, one element per thread")
             (kernel,) = kernels

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .compile import kernels_for
+from .compile import Order
 from .launch import Answer, log_of, runner_class
 from .op import OPS, Op
 from .ops import CASTS
@@ -234,12 +234,14 @@ class Expected:
         self.tape, self.given, self.places = tape, given, places
         self.live = tuple(sorted({ref for ref in given if ref is not None and ref >= 0}))
         program = tape.tip.program()
-        self.pieces = make_pieces(program, self.live, tape.recorder.device.type)
+        device = tape.recorder.device
+        self.pieces = make_pieces(program, self.live, device.type)
+        self.order = Order([piece.plan for piece in self.pieces], device)
 
     def ready(self) -> Answer | None:
         """The Answer, or None; asks for the kernels that are missing."""
         tape, device = self.tape, self.tape.recorder.device
-        kernels = kernels_for([piece.plan for piece in self.pieces], device)
+        kernels = self.order.filled()
         if kernels is None:
             return None
         runner = runner_class(device)(

@@ -80,7 +80,7 @@ def test_out_of_memory_is_torchs_error_and_nothing_is_lost(device, monkeypatch):
         raise error
 
     recorder = autofuse.chain.recorder_for(x.device)
-    monkeypatch.setattr(autofuse.chain, "_replay_ops", full)
+    monkeypatch.setattr(autofuse.chain, "_run_ops", full)
     monkeypatch.setattr(autofuse.chain, "_runner_for", lambda *args: _Full(full))
     with pytest.raises(torch.OutOfMemoryError):
         autofuse.materialize(y)
