@@ -18,6 +18,7 @@ from .chain import (
     flush,
     flush_tensor,
     flush_thread,
+    rests,
 )
 from .shell import Tensor, alias
 
@@ -287,7 +288,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         launches = _local.launches
         result = _call(function, args, kwargs)
-        if _local.launches != launches:
+        if _local.launches != launches or rests():
             barren.pop(owner, None)
         else:
             barren[owner] = count + 1 if count < _BARREN else -_ASIDE

@@ -19,9 +19,10 @@ from weakref import getweakrefcount
 
 import torch
 
+from . import compile as compiling
 from . import shell as _shell
 from .autograd import Graph, graded, graph_of, pays
-from .compile import Order, on_evict
+from .compile import Order
 from .config import config, watch
 from .errors import ColdKernelError, NotReadyError, StaleInputError, warn_once
 from .launch import FailedRunner, Runner, compiled, runner_class, settle, stream_reader
@@ -91,6 +92,8 @@ class Recorder:
         enter_context(device)
         self.closed = Node(self, None, None)  # nothing is ever recorded after it
         self.grad = self.inference = False
+        self.resting = False  # records nothing until there is news of kernels, see `_rest`
+        self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
         self.roots: dict[object, Node] = {}  # by what decides results besides the operands
         self.size = 0  # nodes in the trie
         self.runners: list[Runner] = []
@@ -102,10 +105,11 @@ class Recorder:
             self.grad = torch.is_grad_enabled()
             self.inference = torch.is_inference_mode_enabled()
         modes = (self.grad, self.inference, torch.get_default_dtype(), config.recompute,
-                 config.always_fuse, config.relaxed)  # fmt: skip
+                 config.always_fuse, config.relaxed, self.resting)  # fmt: skip
         root = self.roots.get(modes)
         if root is None:
             root = self.roots[modes] = Node(self, None, None, self.grad and not self.inference)
+            root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
         self.home = self.closed if self.off or torch.is_anomaly_enabled() else root
         self.chain = Chain(self.home)
@@ -384,6 +388,10 @@ def _miss(recorder: Recorder, chain: Chain, op: Op, key: tuple[Any, ...]) -> Nod
             return None
         metas = [shell._af.meta for shell in chain]
     node = extend(recorder, tip, op, key[1:], metas)
+    if tip.reason and not node.reason:
+        eager = eager_node(recorder, tip, op, tip.reason)
+        eager.meta = node.meta
+        node = eager
     dtypes_checked = op.result == "bool" and int in key and node.common not in ("f32", "f64")
     if dtypes_checked and node.common not in ("i64", "f16", "bf16"):
         node = eager_node(recorder, tip, op, "an integer that may not fit the dtype")
@@ -581,12 +589,48 @@ def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bo
             recorder.runners.append(runner)
             node.runners[mask] = runner
         if runner.waiting:
+            _rest(recorder)
             return runner  # asked again next time
     assert runner is not None
     if len(node.runners) > 256:  # a value may be held in any number of places
         node.runners = {key: kept for key, kept in node.runners.items() if key[0] in (-1, -3)}
     node.runners[(-2, *alive) if into else alive] = runner
     return runner
+
+
+_PATIENCE = 8  # flushes in a row that waited for kernels
+
+
+def _rest(recorder: Recorder) -> None:
+    """Where one flush after the other waits for kernels, record nothing until there is news.
+
+    Recording and running the ops later costs up to twice what running them at once does.
+    """
+    following = _local.launches == recorder.last_wait + 1
+    recorder.waits = recorder.waits + 1 if following else 1
+    recorder.last_wait = _local.launches
+    if recorder.waits < _PATIENCE:
+        return
+    before = compiling.news()
+    if compiling.outstanding():
+        recorder.resting, recorder.waits = True, 0
+        if compiling.news() != before:  # `wake` may have come too early
+            recorder.resting = False
+        recorder.open()
+
+
+def wake(*reason: object) -> None:
+    """Let every recorder that rests record again."""
+    for recorder in list(_all_recorders):
+        if recorder.resting:
+            with recorder.lock:
+                recorder.resting = False
+                recorder.open()
+
+
+def rests() -> bool:
+    """Whether this thread records nothing for now because its kernels are being compiled."""
+    return any(recorder.resting for recorder in _local.recorders.values())
 
 
 def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: bool) -> Runner:
@@ -857,6 +901,8 @@ def forget_threads() -> None:
     _all_recorders[:] = [recorder for recorder in _all_recorders if recorder.ident == ident]
 
 
+watch(wake)
 watch(reopen_all)
-on_evict(forget_kernels)
+compiling.on_news(wake)
+compiling.on_evict(forget_kernels)
 _shell._leave_pending = lambda tensor: flush_tensor(tensor, "attribute")

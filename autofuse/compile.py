@@ -63,10 +63,11 @@ class Request:
 _kernels: dict[tuple[Plan, torch.device], Kernel | Request] = {}
 _lock = threading.RLock()
 _done = threading.Condition(_lock)
-_news = 0  # changes whenever it is worth asking again
+_news = 0
 _queued = 0  # requests that are with the background compiler
 _forbidden = 0  # `no_compile` blocks that are open
 _positions: dict[tuple[str, int], list[Source]] = defaultdict(list)  # asked for, by user's line
+_on_news: list[Callable[[], None]] = []
 _on_evict: list[Callable[[], None]] = []
 counts: Counter[str] = Counter()  # kernels: compiled, loaded (from disk), found (in memory)
 
@@ -96,9 +97,26 @@ class Order:
 
 
 def _stir(*reason: object) -> None:
-    """What was waited for may be there, or is to be had in another way."""
+    """What was waited for may be there, or is to be had in another way; called without locks."""
     global _news
     _news += 1
+    for listener in _on_news:
+        listener()
+
+
+def news() -> int:
+    """Another number whenever it is worth asking again."""
+    return _news
+
+
+def outstanding() -> int:
+    """Kernels that are with the background compiler."""
+    return _queued
+
+
+def on_news(listener: Callable[[], None]) -> None:
+    """Call `listener` whenever it is worth asking again, in any thread."""
+    _on_news.append(listener)
 
 
 def _kernel_for(plan: Plan, device: torch.device) -> Kernel | None:
@@ -193,8 +211,8 @@ def _deliver(request: Request, answer: Answer) -> None:
             _keep(request, module)
         elif request.error:
             request.state = "failed"
-        _stir()
         _done.notify_all()
+    _stir()
     if answer.unsaved:
         say_unsaved(answer.unsaved)
 
@@ -312,11 +330,14 @@ def _too_many(source: Source) -> bool:
     if len(asked) < config.max_kernels_per_line:
         asked.append(source)
         return False
+    if len(asked) > config.max_kernels_per_line:
+        return True
+    asked.append(source)  # one more than there may be: the warning is out
     name, line = position
-    changes = [difference(a, b) for a, b in pairwise([*asked[-8:], source])]
+    changes = [difference(a, b) for a, b in pairwise(asked[-9:])]
     most = max(reversed(changes), key=changes.count)
     warn_once(
-        f"autofuse: {name}:{line} has asked for {len(asked)} kernels, each for another chain; new "
+        f"autofuse: {name}:{line} has asked for {len(asked) - 1} kernels, each for another chain; new "
         f"ones run as eager ops there. What keeps changing: {most}. "
         "Raise autofuse.config.max_kernels_per_line if that is meant."
     )
@@ -351,7 +372,7 @@ class no_compile:  # noqa: N801 - used like a function
         global _forbidden
         with _lock:
             _forbidden += 1
-            _stir()
+        _stir()
 
     def __exit__(self, *exc: object) -> None:
         global _forbidden
@@ -382,11 +403,11 @@ def clear_kernels() -> None:
     global _queued, _generation
     with _lock:
         _generation = object()
-        _stir()
         _kernels.clear()
         _positions.clear()
         _queued = 0
         _done.notify_all()
+    _stir()
     forget_service()
     _cache.cache_clear()
 
