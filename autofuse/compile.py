@@ -337,8 +337,8 @@ def _too_many(source: Source) -> bool:
     changes = [difference(a, b) for a, b in pairwise(asked[-9:])]
     most = max(reversed(changes), key=changes.count)
     warn_once(
-        f"autofuse: {name}:{line} has asked for {len(asked) - 1} kernels, each for another chain; new "
-        f"ones run as eager ops there. What keeps changing: {most}. "
+        f"autofuse: {name}:{line} has asked for {len(asked) - 1} kernels, each for another chain; "
+        f"new ones run as eager ops there. What keeps changing: {most}. "
         "Raise autofuse.config.max_kernels_per_line if that is meant."
     )
     return True
