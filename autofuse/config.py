@@ -61,7 +61,7 @@ class Config:
     recompute: Literal["free", "inputs"] = "free"
     compile: Literal["auto", "background", "now"] = "auto"
     compile_after: int = 2
-    workers: int = 2 if (os.cpu_count() or 1) > 2 else 1
+    workers: int = 1
     max_kernels: int = 2048
     max_kernels_per_line: int = 64
 

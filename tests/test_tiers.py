@@ -480,7 +480,7 @@ def script(text, tmp_path, **options):
     """
     environment = {**os.environ, "AUTOFUSE_CACHE_DIR": str(tmp_path / "kernels")}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(text)],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(head) + textwrap.dedent(text)],
         env=environment, capture_output=True, text=True, timeout=120, **options,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
