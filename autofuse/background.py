@@ -126,8 +126,9 @@ class Service:
         watch.start()
         try:
             if not getattr(process, "greeted", False):
-                settings = {"path": sys.path, "directory": str(self.cache.directory),
-                            "maxsize": self.cache.maxsize}  # fmt: skip
+                directory = self.cache.directory
+                settings = {"path": sys.path, "maxsize": self.cache.maxsize,
+                            "directory": directory and str(directory)}  # fmt: skip
                 send(process.stdin, settings)  # type: ignore[arg-type]
                 process.greeted = True  # type: ignore[attr-defined]
             send(process.stdin, {"source": job.source, "target": job.target, "key": job.key})  # type: ignore[arg-type]

@@ -305,6 +305,9 @@ def _cache() -> DiskCache:
     return DiskCache()
 
 
+_cache()  # a bad setting is said at import
+
+
 # --- kernels that keep changing ------------------------------------------------------------------
 
 _PACKAGE, _TORCH = (os.path.dirname(path) + os.sep for path in (__file__, torch.__file__))

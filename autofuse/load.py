@@ -21,18 +21,20 @@ if torch.cuda.is_available():  # 28 ms, which a first iteration would feel
         import cuda.bindings.driver  # noqa: F401
 
 
+_retired: list[tuple[Any, torch.device]] = []
+
+
 class Module:
     """A loaded binary; `entry` is a CUfunction on CUDA, a callable on the CPU."""
 
     def __init__(self, entry: Any, handle: Any, device: torch.device) -> None:
         self.entry, self.handle, self.device = entry, handle, device
 
-    def __del__(self) -> None:
+    def __del__(self, retired: list[tuple[Any, torch.device]] = _retired) -> None:
         if self.device.type == "cuda":
-            _retired.append((self.handle, self.device))  # any thread, any moment: not now
+            retired.append((self.handle, self.device))  # any thread, any moment: not now
 
 
-_retired: list[tuple[Any, torch.device]] = []
 _captured = False  # a CUDA graph was captured: modules stay
 
 

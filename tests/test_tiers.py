@@ -479,8 +479,9 @@ def script(text, tmp_path, **options):
         x = autofuse.wrap(torch.ones(8))
     """
     environment = {**os.environ, "AUTOFUSE_CACHE_DIR": str(tmp_path / "kernels")}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(head) + textwrap.dedent(text)],
+    program = textwrap.dedent(head) + textwrap.dedent(text)
+    done = subprocess.run(  # Python 3.12 warns of a fork beside threads
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
         env=environment, capture_output=True, text=True, timeout=120, **options,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
