@@ -108,6 +108,11 @@ class Op:
         return named or "opmath" in roles or "common" in roles
 
     @property
+    def selects(self) -> bool:
+        """Whether torch converts the operands before its kernel, which takes one dtype."""
+        return self.name.startswith("where")
+
+    @property
     def scalars_apart(self) -> bool:
         """Whether torch's kernel takes Python scalars beside its operands, not as 0-d ones."""
         return self.name.startswith(("clamp", "hardtanh", "pow"))

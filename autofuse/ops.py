@@ -612,7 +612,9 @@ def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
         return close
     error = torch.abs(torch.sub(input, other))
     allowed = torch.add(torch.abs(torch.mul(other, rtol)), atol)
-    return close | (torch.isfinite(error) & torch.le(error, allowed))
+    result = close | (torch.isfinite(error) & torch.le(error, allowed))
+    # torch writes into `close`
+    return result if result.stride() == close.stride() else None
 
 
 def _selection(name):

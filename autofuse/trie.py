@@ -149,8 +149,9 @@ def _stride(
         return first.stride
     if op.strides is not None and not op.carries(common):
         return op.strides(first.shape, first.stride)
-    # torch copies an operand that is promoted: on the CPU, and where scalars are no operands
-    copies = device.type == "cpu" or (op.scalars_apart and len(tensors) == 1)
+    # torch copies an operand that is promoted: on the CPU, and where its kernel does not promote
+    apart = op.scalars_apart and len(tensors) == 1
+    copies = device.type == "cpu" or apart or op.selects
     strides: list[tuple[layout.Ints, layout.Ints]] = []
     for view, role in zip(views, op.roles, strict=True):
         if not isinstance(view, Meta):

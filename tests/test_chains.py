@@ -197,7 +197,8 @@ class Program:
         template = self.template(space[a])
         writes = "{w}" in template
         w = rng.choice(here[-6:]) if writes else ""
-        if writes and not self.writable(space[w], [space[n] for n in {a, b, m} & {*self.names}]):
+        used = {n for key, n in (("{a}", a), ("{b}", b), ("{m}", m)) if key in template}
+        if writes and not self.writable(space[w], [space[n] for n in used & {*self.names}]):
             return False
         if template == "del {a}" and (len(self.names) < 5 or a.startswith("i")):
             return False
