@@ -257,7 +257,7 @@ def test_environment(value, works):
     if works:
         assert done.stdout.split() == [str(value == "1"), "<class", "'torch.Tensor'>"]
     else:
-        assert "use 0 (plain eager) or 1" in done.stderr
+        assert "AUTOFUSE='no' is not valid; use 0 or 1 (default: 1)" in done.stderr
 
 
 def test_stats_reset():
