@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from .cache import DiskCache, Entry, parse_size
+from .config import SETTINGS, Setting, config, nearest
+from .coverage import coverage
+from .diagnosis import OPS, SHAPE, facts, self_test
+
+# --- cache ---------------------------------------------------------------------------------------
 
 
 def _size(text: str) -> int:
@@ -106,6 +114,115 @@ def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
             )  # fmt: skip
 
 
+# --- report --------------------------------------------------------------------------------------
+
+
+def show_report(args: argparse.Namespace) -> int:
+    """Exit status 1 if the self-test failed, 2 if a setting is not valid."""
+    try:
+        for name, text in facts():
+            print(f"{name:12s} {text}")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    result = self_test("cuda" if torch.cuda.is_available() else "cpu")
+    if result.failure:
+        print(f"{'self-test':12s} FAILED on {result.device}: {result.failure}")
+        return 1
+    size = "x".join(map(str, SHAPE))
+    print(f"{'self-test':12s} passed on {result.device}: eager's bits from a chain of {OPS} ops")
+    print(f"{'':12s} {result.record_us:.2f} us per op recorded, {result.flush_us:.1f} us per flush")
+    print(f"{'':12s} ({size} float32; eager takes {result.eager_us:.1f} us for the {OPS})")
+    return 0
+
+
+def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "versions, devices, disk cache, settings and a self-test, for a bug report"
+    parser = commands.add_parser("report", help=text, description=text)
+    parser.set_defaults(run=show_report)
+
+
+# --- coverage ------------------------------------------------------------------------------------
+
+
+def show_coverage(args: argparse.Namespace) -> int:
+    """Exit status 1 if torch has no pointwise op of the name that was asked for."""
+    table = coverage()
+    if args.op is not None:
+        return _show_op(table, args.op)
+    names: dict[str, list[str]] = {}
+    for name, state in table.items():
+        names.setdefault(state, []).append(name)
+    for state in sorted(names, key=lambda state: (state != "fused", -len(names[state]), state)):
+        how = "fused" if state == "fused" else f"eager: {state}"
+        print(f"{how} ({len(names[state])})")
+        print(textwrap.fill(", ".join(names[state]), 100, initial_indent="  ",
+                            subsequent_indent="  ", break_on_hyphens=False))  # fmt: skip
+    fused = len(names["fused"])
+    print(f"{fused} of the {len(table)} pointwise ops of torch {torch.__version__} are fused")
+    return 0
+
+
+def _show_op(table: dict[str, str], name: str) -> int:
+    bare = name.rpartition(".")[2]  # of torch.special.i0
+    for known in (bare, f"special_{bare}", bare.rstrip("_")):
+        if known in table:
+            state = table[known]
+            print(f"{known}: {state}" if state == "fused" else f"{known}: eager: {state}")
+            return 0
+    print(
+        f"torch {torch.__version__} tags no {name!r} as pointwise: it runs eagerly; "
+        f"the nearest name is {nearest(bare, table)!r}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def add_coverage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "the pointwise ops of torch: which are fused, and why the others are not"
+    parser = commands.add_parser("coverage", help=text, description=text)
+    parser.add_argument("--op", metavar="NAME", help="say it of one op, as in --op sigmoid")
+    parser.set_defaults(run=show_coverage)
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def markdown(settings: Sequence[Setting]) -> str:
+    """The table of the README."""
+    rows = ["| `config.` | in the environment | valid there | default | |", "|---|---|---|---|---|"]
+    for setting in settings:
+        name = f"`{setting.name}`" if setting.field else ""
+        default = setting.kind.show(setting.default)
+        default = f"`{default}`" if default else ""
+        cells = name, f"`{setting.variable}`", setting.kind.texts, default, setting.help
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def show_settings(args: argparse.Namespace) -> int:
+    if args.markdown:
+        print(markdown(SETTINGS), end="")
+        return 0
+    for setting in SETTINGS:
+        default = setting.kind.show(setting.default) or "none"
+        print(f"{setting.variable} ({setting.kind.texts}; default: {default})")
+        if setting.field:
+            print(f"  config.{setting.name} = {getattr(config, setting.name)!r}")
+        print(textwrap.indent(textwrap.fill(setting.help, 96), "    "))
+    return 0
+
+
+def add_settings(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "what may be set, in the environment and in a program"
+    parser = commands.add_parser("settings", help=text, description=text)
+    parser.add_argument("--markdown", action="store_true", help="as the table of the README")
+    parser.set_defaults(run=show_settings)
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
 def show_help(parser: argparse.ArgumentParser) -> int:
     parser.print_help(sys.stderr)
     return 2
@@ -118,7 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Eager PyTorch, with chains of pointwise ops run as one kernel each.",
     )
     parser.set_defaults(run=lambda args: show_help(parser))
-    add_cache(parser.add_subparsers(title="commands", metavar="COMMAND"))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for add in (add_report, add_coverage, add_settings, add_cache):
+        add(commands)
     args = parser.parse_args(argv)
     return args.run(args)
 

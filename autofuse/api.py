@@ -20,6 +20,7 @@ from .chain import (
     flush_thread,
     rests,
 )
+from .config import config
 from .shell import Tensor, alias
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -279,7 +280,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _local.closed or _local.depth:
+        if torch.compiler.is_compiling() or _local.closed or _local.depth or not config.enabled:
             return function(*args, **kwargs)
         owner = id(args[0]) if args and isinstance(args[0], torch.nn.Module) else 0
         count = barren.get(owner, 0)

@@ -111,7 +111,8 @@ class Recorder:
             root = self.roots[modes] = Node(self, None, None, self.grad and not self.inference)
             root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
-        self.home = self.closed if self.off or torch.is_anomaly_enabled() else root
+        closed = self.off or not config.enabled or torch.is_anomaly_enabled()
+        self.home = self.closed if closed else root
         self.chain = Chain(self.home)
 
 
@@ -133,7 +134,7 @@ class _Local(threading.local):
         self.recorders: dict[torch.device, Recorder] = _Owned()
         self.current: Recorder | None = None  # the one used last
         self.launches = 0  # flushes that ran a kernel
-        self.closed = 0 if config.enabled else 1
+        self.closed = 0
         self.depth = 0  # fused calls on the stack
 
 

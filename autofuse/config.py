@@ -139,7 +139,8 @@ def watch(changed: Callable[[str], None]) -> None:
     _watchers.append(changed)
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Which of `names` was meant."""
     from difflib import get_close_matches  # only for a slip of the pen
 
     return get_close_matches(name, [*names], 1, 0.0)[0]
@@ -148,7 +149,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 def _field(name: str) -> Setting:
     setting = _BY_NAME.get(name)
     if setting is None:
-        like = _nearest(name, (setting.name for setting in SETTINGS if setting.field))
+        like = nearest(name, (setting.name for setting in SETTINGS if setting.field))
         raise AttributeError(f"autofuse.config has no setting {name!r}; the nearest is {like!r}")
     if not setting.field:
         raise AttributeError(
@@ -168,7 +169,7 @@ def read(environment: Mapping[str, str]) -> dict[str, Any]:
         if ours and name not in by_variable and not name.startswith("AUTOFUSE_TEST_"):
             warn_once(
                 f"autofuse: {name} in the environment is no setting; "
-                f"the nearest is {_nearest(name, by_variable)}"
+                f"the nearest is {nearest(name, by_variable)}"
             )
     return {
         setting.name: setting.read(environment[variable])

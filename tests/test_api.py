@@ -242,6 +242,21 @@ def test_disabled_as_context_and_decorator():
     assert autofuse.is_pending(w * 2)
 
 
+def test_enabled_may_be_assigned_at_any_time(monkeypatch):
+    w = autofuse.wrap(torch.ones(2))
+    y = w * 2
+    monkeypatch.setattr(autofuse.config, "enabled", False)
+    assert not autofuse.is_pending(y) and not autofuse.is_pending(w * 2)
+    seen = []
+    autofuse.fuse(lambda x: seen.append(type(x)))(torch.ones(2))
+    assert seen == [torch.Tensor]
+    with autofuse.disabled():
+        pass
+    assert not autofuse.is_pending(w * 2)
+    autofuse.config.enabled = True
+    assert autofuse.is_pending(w * 2)
+
+
 @pytest.mark.parametrize(("value", "works"), [("0", True), ("1", True), ("no", False)])
 def test_environment(value, works):
     code = (

@@ -11,7 +11,7 @@ ORDER = [
     "errors", "cache", "worker", "background", "source", "polynomials", "targets", "lower",
     "emit", "build", "kinds", "config", "dtypes", "layout", "op", "activations", "special",
     "ops", "coverage", "plan", "codegen", "load", "compile", "shell", "launch", "trie", "rules",
-    "autograd", "chain", "tensor", "boundaries", "api", "report", "__init__",
+    "autograd", "chain", "tensor", "boundaries", "api", "report", "diagnosis", "__init__",
     "__main__",
 ]  # fmt: skip
 EXCEPTIONS = {("boundaries", "api")}  # inside a function: unwrap is public vocabulary
