@@ -12,7 +12,7 @@ import torch
 
 from .cache import DiskCache, Entry, parse_size
 from .config import SETTINGS, Setting, config, nearest
-from .coverage import coverage
+from .coverage import coverage, look_up
 from .diagnosis import OPS, SHAPE, facts, self_test
 
 # --- cache ---------------------------------------------------------------------------------------
@@ -147,15 +147,14 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def show_coverage(args: argparse.Namespace) -> int:
     """Exit status 1 if torch has no pointwise op of the name that was asked for."""
-    table = coverage()
     if args.op is not None:
-        return _show_op(table, args.op)
+        return _show_op(args.op)
+    table = coverage()
     names: dict[str, list[str]] = {}
     for name, state in table.items():
         names.setdefault(state, []).append(name)
     for state in sorted(names, key=lambda state: (state != "fused", -len(names[state]), state)):
-        how = "fused" if state == "fused" else f"eager: {state}"
-        print(f"{how} ({len(names[state])})")
+        print(f"{_state(state)} ({len(names[state])})")
         print(textwrap.fill(", ".join(names[state]), 100, initial_indent="  ",
                             subsequent_indent="  ", break_on_hyphens=False))  # fmt: skip
     fused = len(names["fused"])
@@ -163,16 +162,18 @@ def show_coverage(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_op(table: dict[str, str], name: str) -> int:
-    bare = name.rpartition(".")[2]  # of torch.special.i0
-    for known in (bare, f"special_{bare}", bare.rstrip("_")):
-        if known in table:
-            state = table[known]
-            print(f"{known}: {state}" if state == "fused" else f"{known}: eager: {state}")
-            return 0
+def _state(state: str) -> str:
+    return state if state == "fused" else f"eager: {state}"
+
+
+def _show_op(name: str) -> int:
+    found = look_up(name)
+    if found is not None:
+        print(f"{found[0]}: {_state(found[1])}")
+        return 0
     print(
-        f"torch {torch.__version__} tags no {name!r} as pointwise: it runs eagerly; "
-        f"the nearest name is {nearest(bare, table)!r}",
+        f"no pointwise op of torch {torch.__version__} is called {name!r}, and others run eagerly; "
+        f"the nearest name is {nearest(name.rpartition('.')[2], coverage())!r}",
         file=sys.stderr,
     )
     return 1

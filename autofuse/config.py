@@ -102,8 +102,8 @@ class Config:
         from this many ops on, a chain is cut where the op that began it comes again, so that an
         unrolled loop settles on one chain instead of one per phase""")
     max_inputs: int = _row(30, Whole(1), """
-        a chain is cut at this many Inputs; a kernel's parameters have 4 KB, 32 Inputs take far less
-        """)
+        a chain is cut at this many Inputs, long before the 4 KB that a kernel's parameters may
+        have""")
     pinned_bytes: int = _row(2 << 20, Size(), """
         Inputs that nobody but the chain may still hold are tolerated up to this size, or up to
         twice the largest of them, whichever is more""")

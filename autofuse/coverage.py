@@ -77,3 +77,17 @@ def coverage() -> dict[str, str]:
         fused = bare in known and (bare not in OPS or OPS[bare].identical)
         table[name] = "fused" if fused else EAGER.get(name, "new to autofuse")
     return table
+
+
+def look_up(name: str) -> tuple[str, str] | None:
+    """(name, state) of an op as it is called: `torch.special.i0`, `add_`, `mse_loss`; None if there
+    is none, among the pointwise ones and those that autofuse fuses besides."""
+    table, bare = coverage(), name.rpartition(".")[2]
+    names = (bare, f"special_{bare}", _base(bare))
+    for known in names:
+        if known in table:
+            return known, table[known]
+    for known in names:
+        if known in PLAIN or known in SPELLINGS or known in COMPOSITES:
+            return known, "fused"
+    return None
