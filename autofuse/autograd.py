@@ -295,6 +295,8 @@ class Segment:
                 return answer(incoming, saved, consts)
             except NotReadyError:
                 pass
+            except ColdKernelError:
+                raise
             except Exception as error:  # a real one, such as no memory, comes again below
                 warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
         with NoTorchFunction():
@@ -316,12 +318,12 @@ class Segment:
 
     def _answer(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Answer | None:
         """The kernel for incoming gradients of these Metas; None if torch's ops have to do it."""
-        if key not in self.answers:
-            self.answers[key] = self._build(key, grads)
-        answer = self.answers[key]
-        if not isinstance(answer, Expected):
-            return answer
         try:
+            if key not in self.answers:
+                self.answers[key] = self._build(key, grads)
+            answer = self.answers[key]
+            if not isinstance(answer, Expected):
+                return answer
             arrived = answer.ready()
         except ColdKernelError:
             raise
@@ -418,6 +420,8 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
                     return answer((g,), saved, consts)
                 except NotReadyError:
                     pass
+                except ColdKernelError:
+                    raise
                 except Exception as error:
                     del segment.direct[g.stride()]
                     warn_once(f"autofuse: the kernel of a backward failed: {error!r}")

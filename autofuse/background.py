@@ -16,12 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from .cache import DiskCache
 from .errors import warn_once
 from .worker import BOOT, receive, send
 
 HANG_SECONDS = 120.0  # for one kernel; the largest take 2
+START_SECONDS = 30.0  # for a process; it takes 0.1
 FAILURES = 3  # workers lost in a row
 # a compiler has no use for numpy's threads; starting 16 of them delays steps by 8 ms
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -34,6 +36,7 @@ class Job:
     source: str  # as JSON
     target: str
     key: str
+    compilers: tuple[str, ...]  # which the worker must have too
     done: Callable[[Answer], None]
 
 
@@ -54,7 +57,9 @@ class Service:
     def __init__(self, workers: int, cache: DiskCache) -> None:
         self.workers, self.cache = workers, cache
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()  # None ends a thread
-        self.unavailable = "" if sys.executable else "sys.executable is not known"
+        self.unavailable = ""  # why there are no processes
+        if not sys.executable or getattr(sys, "frozen", False):
+            self.unavailable = "no Python interpreter is known that could be started"
         self.lost = 0  # workers in a row
         self.idle = 0  # threads that wait for a job
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -69,10 +74,17 @@ class Service:
             if self.jobs.qsize() > self.idle and len(self.threads) < self.workers:
                 name = f"autofuse compiler {len(self.threads)}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
-                self.threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    if not self.threads:
+                        self.unavailable = f"no thread can be started: {error}"
+                else:
+                    self.threads.append(thread)
+        if not self.threads:  # the job is refused, in this thread
+            self._serve(once=True)
 
-    def _serve(self) -> None:
+    def _serve(self, once: bool = False) -> None:
         process: subprocess.Popen[bytes] | None = None
         while True:
             with self.lock:
@@ -84,12 +96,17 @@ class Service:
                 if process is not None:
                     self._drop(process)
                 return
+            if process is not None and process.poll() is not None:
+                self._drop(process)  # it died while it had nothing to do
+                process = None
             if process is None and not self.unavailable and self.lost < FAILURES:
                 process = self._start()
             if process is None:
                 refused = bool(self.unavailable)
                 reason = self.unavailable or "the compiler's processes keep dying"
                 job.done(Answer(error=reason, refused=refused))
+                if once:
+                    return
                 continue
             answer = self._ask(process, job)
             if answer is None:
@@ -116,33 +133,47 @@ class Service:
             self.unavailable = f"no process can be started: {error}"
             return None
         self.processes.append(process)
+        directory = self.cache.directory
+        settings = {
+            "path": [path for path in sys.path if isinstance(path, str)],
+            "maxsize": self.cache.maxsize,
+            "directory": directory and str(directory),
+        }
+        if self._exchange(process, settings, START_SECONDS) is None:
+            self._drop(process)
+            if not self.closing:
+                self.unavailable = "the compiler's process does not start"
+            return None
         return process
 
     def _ask(self, process: subprocess.Popen[bytes], job: Job) -> Answer | None:
         """The worker's answer; None if it is lost."""
-        assert process.stdin is not None and process.stdout is not None
-        watch = threading.Timer(HANG_SECONDS, process.kill)
-        watch.daemon = True
-        watch.start()
-        try:
-            if not getattr(process, "greeted", False):
-                directory = self.cache.directory
-                settings = {"path": sys.path, "maxsize": self.cache.maxsize,
-                            "directory": directory and str(directory)}  # fmt: skip
-                send(process.stdin, settings)  # type: ignore[arg-type]
-                process.greeted = True  # type: ignore[attr-defined]
-            send(process.stdin, {"source": job.source, "target": job.target, "key": job.key})  # type: ignore[arg-type]
-            frame = receive(process.stdout)  # type: ignore[arg-type]
-        except (OSError, ValueError):  # a broken pipe; not what a worker writes
-            frame = None
-        finally:
-            watch.cancel()
+        question = {"source": job.source, "target": job.target, "key": job.key,
+                    "compilers": job.compilers}  # fmt: skip
+        frame = self._exchange(process, question, HANG_SECONDS)
         if frame is None:
             return None
         header, binary = frame
         return Answer(
             binary, header.get("built", False), header.get("unsaved", ""), header.get("error", "")
         )
+
+    @staticmethod
+    def _exchange(
+        process: subprocess.Popen[bytes], question: dict[str, Any], seconds: float
+    ) -> tuple[dict[str, Any], bytes] | None:
+        """What the process answers, or None; after `seconds` it is killed."""
+        assert process.stdin is not None and process.stdout is not None
+        watch = threading.Timer(seconds, process.kill)
+        watch.daemon = True
+        try:
+            watch.start()
+            send(process.stdin, question)  # type: ignore[arg-type]
+            return receive(process.stdout)  # type: ignore[arg-type]
+        except (OSError, ValueError, RuntimeError):  # a broken pipe, other bytes, no thread
+            return None
+        finally:
+            watch.cancel()
 
     def _drop(self, process: subprocess.Popen[bytes]) -> None:
         process.kill()
@@ -185,13 +216,19 @@ def service(workers: int, cache: DiskCache) -> Service:
     return _service
 
 
-def forget_service(abandoned: bool = False) -> None:
-    """Start anew with the next job; `abandoned` in a forked child, which has no threads."""
+def forget_service(forked: bool = False) -> Callable[[], None]:
+    """Start anew with the next job; gives what closes the old one.
+
+    forked: in a child, which has none of the threads and lets go of the processes.
+    """
     global _service
-    if _service is not None:
-        _service.abandon() if abandoned else _service.close()
-        atexit.unregister(_service.close)
-    _service = None
+    old, _service = _service, None
+    if old is None:
+        return lambda: None
+    atexit.unregister(old.close)
+    if forked:
+        old.abandon()
+    return old.close
 
 
 def say_unsaved(reason: str) -> None:

@@ -206,8 +206,14 @@ def _regraded_after(owner: Any, name: str) -> None:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        was = torch.is_grad_enabled()
         result = original(*args, **kwargs)
-        regrade()
+        try:
+            regrade()
+        except BaseException:
+            if name != "__exit__":  # the block is not entered
+                torch._C._set_grad_enabled(was)
+            raise
         return result
 
     setattr(owner, name, call)

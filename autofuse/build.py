@@ -23,6 +23,12 @@ Capability = tuple[int, int]
 _lock = threading.RLock()  # numba's typing and LLVM's contexts are not made for threads
 
 
+def forget_threads() -> None:
+    """After a fork: another thread may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
+
+
 class BuildError(Exception):
     """The compiler did not give a kernel."""
 

@@ -40,6 +40,7 @@ from .shell import (
     address_of,
     become,
     concrete_meta,
+    fresh_meta,
     make_shell,
     plain_meta,
     raw_version_of,
@@ -535,6 +536,8 @@ def flush(recorder: Recorder, reason: str) -> None:
                 runner.runs += 1
                 if runner.pieces:  # also if they wait for their kernels
                     _local.launches += 1
+            except ColdKernelError:
+                raise
             except Exception as error:
                 _recover(recorder, chain, node, runner, error)
             done = True
@@ -550,8 +553,13 @@ def flush(recorder: Recorder, reason: str) -> None:
 
 def _without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chain) -> None:
     """Run another thread's chain: the modes of this one must not reach its results."""
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if not hooked and torch.is_inference_mode_enabled() is recorder.inference:
+    moded = (
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+    )
+    if not moded and torch.is_inference_mode_enabled() is recorder.inference:
         run(chain)
         return
     errors: list[BaseException] = []
@@ -625,8 +633,9 @@ def wake(*reason: object) -> None:
     for recorder in list(_all_recorders):
         if recorder.resting:
             with recorder.lock:
-                recorder.resting = False
-                recorder.open()
+                if recorder.resting:  # nobody else has woken it meanwhile
+                    recorder.resting = False
+                    recorder.open()
 
 
 def rests() -> bool:
@@ -681,10 +690,11 @@ class WaitingRunner(EagerRunner):
 
     def ready(self) -> Runner:
         """The runner that launches, or this one; asks for the kernels that are missing."""
-        asked = self.order.asked
+        if self.order.quiet:
+            return self
         kernels = self.order.filled()
         if kernels is None:
-            if self.graph is not None and self.order.asked > asked:
+            if self.graph is not None:
                 self.graph.prepare()
             return self
         make = runner_class(self.device)
@@ -736,17 +746,26 @@ def _run_ops(chain: Chain, nodes: list[Node], runner: Runner) -> None:
         with NoTorchFunction():
             if runner.ops is None:
                 runner.ops = _replay(nodes, runner.live)
-            values = runner.ops(chain.inputs, chain.consts)
+            values = runner.ops(chain.inputs, chain.consts, chain.bumps)
     finally:
         torch._C._set_grad_enabled(was)
+    chain.bumps = None
     if chain.into is not None:
         chain.into.copy_(values.pop())
+    shells = [chain[owner.index] for owner in runner.owners]
+    other = [
+        shell for shell, owner, value in zip(shells, runner.owners, values, strict=True)
+        if fresh_meta(value) is not owner.meta
+    ]  # fmt: skip
     settle(chain, runner.owners, values)
+    for shell in other:  # never believed to be what it is not
+        if shell._af.__class__ is Meta:
+            shell.__dict__["_af"] = UNKNOWN
 
 
 def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torch.Tensor]]:
-    """A function of the Inputs and Consts that runs the ops; dead values go early."""
-    space: dict[str, Any] = {}
+    """A function of the Inputs, Consts and `bumps` that runs the ops; dead values go early."""
+    space: dict[str, Any] = {"bump": torch.autograd.graph.increment_version}
     lines = []
     needed = set(live)
     for node in reversed(nodes):
@@ -762,13 +781,15 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
             else f"inputs[{~ref}]" for ref in node.args
         ]  # fmt: skip
         lines.append(f"v{index} = f{index}({', '.join(operands)})")
+        if index in live:  # before another op saves it
+            lines.append(f"for _ in range(bumps and bumps.get({index}, 0) or 0): bump(v{index})")
         values = {ref for ref in node.args if 0 <= ref < CONST}
         done = [f"v{ref}" for ref in values if last[ref] == index and ref not in live]
         if done:
             lines.append(f"del {', '.join(done)}")
     results = ", ".join(f"v{index}" for index in live)
     body = "".join(f"    {line}\n" for line in lines)
-    exec(compiled(f"def replay(inputs, consts):\n{body}    return [{results}]\n"), space)
+    exec(compiled(f"def replay(inputs, consts, bumps):\n{body}    return [{results}]\n"), space)
     return space["replay"]
 
 
@@ -824,7 +845,11 @@ def flush_readers(tensor: torch.Tensor, reason: str) -> None:
 def close_thread(reason: str) -> None:
     """Record nothing in this thread until the matching `reopen_thread`."""
     _local.closed += 1
-    reopen(reason)
+    try:
+        reopen(reason)
+    except BaseException:  # nothing has changed
+        _local.closed -= 1
+        raise
 
 
 def reopen_thread() -> None:
@@ -858,8 +883,13 @@ def reopen_all(reason: str) -> None:
     """The same for every thread, where a mode of the process has changed."""
     for recorder in list(_all_recorders):
         with recorder.lock:
-            flush(recorder, reason)
-            recorder.open()
+            while True:
+                flush(recorder, reason)
+                chain = recorder.chain
+                recorder.open()
+                if not chain:
+                    break
+                recorder.chain = chain  # its thread has recorded meanwhile
 
 
 def totals(recorder: Recorder) -> Counter[str]:
@@ -900,6 +930,8 @@ def forget_threads() -> None:
     """After a fork: what other threads had pending does not exist here."""
     ident = get_ident()
     _all_recorders[:] = [recorder for recorder in _all_recorders if recorder.ident == ident]
+    for recorder in _all_recorders:
+        recorder.lock = threading.RLock()  # another thread may have held it
 
 
 watch(wake)

@@ -13,11 +13,10 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,7 +29,7 @@ from .config import config, watch
 from .errors import ColdKernelError, KernelError, warn_once
 from .load import Module, load
 from .plan import Plan
-from .source import Parameters, Source, difference, nearest
+from .source import Parameters, Source, compilers, difference, nearest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +48,7 @@ class Kernel:
 
 
 class Request:
-    """A kernel that is not there yet."""
+    """A kernel that is not there yet; hashed by identity."""
 
     __slots__ = ("asked", "device", "error", "key", "plan", "source", "state")
 
@@ -60,11 +59,12 @@ class Request:
         self.error = ""
 
 
-_kernels: dict[tuple[Plan, torch.device], Kernel | Request] = {}
+_kernels: dict[tuple[Plan, torch.device], Kernel] = {}
+_requests: dict[tuple[Plan, torch.device], Request] = {}
 _lock = threading.RLock()
 _done = threading.Condition(_lock)
 _news = 0
-_queued = 0  # requests that are with the background compiler
+_queued: set[Request] = set()  # that are with the background compiler
 _forbidden = 0  # `no_compile` blocks that are open
 _positions: dict[tuple[str, int], list[Source]] = defaultdict(list)  # asked for, by user's line
 _on_news: list[Callable[[], None]] = []
@@ -75,25 +75,34 @@ counts: Counter[str] = Counter()  # kernels: compiled, loaded (from disk), found
 class Order:
     """The kernels that something needs, asked for again and again until they are there."""
 
-    __slots__ = ("asked", "device", "plans", "seen")
+    __slots__ = ("counted", "device", "plans", "seen")
 
-    def __init__(self, plans: list[Plan], device: torch.device) -> None:
+    def __init__(self, plans: list[Plan], device: torch.device, counted: bool = True) -> None:
         self.plans, self.device = plans, device
-        self.asked = 0
-        self.seen = -1  # `_news` when we last looked
+        self.counted = counted  # among the kernels that a line of the program may ask for
+        self.seen = -1  # `_news` when there was nothing left to ask for
+
+    @property
+    def quiet(self) -> bool:
+        """Whether asking is of no use: 0.1 us; finding kernels by their Plans takes 10 and more."""
+        return self.seen == _news
 
     def filled(self) -> list[Kernel] | None:
         """The kernels; None while some are not there, which are then asked for.
 
         Raises KernelError if one cannot be had, and ColdKernelError inside `no_compile`.
         """
-        if self.seen == _news and self.asked >= config.compile_after:
-            return None  # 0.1 us; finding kernels by their Plans takes 10 and more
-        self.seen = _news
-        self.asked += 1
-        found = [_kernel_for(plan, self.device) for plan in self.plans]
+        if self.quiet:
+            return None
+        now = _news
+        found = [_kernel_for(plan, self.device, self.counted) for plan in self.plans]
         ready = [kernel for kernel in found if kernel is not None]
-        return ready if len(ready) == len(found) else None
+        if len(ready) == len(found):
+            return ready
+        requests = (_requests.get((plan, self.device)) for plan in self.plans)
+        if all(request is None or request.state in ("queued", "refused") for request in requests):
+            self.seen = now
+        return None
 
 
 def _stir(*reason: object) -> None:
@@ -111,7 +120,7 @@ def news() -> int:
 
 def outstanding() -> int:
     """Kernels that are with the background compiler."""
-    return _queued
+    return len(_queued)
 
 
 def on_news(listener: Callable[[], None]) -> None:
@@ -119,16 +128,13 @@ def on_news(listener: Callable[[], None]) -> None:
     _on_news.append(listener)
 
 
-def _kernel_for(plan: Plan, device: torch.device) -> Kernel | None:
-    kernel = _kernels.get((plan, device))
-    if isinstance(kernel, Kernel):
-        counts["found"] += 1
-        return kernel
+def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> Kernel | None:
     with _lock:
-        request = _kernels.get((plan, device))
-        if isinstance(request, Kernel):
+        kernel = _kernels.get((plan, device))
+        if kernel is not None:
             counts["found"] += 1
-            return request
+            return kernel
+        request = _requests.get((plan, device))
         if request is None:
             source = source_of(plan)
             request = Request(plan, source, key_of(source, device), device)
@@ -138,15 +144,16 @@ def _kernel_for(plan: Plan, device: torch.device) -> Kernel | None:
                 return _publish(request, binary)
             if _forbidden:
                 raise ColdKernelError(_cold(request))
-            _kernels[plan, device] = request
-            if _too_many(request.source):
-                request.state = "refused"
+            if len(_requests) >= 4 * config.max_kernels:
+                for key in [key for key, old in _requests.items() if old not in _queued]:
+                    del _requests[key]
+            _requests[plan, device] = request
         elif _forbidden:
             raise ColdKernelError(_cold(request))
-        return _advance(request)
+        return _advance(request, counted)
 
 
-def _advance(request: Request) -> Kernel | None:
+def _advance(request: Request, counted: bool) -> Kernel | None:
     """The kernel of `request` if it is to be had now; otherwise see to it that it will be."""
     request.asked += 1
     if request.state == "failed":
@@ -160,9 +167,13 @@ def _advance(request: Request) -> Kernel | None:
         compiler = service(config.workers, _cache())
         if not compiler.unavailable:
             if request.state == "rare" and request.asked >= config.compile_after:
+                if counted and _too_many(request):
+                    return None
                 _submit(request)
             return None
         warn_once(f"autofuse: kernels are compiled in this process: {compiler.unavailable}")
+    if request.state == "rare" and counted and _too_many(request):
+        return None
     return _compile_now(request)
 
 
@@ -177,40 +188,43 @@ def _compile_now(request: Request) -> Kernel:
 
 
 def _submit(request: Request) -> None:
-    global _queued
-    request.state = "queued"
-    _queued += 1
-    target = target_of(request.device)
-    generation = _generation
+    source = request.source.to_json()
+    facts = compilers(request.device.type)
+    queued = _queued
 
     def done(answer: Answer) -> None:
-        if generation is _generation:
-            _deliver(request, answer)
+        _deliver(request, answer, queued)
 
-    job = Job(request.source.to_json(), target, request.key, done)
-    service(config.workers, _cache()).submit(job)
+    job = Job(source, target_of(request.device), request.key, facts, done)
+    request.state = "queued"
+    queued.add(request)
+    try:
+        service(config.workers, _cache()).submit(job)
+    except BaseException:  # interrupted: asked for again next time
+        request.state = "rare"
+        queued.discard(request)
+        raise
 
 
-def _deliver(request: Request, answer: Answer) -> None:
+def _deliver(request: Request, answer: Answer, queued: set[Request]) -> None:
     """Take what the background compiler has made; in its thread."""
-    global _queued
-    module = None
-    if answer.refused:
-        request.state = "rare"  # compiled in this process, when it is needed next
-    elif answer.error:
-        request.error = f"{request.source.name}: {answer.error}"
-    else:
+    module, error = None, answer.error
+    if not error:
         try:
             module = load(answer.binary, request.source, request.device)
-        except Exception as error:
-            request.error = f"{request.source.name}: {error}"
+        except Exception as failure:
+            error = f"{request.source.name}: {failure}"
     with _lock:
-        _queued -= 1
+        if queued is not _queued:
+            return  # forgotten meanwhile
         if module is not None:
             counts["compiled" if answer.built else "loaded"] += 1
             _keep(request, module)
-        elif request.error:
-            request.state = "failed"
+        elif answer.refused:
+            request.state = "rare"  # compiled in this process, when it is needed next
+        else:
+            request.state, request.error = "failed", error
+        queued.discard(request)
         _done.notify_all()
     _stir()
     if answer.unsaved:
@@ -224,16 +238,15 @@ def _publish(request: Request, binary: bytes) -> Kernel:
 def _keep(request: Request, module: Module) -> Kernel:
     if len(_kernels) >= config.max_kernels:
         _evict()
-    source = request.source
-    kernel = Kernel(request.plan, source, Parameters.of(source), module)
-    _kernels[request.plan, request.device] = kernel
+    source, key = request.source, (request.plan, request.device)
+    kernel = _kernels[key] = Kernel(request.plan, source, Parameters.of(source), module)
+    _requests.pop(key, None)
     return kernel
 
 
 def _evict() -> None:
     """Forget every kernel; those that nobody holds are unloaded, the others come back from disk."""
-    for key in [key for key, kernel in _kernels.items() if isinstance(kernel, Kernel)]:
-        del _kernels[key]
+    _kernels.clear()
     for forget in _on_evict:
         forget()
 
@@ -259,45 +272,8 @@ def _capability(device: torch.device) -> str:
 
 def key_of(source: Source, device: torch.device) -> str:
     """The name of a kernel on disk: what it computes, for what, and with which compilers."""
-    facts = (source.to_json(), target_of(device), *_compilers(device.type))
+    facts = (source.to_json(), target_of(device), *compilers(device.type))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
-
-
-_PACKAGES = (
-    "llvmlite", "numba", "numba-cuda", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit",
-    "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc", "nvidia-nvvm-cu12",
-    "nvidia-nvjitlink-cu12", "nvidia-cuda-nvcc-cu12",
-)  # fmt: skip
-_GENERATOR = ("source", "polynomials", "targets", "lower", "emit", "build")
-
-
-@cache
-def _compilers(device_type: str) -> tuple[str, ...]:
-    """What decides a binary besides its Source: our generator, the packages that compile, options.
-
-    A CUDA toolkit that is no package is known by its place.
-    """
-    from importlib.metadata import PackageNotFoundError, version
-
-    generator = hashlib.sha256()
-    for name in _GENERATOR:
-        generator.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    facts = [generator.hexdigest()]
-    if device_type == "cpu":
-        from .build import processor
-
-        return (*facts, version("llvmlite"), *processor())
-    for package in _PACKAGES:
-        try:
-            facts.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    for name, value in sorted(os.environ.items()):
-        if name in ("CUDA_HOME", "CUDA_PATH"):
-            facts.append(f"{name}={os.path.realpath(value)}")
-        elif name.startswith("NUMBA_"):
-            facts.append(f"{name}={value}")
-    return tuple(facts)
 
 
 @cache
@@ -314,28 +290,29 @@ _PACKAGE, _TORCH = (os.path.dirname(path) + os.sep for path in (__file__, torch.
 
 
 def _position() -> tuple[str, int] | None:
-    """File and line of the user's code that is running; None in a thread of torch's."""
+    """File and line of the user's code that is running; None for code that is in no file."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, _TORCH, "<autofuse")):
+        if not name.startswith((_PACKAGE, _TORCH, "<")):
             return name, frame.f_lineno
         frame = frame.f_back
     return None
 
 
-def _too_many(source: Source) -> bool:
-    """Whether the line that needs `source` has asked for its share of kernels before."""
+def _too_many(request: Request) -> bool:
+    """Whether the line that needs this kernel has had its share, which refuses it."""
     position = _position()
     if position is None:
         return False
     asked = _positions[position]
     if len(asked) < config.max_kernels_per_line:
-        asked.append(source)
+        asked.append(request.source)
         return False
+    request.state = "refused"
     if len(asked) > config.max_kernels_per_line:
         return True
-    asked.append(source)  # one more than there may be: the warning is out
+    asked.append(request.source)  # one more than there may be: the warning is out
     name, line = position
     changes = [difference(a, b) for a, b in pairwise(asked[-9:])]
     most = max(reversed(changes), key=changes.count)
@@ -398,41 +375,38 @@ def _cold(request: Request) -> str:
 
 def kernels() -> list[Kernel]:
     """Every kernel loaded in this process."""
-    return [kernel for kernel in list(_kernels.values()) if isinstance(kernel, Kernel)]
+    return list(_kernels.values())
 
 
 def clear_kernels() -> None:
     """Forget every kernel and every request, and what the background compiler is doing."""
-    global _queued, _generation
+    global _queued
     with _lock:
-        _generation = object()
         _kernels.clear()
+        _requests.clear()
         _positions.clear()
-        _queued = 0
+        _queued = set()  # an answer to a request of the old one is dropped
+        _cache.cache_clear()
+        close = forget_service()
         _done.notify_all()
     _stir()
-    forget_service()
-    _cache.cache_clear()
-
-
-_generation = object()  # of requests; answers to those of an earlier one are dropped
+    close()
 
 
 def forget_threads() -> None:
     """After a fork: locks are free, and what the parent has asked for must be asked for again."""
-    global _lock, _done, _queued, _generation
+    global _lock, _done, _queued
     _lock = threading.RLock()
     _done = threading.Condition(_lock)
-    _queued, _generation = 0, object()
+    for request in _queued:
+        request.state = "rare"
+    _queued = set()
+    forget_service(forked=True)
+    if "autofuse.build" in sys.modules:
+        from .build import forget_threads
+
+        forget_threads()
     _stir()
-    for request in _requests():
-        if request.state == "queued":
-            request.state = "rare"
-    forget_service(abandoned=True)
 
 
 watch(_stir)
-
-
-def _requests() -> Iterator[Request]:
-    return (request for request in list(_kernels.values()) if isinstance(request, Request))

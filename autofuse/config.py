@@ -80,7 +80,9 @@ class Config:
         for CUDA, where both give the same bits, now for the CPU, where they need not""")
     compile_after: int = _row(2, Whole(1), """
         how often a chain has to run before it is worth a compile in the background""")
-    workers: int = _row(1, Whole(0), "processes that compile in the background; 0 compiles here")
+    workers: int = _row(1, Whole(0), """
+        processes that compile in the background, counted when the first kernel is asked for; with
+        0 this one does""")
     max_kernels: int = _row(2048, Whole(1), """
         loaded kernels before all are forgotten; those still in use are loaded again""")
     max_kernels_per_line: int = _row(64, Whole(1), """

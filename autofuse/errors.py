@@ -1,6 +1,7 @@
 """The failures that autofuse itself reports, one class per failure. Imports nothing of autofuse."""
 
 import sys
+from contextlib import suppress
 
 
 class AutofuseError(RuntimeError):
@@ -34,4 +35,5 @@ def warn_once(message: str) -> None:
     """Warn on stderr, once per message."""
     if message not in _said:
         _said.add(message)
-        print(message, file=sys.stderr)
+        with suppress(OSError, ValueError):  # there may be no stderr any more
+            print(message, file=sys.stderr)

@@ -92,7 +92,10 @@ def _load_cuda(binary: bytes, source: Source, device: torch.device) -> Module:
 def _unload_retired(driver: Any) -> None:
     if _captured or not _retired:
         return
-    modules = [_retired.pop() for _ in range(len(_retired))]
+    modules = []
+    with suppress(IndexError):  # another thread takes some
+        while True:
+            modules.append(_retired.pop())
     for device in {device for _, device in modules}:
         torch.cuda.synchronize(device)
     for module, device in modules:

@@ -236,7 +236,7 @@ class Expected:
         program = tape.tip.program()
         device = tape.recorder.device
         self.pieces = make_pieces(program, self.live, device.type)
-        self.order = Order([piece.plan for piece in self.pieces], device)
+        self.order = Order([piece.plan for piece in self.pieces], device, counted=False)
 
     def ready(self) -> Answer | None:
         """The Answer, or None; asks for the kernels that are missing."""

@@ -18,7 +18,8 @@ from typing import Any, BinaryIO
 _LENGTHS = struct.Struct("<II")
 # stands for the package, whose own __init__ would import torch
 BOOT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.path[:] = [path for path in sys.path if path]
 import types
 package = types.ModuleType("autofuse")
@@ -66,6 +67,7 @@ def main() -> None:
         return
     settings, _ = hello
     sys.path[:] = settings["path"]
+    send(answers, {"ready": True})
     requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
     def listen() -> None:
@@ -84,9 +86,11 @@ def main() -> None:
 def _serve(request: dict[str, Any], cache: Any) -> tuple[dict[str, Any], bytes]:
     try:
         from .build import build_once
-        from .source import Source
+        from .source import Source, compilers
 
         source = Source.from_json(request["source"])
+        if list(compilers(source.device)) != request["compilers"]:
+            return {"error": "the packages that compile have changed since Python started"}, b""
         made = build_once(source, request["target"], request["key"], cache)
         return {"built": made.built, "unsaved": made.unsaved}, made.binary
     except Exception as error:  # the parent reports it

@@ -1,24 +1,28 @@
 """Tiers: chains run as eager ops until their kernel is there, and nobody can tell by the values."""
 
+import gc
 import os
+import pathlib
 import random
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import weakref
 
 import pytest
 import torch
 
 import autofuse
 from autofuse import background, compile, config
-from autofuse.background import Answer, Job, Service
+from autofuse.background import Job, Service
 from autofuse.cache import DiskCache
 from autofuse.codegen import source_of
 from autofuse.op import OPS as ROWS
 from autofuse.plan import CONST, Program, Step, View, make_pieces
-from autofuse.source import Source
+from autofuse.source import Source, compilers
 from support import DEVICES, assert_same
 
 both = pytest.mark.parametrize("device", DEVICES)
@@ -88,7 +92,7 @@ def test_a_chain_is_worth_a_kernel_from_its_nth_run_on(device, monkeypatch):
     x = torch.randn(64, device=device)
     for _ in range(2):
         run(x)
-    assert compile._queued == 0 and autofuse.wait(timeout=0)
+    assert compile.outstanding() == 0 and autofuse.wait(timeout=0)
     run(x)
     assert autofuse.wait() and autofuse.stats().kernels_compiled == 1
     run(x)
@@ -241,6 +245,103 @@ def test_no_compile_reaches_the_thread_of_backward(device, monkeypatch):
         y.sum().backward()
 
 
+@both
+def test_no_compile_raises_every_time_and_stands_in_nobodys_way(device, monkeypatch):
+    monkeypatch.setattr(config, "compile_after", 2)
+    x = torch.randn(64, device=device)
+    y = chain(autofuse.wrap(x))
+    with autofuse.no_compile():
+        for _ in range(3):
+            with pytest.raises(autofuse.ColdKernelError):
+                autofuse.materialize(y)
+    autofuse.materialize(y)
+    compile.clear_kernels()
+    for _ in range(3):
+        run(x)
+    assert autofuse.wait()
+    run(x)
+    assert autofuse.stats().kernels_launched == 1
+
+
+@pytest.mark.parametrize("block", [torch.no_grad, autofuse.disabled,
+                                   lambda: torch.autocast("cpu")])  # fmt: skip
+def test_a_block_that_cannot_be_entered_leaves_nothing_behind(block):
+    x = torch.randn(64)
+    with pytest.raises(autofuse.ColdKernelError), autofuse.no_compile():
+        y = chain(autofuse.wrap(x))
+        with block():
+            raise AssertionError("is not reached")
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert_same(y, chain(x), None)
+    assert autofuse.is_pending(autofuse.wrap(x) * 2)
+
+
+# --- the eager tier ------------------------------------------------------------------------------
+
+
+@both
+def test_a_version_moves_before_another_op_saves_the_value(device):
+    x = torch.randn(4, 6, device=device, requires_grad=True)
+    w = torch.randn(4, 6, device=device)
+    results = []
+    for wrap in (lambda t: t, autofuse.wrap):
+        leaf = wrap(x.detach().clone().requires_grad_())
+        c = wrap(w) * 2.0
+        c.add_(1.0)
+        y = c * leaf
+        y.sum().backward()
+        results.append(autofuse.unwrap(leaf.grad))
+        assert c._version == 1
+    assert_same(results[1], results[0], None)
+
+
+def test_the_modes_of_another_thread_do_not_reach_a_chain():
+    """Autocast would make a float32 loss of the bfloat16 one."""
+    w, t = (torch.randn(64).bfloat16() for _ in range(2))
+    loss = torch.nn.functional.mse_loss
+    y = loss(autofuse.wrap(w), t, reduction="none") * 2
+
+    def read():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            autofuse.materialize(y)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert_same(y, loss(w, t, reduction="none") * 2, None)
+
+
+def test_news_that_comes_twice_loses_nothing(monkeypatch):
+    """Two wake the same recorder; between them its thread has recorded."""
+    x = torch.randn(64)
+    monkeypatch.setattr(Service, "submit", lambda self, job: None)
+    for _ in range(20):
+        run(x)
+    recorder = autofuse.chain.recorder_for(x.device)
+    assert recorder.resting
+    late = threading.Thread(target=autofuse.chain.wake)
+    with recorder.lock:
+        late.start()
+        while not late.is_alive():
+            time.sleep(0.001)
+        time.sleep(0.05)  # it waits for the lock
+        autofuse.chain.wake()
+        y = autofuse.wrap(x) * 2
+    late.join()
+    assert_same(y, x * 2, None)
+
+
+def test_requests_are_bounded(monkeypatch):
+    monkeypatch.setattr(config, "max_kernels", 4)
+    monkeypatch.setattr(config, "compile_after", 100)
+    for size in range(1, 40):
+        x = autofuse.wrap(torch.ones(8))
+        for _ in range(size):
+            x = x + 0.5
+        autofuse.materialize(x)
+        assert len(compile._requests) <= 17
+
+
 # --- keys that keep changing ---------------------------------------------------------------------
 
 
@@ -267,7 +368,7 @@ def test_a_line_that_keeps_asking_is_left_to_eager(device, monkeypatch, capsys):
 def test_loaded_kernels_are_bounded(device, monkeypatch):
     monkeypatch.setattr(config, "max_kernels", 4)
     monkeypatch.setattr(config, "compile", "now")
-    modules = set()
+    modules = weakref.WeakSet()
     x = autofuse.wrap(torch.ones(8, device=device))
     for _ in range(2):
         for k in range(1, 10):
@@ -275,19 +376,26 @@ def test_loaded_kernels_are_bounded(device, monkeypatch):
             for _ in range(k):
                 y = y * 1.5
             assert y.tolist() == [1.5**k] * 8
-            modules.update(id(kernel.module) for kernel in compile.kernels())
+            modules.update(kernel.module for kernel in compile.kernels())
             assert len(compile.kernels()) <= 4
+    del y
+    gc.collect()
+    assert len(modules) <= 8  # what is loaded: those of the table, and those still in a trie
     assert autofuse.stats().kernels_compiled == 9 and autofuse.stats().kernels_loaded >= 5
 
 
 # --- the processes -------------------------------------------------------------------------------
 
 
+def job(source, done, target="cpu"):
+    key = compile.key_of(source, torch.device("cpu"))
+    return Job(source.to_json(), target, key, compilers(source.device), done)
+
+
 def ask(service, source, target="cpu", patience=60.0):
     """The service's answer to one job."""
     answers = []
-    key = compile.key_of(source, torch.device("cpu"))
-    service.submit(Job(source.to_json(), target, key, answers.append))
+    service.submit(job(source, answers.append, target))
     end = time.monotonic() + patience
     while not answers:
         assert time.monotonic() < end
@@ -318,19 +426,33 @@ def test_an_error_of_the_compiler_is_told(service):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("how", ["killed", "hanging"])
+@pytest.mark.parametrize("how", ["killed", "hanging", "idle"])
 def test_a_lost_worker_is_replaced(service, how, monkeypatch):
     first, second, third = jobs(3)
     assert ask(service, first).built
     (process,) = service.processes
-    if how == "hanging":
-        monkeypatch.setattr(background, "HANG_SECONDS", 0.3)
-        os.kill(process.pid, signal.SIGSTOP)
-    else:
+    if how == "idle":  # nothing is lost with it
         os.kill(process.pid, signal.SIGKILL)
-    assert "died or did not answer" in ask(service, second).error
-    monkeypatch.undo()
+        process.wait()
+        assert ask(service, second).built
+    else:
+        if how == "hanging":
+            monkeypatch.setattr(background, "HANG_SECONDS", 0.3)
+        os.kill(process.pid, signal.SIGSTOP)
+        if how == "killed":
+            threading.Timer(0.3, process.kill).start()
+        assert "died or did not answer" in ask(service, second).error
+        monkeypatch.undo()
     assert ask(service, third).built and service.processes[0].pid != process.pid
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_an_interrupt_at_the_terminal_is_not_the_workers(service):
+    first, second = jobs(2)
+    assert ask(service, first).built
+    (process,) = service.processes
+    os.kill(process.pid, signal.SIGINT)
+    assert ask(service, second).built and service.processes == [process]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -339,9 +461,9 @@ def test_a_chain_whose_worker_died_stays_eager(capsys):
     autofuse.materialize(autofuse.wrap(x) * 2 + 1)
     assert autofuse.wait()
     (process,) = background._service.processes
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    os.kill(process.pid, signal.SIGSTOP)
     run(x)
+    process.kill()
     autofuse.wait()
     for _ in range(3):
         run(x)
@@ -352,12 +474,48 @@ def test_a_chain_whose_worker_died_stays_eager(capsys):
 
 
 def test_workers_that_keep_dying_are_given_up(service, monkeypatch):
-    monkeypatch.setattr(background, "BOOT", "raise SystemExit(3)")
+    broken = background.BOOT.replace("main()", "worker._serve = None; main()").replace(
+        "import main", "import main; from autofuse import worker"
+    )
+    monkeypatch.setattr(background, "BOOT", broken)
     sources = jobs(5)
     for source in sources:
         assert ask(service, source).error
     assert not service.processes and not service.unavailable
     assert "keep dying" in ask(service, sources[0]).error
+
+
+def test_a_process_that_does_not_start_is_none(service, monkeypatch):
+    monkeypatch.setattr(background, "BOOT", "raise SystemExit(3)")
+    assert ask(service, jobs(1)[0]).refused and "does not start" in service.unavailable
+
+
+def test_without_threads_kernels_are_compiled_here(monkeypatch, capsys):
+    def refused(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(background.threading.Thread, "start", refused)
+    x = torch.randn(64)
+    run(x)
+    run(x)
+    monkeypatch.undo()
+    assert autofuse.wait(timeout=0) and autofuse.stats().kernels_launched == 1
+    assert "can't start new thread" in capsys.readouterr().err
+
+
+def test_an_odd_path_does_not_stop_the_service(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, pathlib.Path("/nowhere"), None])
+    run(torch.randn(64))
+    assert autofuse.wait(timeout=60) and autofuse.stats().kernels_compiled == 1
+
+
+def test_packages_that_changed_since_the_start_compile_nothing(service):
+    (source,) = jobs(1)
+    answers = []
+    service.submit(Job(source.to_json(), "cpu", "0" * 64, ("another",), answers.append))
+    while not answers:
+        time.sleep(0.005)
+    assert "have changed" in answers[0].error
 
 
 def test_without_processes_kernels_are_compiled_here(monkeypatch, capsys):
@@ -385,9 +543,8 @@ def test_eight_services_build_each_kernel_once(tmp_path):
     answers, sources = [], jobs(3)
     try:
         for source in sources:
-            key = compile.key_of(source, torch.device("cpu"))
             for service in services:
-                service.submit(Job(source.to_json(), "cpu", key, answers.append))
+                service.submit(job(source, answers.append))
         end = time.monotonic() + 120
         while len(answers) < 24 and time.monotonic() < end:
             time.sleep(0.01)
@@ -402,8 +559,7 @@ def test_two_workers_share_the_work(tmp_path):
     service = Service(2, DiskCache(tmp_path / "own"))
     answers = []
     for source in jobs(6):
-        key = compile.key_of(source, torch.device("cpu"))
-        service.submit(Job(source.to_json(), "cpu", key, answers.append))
+        service.submit(job(source, answers.append))
     assert len(service.threads) == 2
     end = time.monotonic() + 60
     while len(answers) < 6 and time.monotonic() < end:
@@ -456,15 +612,15 @@ def test_what_a_key_on_disk_holds(device, monkeypatch):
                    {"name": "af_other"}, {"consts": ()}, {"rank": 2}):  # fmt: skip
         fields = {name: getattr(one, name) for name in Source.__slots__} | change
         assert compile.key_of(Source(**fields), place) != key
-    compile._compilers.cache_clear()
-    monkeypatch.setattr(compile, "_GENERATOR", compile._GENERATOR[1:])
+    compilers.cache_clear()
+    monkeypatch.setattr(autofuse.source, "_GENERATOR", autofuse.source._GENERATOR[1:])
     assert compile.key_of(one, place) != key
-    compile._compilers.cache_clear()
+    compilers.cache_clear()
     monkeypatch.undo()
     if device == "cuda":
         monkeypatch.setenv("NUMBA_OPT", "1")
         assert compile.key_of(one, place) != key
-        compile._compilers.cache_clear()
+        compilers.cache_clear()
 
 
 # --- processes of the user's ---------------------------------------------------------------------
@@ -591,7 +747,3 @@ def test_a_worker_knows_no_torch():
         [sys.executable, "-c", text, package], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["False", "False"], done.stderr
-
-
-def test_answers_have_defaults():
-    assert Answer() == Answer(b"", False, "", "", False)
