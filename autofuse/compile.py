@@ -29,7 +29,8 @@ from .config import config, watch
 from .errors import ColdKernelError, KernelError, warn_once
 from .load import Module, load
 from .plan import Plan
-from .source import Parameters, Source, compilers, difference, nearest
+from .source import Parameters, Source, difference, nearest
+from .toolchain import compilers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

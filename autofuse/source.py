@@ -7,12 +7,8 @@ kernel language (f64 f32 f16 bf16 i64 i32 i16 i8 u8 b1) and the order of a kerne
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
 
 Ints = tuple[int, ...]
 BROADCAST, UNIT, STRIDED = 0, 1, 2  # how an operand walks one axis of the loop
@@ -82,43 +78,6 @@ class Parameters:
         strides = sum(axis == STRIDED for operand in operands for axis in operand.axes)
         codes = ["u64"] * len(operands) + [*source.consts] + [index] * (source.rank + strides)
         return Parameters(tuple(codes), len(source.loads), len(source.stores), len(source.consts))
-
-
-_PACKAGES = (
-    "llvmlite", "numba", "numba-cuda", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit",
-    "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc", "nvidia-nvvm-cu12",
-    "nvidia-nvjitlink-cu12", "nvidia-cuda-nvcc-cu12",
-)  # fmt: skip
-_GENERATOR = ("source", "polynomials", "targets", "lower", "emit", "build")
-
-
-@cache
-def compilers(device_type: str) -> tuple[str, ...]:
-    """What decides a binary besides its Source: our generator, the packages that compile, options.
-
-    A CUDA toolkit that is no package is known by its place.
-    """
-    from importlib.metadata import PackageNotFoundError, version
-
-    generator = hashlib.sha256()
-    for name in _GENERATOR:
-        generator.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    facts = [generator.hexdigest()]
-    if device_type == "cpu":
-        from .build import processor
-
-        return (*facts, version("llvmlite"), *processor())
-    for package in _PACKAGES:
-        try:
-            facts.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    places = {name: os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")}
-    for name, place in {**places, "default": "/usr/local/cuda"}.items():
-        if place and os.path.exists(place):
-            facts.append(f"{name}={os.path.realpath(place)}")
-    numba = (f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_"))
-    return (*facts, *numba)
 
 
 def difference(a: Source, b: Source) -> str:

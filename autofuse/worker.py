@@ -86,7 +86,8 @@ def main() -> None:
 def _serve(request: dict[str, Any], cache: Any) -> tuple[dict[str, Any], bytes]:
     try:
         from .build import build_once
-        from .source import Source, compilers
+        from .source import Source
+        from .toolchain import compilers
 
         source = Source.from_json(request["source"])
         if list(compilers(source.device)) != request["compilers"]:

@@ -22,7 +22,8 @@ from autofuse.cache import DiskCache
 from autofuse.codegen import source_of
 from autofuse.op import OPS as ROWS
 from autofuse.plan import CONST, Program, Step, View, make_pieces
-from autofuse.source import Source, compilers
+from autofuse.source import Source
+from autofuse.toolchain import compilers
 from support import DEVICES, assert_same
 
 both = pytest.mark.parametrize("device", DEVICES)
@@ -613,7 +614,7 @@ def test_what_a_key_on_disk_holds(device, monkeypatch):
         fields = {name: getattr(one, name) for name in Source.__slots__} | change
         assert compile.key_of(Source(**fields), place) != key
     compilers.cache_clear()
-    monkeypatch.setattr(autofuse.source, "_GENERATOR", autofuse.source._GENERATOR[1:])
+    monkeypatch.setattr(autofuse.toolchain, "_GENERATOR", autofuse.toolchain._GENERATOR[1:])
     assert compile.key_of(one, place) != key
     compilers.cache_clear()
     monkeypatch.undo()
