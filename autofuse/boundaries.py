@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from . import chain as _chain
 from . import compile as _compile
 from . import launch as _launch
 from .chain import (
+    annotate,
     close_thread,
     closed,
     flush_all,
@@ -49,7 +51,9 @@ def install() -> None:
     _patch_calls()
     _patch_modes()
     _patch_compile()
+    _patch_distributed()
     _patch_cuda()
+    _patch_profiler()
     register_optimizer_step_pre_hook(lambda *args: flush_all("optimizer"))
     os.register_at_fork(
         before=lambda: flush_all("fork"),
@@ -57,8 +61,13 @@ def install() -> None:
     )
 
 
-def _flush_first(owner: Any, name: str, reason: str, flush: Callable[[str], None]) -> None:
-    """Replace `owner.name` by a function that flushes and then calls it."""
+def _flush_first(
+    owner: Any, name: str, reason: str, flush: Callable[[str], None], anyway: bool = False
+) -> None:
+    """Replace `owner.name` by a function that flushes and then calls it.
+
+    anyway: also if the flush fails, for what ends something.
+    """
     original = getattr(owner, name, None)
     if original is None:
         return
@@ -68,7 +77,15 @@ def _flush_first(owner: Any, name: str, reason: str, flush: Callable[[str], None
         flush(reason)
         return original(*args, **kwargs)
 
-    _replace(owner, name, call)
+    @functools.wraps(original)
+    def ending(*args: Any, **kwargs: Any) -> Any:
+        try:
+            flush(reason)
+        finally:
+            result = original(*args, **kwargs)
+        return result
+
+    _replace(owner, name, ending if anyway else call)
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -137,9 +154,12 @@ class _Attribute(property):
     __objclass__ = torch._C.TensorBase
 
 
+_ATTRIBUTES = ("data", "grad", "requires_grad")
+
+
 def _patch_attributes() -> None:
     """`t.data = s` and `t.grad = s` hand a tensor to C++ without asking it."""
-    for name in ("data", "grad", "requires_grad"):
+    for name in _ATTRIBUTES:
         base = getattr(torch.Tensor, name)
 
         def get(self: Any, base: Any = base) -> Any:
@@ -183,9 +203,13 @@ def _patch_calls() -> None:
         (functorch_utils, "unwrap_dead_wrappers"),
         (torch._C.ScriptFunction, "__call__"),
         (torch._C.ScriptMethod, "__call__"),
-        (torch.jit, "trace"),
+        (torch.nn.parallel.DistributedDataParallel, "_post_forward"),
     ):
         _flush_first(owner, name, name, flush_thread)
+    for name in ("trace", "trace_module"):
+        setattr(torch.jit, name, _unwrapping(getattr(torch.jit, name), "jit"))
+    for owner in (torch, torch.utils.dlpack):
+        owner.to_dlpack = _unwrapping(owner.to_dlpack, "to_dlpack")
     for owner in (graph, torch.autograd):  # hooks run in grad modes that the engine sets
         _reopened_after(owner, "_engine_run_backward", "backward", lambda reason: regrade(),
                         flush=flush_thread)  # fmt: skip
@@ -248,17 +272,40 @@ def _patch_compile() -> None:
         if model is None:
             return lambda model: compile(model, **kwargs)
         compiled = original(model, **kwargs)
+        _skip_tracing()
         if isinstance(compiled, torch.nn.Module):
             cls = type(compiled)
             if "__call__" not in cls.__dict__ or not hasattr(cls.__call__, "_autofuse"):
-                cls.__call__ = _unwrapping(cls.__call__)  # type: ignore[method-assign]
+                cls.__call__ = _unwrapping(cls.__call__, "compile")  # type: ignore[method-assign]
             return compiled
-        return _unwrapping(compiled)
+        return _unwrapping(compiled, "compile")
 
     torch.compile = compile  # type: ignore[assignment]
 
 
-def _unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+@functools.cache
+def _skip_tracing() -> None:
+    """A wrapped tensor that a compiled function closes over breaks its graph.
+
+    The ops on it run as torch's own, for torch._dynamo does not trace what records them. `api`
+    stays open, so that a fused function is compiled as if it were not fused.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.eval_frame import skip_code
+
+    for name in _ATTRIBUTES:  # frames where torch has none
+        attribute = getattr(torch.Tensor, name)
+        for accessor in (attribute.fget, attribute.fset, attribute.fdel):
+            skip_code(accessor.__code__)
+    for path in Path(__file__).parent.glob("*.py"):
+        if path.stem not in ("api", "boundaries"):
+            trace_rules.SKIP_DIRS.append(path.as_posix())
+    trace_rules.SKIP_DIRS.append("<autofuse")
+    trace_rules._recompile_re()
+
+
+def _unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """`function` of plain tensors, with nothing recorded while it runs."""
     from .api import plain_arguments
 
     @functools.wraps(function)
@@ -266,7 +313,7 @@ def _unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         args, kwargs = plain_arguments((args, kwargs))
-        with closed("torch.compile"):
+        with closed(reason):
             return function(*args, **kwargs)
 
     call._autofuse = True  # type: ignore[attr-defined]
@@ -361,6 +408,24 @@ def _closed_inside(owner: Any, keep: type) -> None:
     owner.__enter__, owner.__exit__ = entered, left
 
 
+# --- collectives ---------------------------------------------------------------------------------
+
+
+_COLLECTIVES = (
+    "broadcast allreduce allreduce_coalesced reduce allgather _allgather_base allgather_coalesced "
+    "allgather_into_tensor_coalesced all_gather_single all_gather_single_coalesced gather scatter "
+    "reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced reduce_scatter_single "
+    "reduce_scatter_single_coalesced alltoall alltoall_base all_to_all_single recv recv_anysource"
+).split()
+
+
+def _patch_distributed() -> None:
+    """Collectives write to memory and do not count it as a write."""
+    if torch.distributed.is_available():
+        for name in _COLLECTIVES:
+            _flush_first(torch.distributed.ProcessGroup, name, "collective", flush_thread)
+
+
 # --- streams, events, graphs ---------------------------------------------------------------------
 
 
@@ -369,12 +434,29 @@ def _patch_cuda() -> None:
     cuda = torch.cuda
     for owner, names in (
         (cuda, ("set_stream", "synchronize")),
-        (cuda.StreamContext, ("__enter__", "__exit__")),
+        (cuda.StreamContext, ("__enter__",)),
         (cuda.Event, ("record", "wait", "synchronize", "query", "elapsed_time")),
         (cuda.Stream, ("wait_event", "wait_stream", "record_event", "synchronize", "query")),
-        (cuda.CUDAGraph, ("capture_begin", "capture_end", "replay")),
+        (cuda.CUDAGraph, ("capture_begin", "replay")),
         (cuda, ("set_device",)),
     ):
         for name in names:
             _flush_first(owner, name, "stream", flush_thread)
+    for owner, name in (
+        (cuda.StreamContext, "__exit__"),
+        (cuda.CUDAGraph, "capture_end"),
+        (cuda.graph, "__exit__"),
+    ):
+        _flush_first(owner, name, "stream", flush_thread, anyway=True)
     _flush_first(cuda.CUDAGraph, "capture_begin", "capture", lambda reason: keep_modules())
+
+
+# --- profilers -----------------------------------------------------------------------------------
+
+
+def _patch_profiler() -> None:
+    """While a profiler runs, every flush is a range of its own."""
+    from torch.autograd import profiler
+
+    _flush_first(profiler, "_run_on_profiler_start", "profiler", lambda reason: annotate(True))
+    _flush_first(profiler, "_run_on_profiler_stop", "profiler", lambda reason: annotate(False))

@@ -24,7 +24,7 @@ from . import shell as _shell
 from .autograd import Graph, graded, graph_of, pays
 from .compile import Order
 from .config import config, watch
-from .errors import ColdKernelError, NotReadyError, StaleInputError, warn_once
+from .errors import ColdKernelError, KernelError, NotReadyError, StaleInputError, warn_once
 from .launch import FailedRunner, Runner, compiled, runner_class, settle, stream_reader
 from .load import enter_context
 from .op import Op
@@ -536,9 +536,9 @@ def flush(recorder: Recorder, reason: str) -> None:
                 runner.runs += 1
                 if runner.pieces:  # also if they wait for their kernels
                     _local.launches += 1
-            except ColdKernelError:
-                raise
             except Exception as error:
+                if isinstance(error, ColdKernelError) and not compiling.capturing(recorder.device):
+                    raise
                 _recover(recorder, chain, node, runner, error)
             done = True
             if any(map(getweakrefcount, chain)):
@@ -589,14 +589,19 @@ def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bo
     if known is None or known.waiting:
         try:
             runner = _build_runner(recorder, node, live, into) if known is None else known.ready()
-        except ColdKernelError:
-            raise
+        except ColdKernelError as error:
+            if not compiling.capturing(recorder.device):
+                raise
+            args = (recorder.device, node.path(), node.inputs, live, (), into)
+            return FailedRunner(*args, error=error)  # not to be remembered
         except Exception as error:
             args = (recorder.device, node.path(), node.inputs, live, (), into)
-            runner = FailedRunner(*args, error=error)
+            runner = FailedRunner(*args, error=KernelError(f"no kernel: {error}"))
         if runner is not known:
             recorder.runners.append(runner)
             node.runners[mask] = runner
+            if _annotating:
+                _annotated(runner)
         if runner.waiting:
             _rest(recorder)
             return runner  # asked again next time
@@ -719,7 +724,8 @@ def _recover(
     recorder: Recorder, chain: Chain, node: Node, runner: Runner, error: Exception
 ) -> None:
     """After a failed run: compute the live-outs without the kernel, or say that they are lost."""
-    if isinstance(error, StaleInputError):
+    cold = isinstance(error, ColdKernelError) and not runner.kernels  # in the middle of a capture
+    if isinstance(error, StaleInputError) or cold:
         for owner in runner.owners:
             _shell._set(chain[owner.index], "_af", Lost(error))
             owner.shell = None
@@ -791,6 +797,43 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
     body = "".join(f"    {line}\n" for line in lines)
     exec(compiled(f"def replay(inputs, consts, bumps):\n{body}    return [{results}]\n"), space)
     return space["replay"]
+
+
+# --- profilers -----------------------------------------------------------------------------------
+
+_annotating = False  # a profiler runs
+
+
+def annotate(on: bool) -> None:
+    """Make every run of a chain a range for profilers, or stop that.
+
+    The runners change, so that a flush need not ask.
+    """
+    global _annotating
+    _annotating = on
+    for recorder in list(_all_recorders):
+        with recorder.lock:
+            for runner in recorder.runners:
+                if on:
+                    _annotated(runner)
+                elif runner.bare is not None:
+                    runner.run, runner.bare = runner.bare, None
+
+
+def _annotated(runner: Runner) -> None:
+    """Let `runner` run inside a range that is named after its kernels, or its ops without one."""
+    if runner.bare is not None:
+        return
+    names = [piece.plan.name for piece in runner.pieces if runner.kernels]
+    ops = [node.op.name for node in runner.nodes if node.op is not None]
+    label = f"autofuse: {', '.join(names)}" if names else f"autofuse, eager: {', '.join(ops)}"
+    run = runner.bare = runner.run
+
+    def ranged(chain: Chain) -> None:
+        with torch.profiler.record_function(label):
+            run(chain)
+
+    runner.run = ranged
 
 
 def flush_tensor(tensor: Tensor, reason: str) -> None:

@@ -144,13 +144,13 @@ def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> Kernel | Non
                 counts["loaded"] += 1
                 return _publish(request, binary)
             if _forbidden:
-                raise ColdKernelError(_cold(request))
+                raise ColdKernelError(_cold(request, "no_compile() is active"))
             if len(_requests) >= 4 * config.max_kernels:
                 for key in [key for key, old in _requests.items() if old not in _queued]:
                     del _requests[key]
             _requests[plan, device] = request
         elif _forbidden:
-            raise ColdKernelError(_cold(request))
+            raise ColdKernelError(_cold(request, "no_compile() is active"))
         return _advance(request, counted)
 
 
@@ -171,11 +171,24 @@ def _advance(request: Request, counted: bool) -> Kernel | None:
                 if counted and _too_many(request):
                     return None
                 _submit(request)
+            if capturing(request.device):
+                warn_once(
+                    f"autofuse: a CUDA graph has captured {request.source.name} as eager ops, for "
+                    "its kernel is not there yet. Run the chain "
+                    f"{config.compile_after} times before the capture and call autofuse.wait()."
+                )
             return None
         warn_once(f"autofuse: kernels are compiled in this process: {compiler.unavailable}")
     if request.state == "rare" and counted and _too_many(request):
         return None
+    if capturing(request.device):
+        raise ColdKernelError(_cold(request, "a CUDA graph is being captured"))
     return _compile_now(request)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched on `device` now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _compile_now(request: Request) -> Kernel:
@@ -361,11 +374,11 @@ class no_compile:  # noqa: N801 - used like a function
             _forbidden -= 1
 
 
-def _cold(request: Request) -> str:
+def _cold(request: Request, why: str) -> str:
     """What is said of a kernel that may not be compiled."""
     known = [kernel.source for kernel in kernels()]
     like = nearest(request.source, known)
-    text = f"no kernel for {request.source.name} in memory or on disk, and no_compile() is active."
+    text = f"no kernel for {request.source.name} in memory or on disk, and {why}."
     if like is not None:
         text += f" The nearest known one is {like.name}; here: {difference(like, request.source)}."
     return (

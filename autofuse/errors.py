@@ -21,7 +21,7 @@ class KernelError(AutofuseError):
 
 
 class ColdKernelError(AutofuseError):
-    """A kernel would have to be compiled where `no_compile` forbids it."""
+    """A kernel would have to be compiled inside `no_compile` or while a CUDA graph is captured."""
 
 
 class NotReadyError(AutofuseError):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .compile import Kernel, Order
-from .errors import KernelError, NotReadyError, StaleInputError
+from .errors import AutofuseError, KernelError, NotReadyError, StaleInputError
 from .load import enter_context
 from .plan import Piece, Ref, unvectorised
 from .shell import (
@@ -75,6 +75,7 @@ class Runner:
     """Computes the live-outs `live` of one program; counts what that saved."""
 
     run: Callable[[Chain], None]  # computes and settles
+    bare: Callable[[Chain], None] | None = None  # `run` without the range a profiler sees
     attach: Callable[..., None] | None = None  # takes inputs, consts and what `made` names
     packs: tuple[tuple[int, ...], ...] = ()  # live-outs that share one tensor, one after another
     recorded = True  # its ops were recorded, not made by autograd
@@ -134,15 +135,15 @@ class Runner:
 
 
 class FailedRunner(Runner):
-    """Stands for a kernel that could not be built; its chains run as eager ops."""
+    """Stands for a kernel that could not be built; `error` decides what becomes of its chains."""
 
-    def __init__(self, *args: Any, error: Exception) -> None:
+    def __init__(self, *args: Any, error: AutofuseError) -> None:
         super().__init__(*args)
-        self.reason = str(error)  # its traceback would keep the chain's values alive
+        self.kind, self.reason = type(error), str(error)  # a traceback keeps the chain's values
 
     def run(self, chain: Chain) -> None:  # type: ignore[override]
         self.check(chain)
-        raise KernelError(f"no kernel: {self.reason}")
+        raise self.kind(self.reason)
 
 
 # computes gradients: (incoming gradients, saved tensors, the chain's Consts) -> a tuple that
