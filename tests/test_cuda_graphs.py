@@ -170,10 +170,11 @@ class TestCapture:
         graphed = torch.cuda.make_graphed_callables(fused, (x.clone(),))
         for module in (graphed, plain):
             module(x).sum().backward()
-        assert_same(graphed(x).detach(), plain(x).detach(), None)
+        torch.testing.assert_close(graphed(x), plain(x))  # matmuls may choose otherwise in a graph
         for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
-            assert_same(ours.grad, theirs.grad, None)
+            torch.testing.assert_close(ours.grad, theirs.grad)
 
+    @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
     @pytest.mark.parametrize("when", ["inside", "at the end"])
     def test_a_cold_chain_is_refused_and_nothing_is_broken(self, when, cold):
         x, y = self.inputs()
