@@ -83,6 +83,16 @@ class Lost(_Unknown):
 UNKNOWN = _Unknown()
 
 
+class _Absent:
+    """An attribute that the base class has and this one has not."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object, owner: type) -> None:
+        raise AttributeError(f"{owner.__name__!r} has no attribute {self.name!r}")
+
+
 class Tensor(torch.Tensor):
     """A tensor whose pointwise ops are recorded and run later as one fused kernel.
 
@@ -91,6 +101,7 @@ class Tensor(torch.Tensor):
     """
 
     _af: Any = UNKNOWN  # a trie Node while pending; a Meta or UNKNOWN when concrete
+    __dlpack_c_exchange_api__ = _Absent()  # C functions that read memory; __dlpack__ asks for it
 
     def __setattr__(self, name: str, value: object) -> None:
         # an attribute of the user's must not stay on a shell that is used again
