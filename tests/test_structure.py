@@ -10,7 +10,8 @@ PACKAGE = Path(autofuse.__file__).parent
 ORDER = [
     "errors", "cache", "worker", "background", "source", "polynomials", "targets", "lower",
     "emit", "build", "toolchain", "kinds", "config", "dtypes", "layout", "op", "activations",
-    "special", "ops", "coverage", "plan", "codegen", "load", "compile", "shell", "launch", "trie", "rules",
+    "special", "ops", "coverage", "plan", "codegen", "load", "compile", "shell", "launch", "trie",
+    "rules",
     "autograd", "chain", "tensor", "boundaries", "api", "report", "diagnosis", "__init__",
     "__main__",
 ]  # fmt: skip
