@@ -448,7 +448,13 @@ def _patch_cuda() -> None:
         (cuda.graph, "__exit__"),
     ):
         _flush_first(owner, name, "stream", flush_thread, anyway=True)
-    _flush_first(cuda.CUDAGraph, "capture_begin", "capture", lambda reason: keep_modules())
+    _flush_first(cuda.CUDAGraph, "capture_begin", "capture", _begin_capture)
+
+
+def _begin_capture(reason: str) -> None:
+    """A graph holds its kernels; a chain that still waits for one asks again, to say so."""
+    keep_modules()
+    _compile._stir()
 
 
 # --- profilers -----------------------------------------------------------------------------------
