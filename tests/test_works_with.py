@@ -655,7 +655,7 @@ def test_a_notebook_shows_the_value(device):
 @device_param
 class TestProfiler:
     def names(self, f, activities):
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             f()
         return [event.name for event in profile.events()]
 
