@@ -29,7 +29,7 @@ from .launch import FailedRunner, Runner, compiled, runner_class, settle, stream
 from .load import enter_context
 from .op import Op
 from .ops import CASTS
-from .plan import CONST, Piece, make_pieces
+from .plan import CONST, make_pieces
 from .shell import (
     UNKNOWN,
     Held,
@@ -661,7 +661,8 @@ def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: b
         nodes[0].long = True
         computed = tuple(sorted({*live, *graph.stored}))
     pieces = make_pieces(node.program(), computed, device.type)
-    return WaitingRunner(device, nodes, node.inputs, live, pieces, into, graph, computed).ready()
+    args = (device, nodes, node.inputs, live, pieces, into)
+    return WaitingRunner(*args, graph=graph, computed=computed).ready()
 
 
 class EagerRunner(Runner):
@@ -677,21 +678,11 @@ class WaitingRunner(EagerRunner):
 
     waiting = True
 
-    def __init__(
-        self,
-        device: torch.device,
-        nodes: list[Node],
-        inputs: tuple[Meta, ...],
-        live: tuple[int, ...],
-        pieces: tuple[Piece, ...],
-        into: bool,
-        graph: Graph | None,
-        computed: tuple[int, ...],
-    ) -> None:
-        super().__init__(device, nodes, inputs, live, pieces, into)
+    def __init__(self, *args: Any, graph: Graph | None, computed: tuple[int, ...]) -> None:
+        super().__init__(*args)
         self.graph = graph  # what a runner with kernels leaves behind
         self.computed = computed  # the live-outs, and what `graph` stores
-        self.order = Order([piece.plan for piece in pieces], device)
+        self.order = Order([piece.plan for piece in self.pieces], self.device)
 
     def ready(self) -> Runner:
         """The runner that launches, or this one; asks for the kernels that are missing."""
