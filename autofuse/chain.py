@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from sys import getrefcount
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 from weakref import getweakrefcount
 
 import torch
@@ -154,6 +154,18 @@ class Counts:
 
 
 counts = Counts()
+
+
+class Watch(Protocol):
+    """Looks at one flush: what an observer returns."""
+
+    def failed(self, error: Exception) -> None: ...
+
+    def ended(self, runner: Runner | None) -> None: ...  # None: the flush raised
+
+
+# set by `observe` while somebody looks; called before a flush runs, with its reference counts
+observer: Callable[[Recorder, Chain, Node, tuple[int, ...], str], Watch] | None = None
 
 
 def recorder_for(device: torch.device) -> Recorder:
@@ -515,7 +527,7 @@ def flush(recorder: Recorder, reason: str) -> None:
         return
     with recorder.lock:  # also waits for a flush by another thread
         ident, recorder.ident = recorder.ident, 0  # a recording thread goes to the slow path
-        chain, done = recorder.chain, False
+        chain, done, watch = recorder.chain, False, None
         try:
             if not chain:
                 return
@@ -524,6 +536,8 @@ def flush(recorder: Recorder, reason: str) -> None:
                 enter_context(recorder.device)
             alive = tuple(map(getrefcount, chain))
             node = chain[len(alive) - 1]._af  # a thread in the middle of recording may add one more
+            if observer is not None:  # 0.02 us
+                watch = observer(recorder, chain, node, alive, reason)
             runner = node.runners.get(alive if chain.into is None else (-2, *alive))
             if runner is None:
                 runner = _runner_for(recorder, node, alive, chain.into is not None)
@@ -539,6 +553,8 @@ def flush(recorder: Recorder, reason: str) -> None:
             except Exception as error:
                 if isinstance(error, ColdKernelError) and not compiling.capturing(recorder.device):
                     raise
+                if watch is not None:
+                    watch.failed(error)
                 _recover(recorder, chain, node, runner, error)
             done = True
             if any(map(getweakrefcount, chain)):
@@ -549,6 +565,8 @@ def flush(recorder: Recorder, reason: str) -> None:
             if not done and chain and None not in chain:  # interrupted: the next flush tries again
                 recorder.chain = chain
             recorder.ident = ident
+            if watch is not None:
+                watch.ended(runner if done else None)
 
 
 def _without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chain) -> None:

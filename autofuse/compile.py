@@ -8,7 +8,6 @@ eager ops they were recorded from. Nothing here is on the launch path.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import threading
 import time
@@ -17,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +27,8 @@ from .config import config, watch
 from .errors import ColdKernelError, KernelError, warn_once
 from .load import Module, load
 from .plan import Plan
+from .position import Position, user_position
+from .progress import progress
 from .source import Parameters, Source, difference, nearest
 from .toolchain import compilers
 
@@ -51,11 +51,13 @@ class Kernel:
 class Request:
     """A kernel that is not there yet; hashed by identity."""
 
-    __slots__ = ("asked", "device", "error", "key", "plan", "source", "state")
+    __slots__ = ("asked", "begun", "device", "error", "key", "plan", "position", "source", "state")
 
     def __init__(self, plan: Plan, source: Source, key: str, device: torch.device) -> None:
         self.plan, self.source, self.key, self.device = plan, source, key, device
         self.asked = 0  # chains that would have used it
+        self.begun = time.perf_counter()  # when it was asked for
+        self.position: Position | None = None  # where, if somebody listens
         self.state = "rare"  # then "queued", or "failed"; "refused" is a line's kernel too many
         self.error = ""
 
@@ -67,10 +69,29 @@ _done = threading.Condition(_lock)
 _news = 0
 _queued: set[Request] = set()  # that are with the background compiler
 _forbidden = 0  # `no_compile` blocks that are open
-_positions: dict[tuple[str, int], list[Source]] = defaultdict(list)  # asked for, by user's line
+_positions: dict[Position, list[Source]] = defaultdict(list)  # asked for, by user's line
 _on_news: list[Callable[[], None]] = []
 _on_evict: list[Callable[[], None]] = []
 counts: Counter[str] = Counter()  # kernels: compiled, loaded (from disk), found (in memory)
+
+
+class Listener(Protocol):
+    """Who is told of kernels: `needed` when one is looked up, `made` when one has arrived.
+
+    outcome: "hit" (in memory), "soft miss" (on disk) or "hard miss" (to be compiled).
+    us: how long the caller was held up; for `made`, since the kernel was asked for.
+    asked: the user's line that asked for it, if it was noted.
+    Called without the locks of this module.
+    """
+
+    def needed(self, source: Source, device: torch.device, outcome: str, us: float) -> None: ...
+
+    def made(
+        self, source: Source, device: torch.device, outcome: str, us: float, asked: Position | None
+    ) -> None: ...
+
+
+listeners: list[Listener] = []  # empty unless somebody observes
 
 
 class Order:
@@ -96,7 +117,8 @@ class Order:
         if self.quiet:
             return None
         now = _news
-        found = [_kernel_for(plan, self.device, self.counted) for plan in self.plans]
+        look_up = _told if listeners else _kernel_for
+        found = [look_up(plan, self.device, self.counted) for plan in self.plans]
         ready = [kernel for kernel in found if kernel is not None]
         if len(ready) == len(found):
             return ready
@@ -154,6 +176,29 @@ def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> Kernel | Non
         return _advance(request, counted)
 
 
+def _told(plan: Plan, device: torch.device, counted: bool) -> Kernel | None:
+    """`_kernel_for`, and the listeners are told how it went."""
+    begun, outcome = time.perf_counter(), "hard miss"
+    kernel = request = None
+    try:
+        with _lock:  # so that what is counted meanwhile is this kernel
+            if (plan, device) in _kernels:
+                outcome = "hit"
+            request, compiled = _requests.get((plan, device)), counts["compiled"]
+            kernel = _kernel_for(plan, device, counted)
+            if kernel is not None and outcome != "hit" and counts["compiled"] == compiled:
+                outcome = "soft miss"
+        return kernel
+    finally:
+        now = time.perf_counter()
+        source = source_of(plan) if kernel is None else kernel.source
+        asked = begun if request is None else request.begun
+        for listener in list(listeners):
+            if kernel is not None and outcome != "hit":
+                listener.made(source, device, outcome, (now - asked) * 1e6, None)
+            listener.needed(source, device, outcome, (now - begun) * 1e6)
+
+
 def _advance(request: Request, counted: bool) -> Kernel | None:
     """The kernel of `request` if it is to be had now; otherwise see to it that it will be."""
     request.asked += 1
@@ -194,7 +239,8 @@ def capturing(device: torch.device) -> bool:
 def _compile_now(request: Request) -> Kernel:
     from .build import build_once
 
-    made = build_once(request.source, target_of(request.device), request.key, _cache())
+    with progress(f"compiling {request.source.name}"):
+        made = build_once(request.source, target_of(request.device), request.key, _cache())
     counts["compiled" if made.built else "loaded"] += 1
     if made.unsaved:
         say_unsaved(made.unsaved)
@@ -210,6 +256,7 @@ def _submit(request: Request) -> None:
         _deliver(request, answer, queued)
 
     job = Job(source, target_of(request.device), request.key, facts, done)
+    request.begun, request.position = time.perf_counter(), user_position() if listeners else None
     request.state = "queued"
     queued.add(request)
     try:
@@ -228,6 +275,11 @@ def _deliver(request: Request, answer: Answer, queued: set[Request]) -> None:
             module = load(answer.binary, request.source, request.device)
         except Exception as failure:
             error = f"{request.source.name}: {failure}"
+    if module is not None and queued is _queued:  # before `wait` returns
+        outcome = "hard miss" if answer.built else "soft miss"
+        us = (time.perf_counter() - request.begun) * 1e6
+        for listener in list(listeners):
+            listener.made(request.source, request.device, outcome, us, request.position)
     with _lock:
         if queued is not _queued:
             return  # forgotten meanwhile
@@ -300,23 +352,10 @@ _cache()  # a bad setting is said at import
 
 # --- kernels that keep changing ------------------------------------------------------------------
 
-_PACKAGE, _TORCH = (os.path.dirname(path) + os.sep for path in (__file__, torch.__file__))
-
-
-def _position() -> tuple[str, int] | None:
-    """File and line of the user's code that is running; None for code that is in no file."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, _TORCH, "<")):
-            return name, frame.f_lineno
-        frame = frame.f_back
-    return None
-
 
 def _too_many(request: Request) -> bool:
     """Whether the line that needs this kernel has had its share, which refuses it."""
-    position = _position()
+    position = user_position(in_file=True)
     if position is None:
         return False
     asked = _positions[position]
@@ -347,7 +386,7 @@ def wait(timeout: float | None = None) -> bool:
     Kernels are asked for when a chain has run `config.compile_after` times.
     """
     end = None if timeout is None else time.monotonic() + timeout
-    with _done:
+    with progress(f"waiting for {outstanding()} kernels"), _done:
         while _queued:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:

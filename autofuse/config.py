@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from .cache import DEFAULT_MAXSIZE, parse_size
 from .errors import warn_once
-from .kinds import Choice, Flag, Kind, OptionalPath, Size, Whole
+from .kinds import Choice, Choices, Flag, Kind, OptionalPath, Size, Whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ def _row(default: Any, kind: Kind, help: str) -> Any:
 
 _Recompute = Literal["free", "inputs"]
 _Compile = Literal["auto", "background", "now"]
+_Log = Literal["flush", "kernel", "cache"]
 
 
 @dataclass
@@ -111,6 +113,14 @@ class Config:
         twice the largest of them, whichever is more""")
     max_trie: int = _row(8192, Whole(1), """
         recorded ops remembered per thread and device before the memory of them is dropped""")
+    logs: frozenset[_Log] = _row(frozenset(), Choices(_Log), """
+        one line per event to the loggers `autofuse.flush` (a chain ran), `autofuse.kernel` (a
+        kernel arrived), `autofuse.cache` (one was looked up)""")
+    check: bool = _row(False, Flag(), """
+        run every chain that launches a kernel as eager ops too, compare, and raise `MismatchError`
+        where they differ""")
+    dump_dir: Path | None = _row(None, OptionalPath(), """
+        where the source and PTX (CPU: LLVM IR) of kernels are kept""")
     # fmt: on
 
 

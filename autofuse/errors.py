@@ -24,6 +24,10 @@ class ColdKernelError(AutofuseError):
     """A kernel would have to be compiled inside `no_compile` or while a CUDA graph is captured."""
 
 
+class MismatchError(AutofuseError):
+    """Check mode has found that a kernel computes something else than eager PyTorch."""
+
+
 class NotReadyError(AutofuseError):
     """A kernel that is still being compiled is needed in the middle of a run; caught inside."""
 

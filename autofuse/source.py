@@ -57,6 +57,11 @@ class Source:
             fields[name] = tuple(Operand(o["code"], tuple(o["axes"])) for o in fields[name])
         return Source(**{**fields, "consts": tuple(fields["consts"])})
 
+    def ops(self) -> list[str]:
+        """The names of the ops, which stand behind the statements that begin them."""
+        statements = [line for line in self.text.splitlines() if " = " in line]
+        return [line.rpartition("  # ")[2] for line in statements if "  # " in line]
+
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
@@ -85,7 +90,7 @@ def difference(a: Source, b: Source) -> str:
     if a.device != b.device:
         return f"for the {b.device}, not the {a.device}"
     found = []
-    ops = [_ops(source) for source in (a, b)]
+    ops = [source.ops() for source in (a, b)]
     if len(ops[0]) != len(ops[1]):
         found.append(f"{len(ops[1])} ops, not {len(ops[0])}")
     elif ops[0] != ops[1]:
@@ -107,12 +112,6 @@ def difference(a: Source, b: Source) -> str:
     if not found and a != b:
         found.append("the same ops on other operands")
     return "; ".join(found)
-
-
-def _ops(source: Source) -> list[str]:
-    """The names of the ops, which stand behind the statements that begin them."""
-    statements = [line for line in source.text.splitlines() if " = " in line]
-    return [line.rpartition("  # ")[2] for line in statements if "  # " in line]
 
 
 def nearest(source: Source, known: list[Source]) -> Source | None:

@@ -1,0 +1,53 @@
+"""Positions: which line of the user's program is running. Imports nothing of autofuse."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+
+Position = tuple[str, int]  # file, line
+
+PACKAGE, TORCH = (os.path.dirname(path) + os.sep for path in (__file__, torch.__file__))
+_INSIDE = (PACKAGE, TORCH, "<autofuse", contextlib.__file__, threading.__file__)
+
+
+def is_inside(frame: FrameType) -> bool:
+    """Whether `frame` runs code of autofuse or torch, or what decorators and threads begin with."""
+    return frame.f_code.co_filename.startswith(_INSIDE)
+
+
+def frames() -> Iterator[FrameType]:
+    """The frames of this thread, from the caller's caller outwards."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def user_position(in_file: bool = False) -> Position | None:
+    """File and line of the user's code that is running; None in a thread of torch's.
+
+    in_file: pass over code that is in no file, such as what `exec` runs.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_inside(frame) and not (in_file and name.startswith("<")):
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def shown(position: Position | None) -> str:
+    """`position` as people read it: `train.py:57`, relative where the file is below here."""
+    if position is None:
+        return "a thread of torch's"
+    name, line = position
+    here = os.getcwd() + os.sep
+    return f"{name.removeprefix(here)}:{line}"
