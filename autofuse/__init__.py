@@ -1,10 +1,17 @@
 """autofuse: eager PyTorch, with chains of pointwise ops run as one kernel each."""
 
-from . import boundaries
+from . import boundaries, check, logs
 from .api import disabled, fuse, is_pending, materialize, unwrap, wrap
 from .compile import no_compile, wait
 from .config import config
-from .errors import AutofuseError, ColdKernelError, KernelError, StaleInputError
+from .errors import (
+    AutofuseError,
+    ColdKernelError,
+    KernelError,
+    MismatchError,
+    StaleInputError,
+)
+from .explain import Report, explain, show
 from .report import Stats, reset_stats, stats
 from .shell import Tensor
 
@@ -13,16 +20,20 @@ __all__ = [
     "AutofuseError",
     "ColdKernelError",
     "KernelError",
+    "MismatchError",
+    "Report",
     "StaleInputError",
     "Stats",
     "Tensor",
     "config",
     "disabled",
+    "explain",
     "fuse",
     "is_pending",
     "materialize",
     "no_compile",
     "reset_stats",
+    "show",
     "stats",
     "unwrap",
     "wait",
@@ -30,3 +41,5 @@ __all__ = [
 ]
 
 boundaries.install()
+check.install()
+logs.install()

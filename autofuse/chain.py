@@ -527,7 +527,7 @@ def flush(recorder: Recorder, reason: str) -> None:
         return
     with recorder.lock:  # also waits for a flush by another thread
         ident, recorder.ident = recorder.ident, 0  # a recording thread goes to the slow path
-        chain, done, watch = recorder.chain, False, None
+        chain, done, watch, runner = recorder.chain, False, None, None
         try:
             if not chain:
                 return

@@ -317,5 +317,7 @@ def _configure(*reason: object) -> None:
         observe.add(_check)
 
 
-watch(_configure)
-_configure()
+def install() -> None:
+    """Follow the settings from now on."""
+    watch(_configure)
+    _configure()

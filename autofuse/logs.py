@@ -161,5 +161,7 @@ def _configure(*reason: object) -> None:
             observe.add(made)
 
 
-watch(_configure)
-_configure()
+def install() -> None:
+    """Follow the settings from now on."""
+    watch(_configure)
+    _configure()
