@@ -562,8 +562,8 @@ def flush(recorder: Recorder, reason: str) -> None:
                     if shell is not None and getweakrefcount(shell):
                         shell._af.shell = None  # the weak reference dies with the shell
         finally:
-            if not done and chain and None not in chain:  # interrupted: the next flush tries again
-                recorder.chain = chain
+            if not done and chain and all(shell is not None for shell in chain):
+                recorder.chain = chain  # interrupted: the next flush tries again
             recorder.ident = ident
             if watch is not None:
                 watch.ended(runner if done else None)
