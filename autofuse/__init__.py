@@ -11,7 +11,7 @@ from .errors import (
     MismatchError,
     StaleInputError,
 )
-from .explain import Report, explain, show
+from .explaining import Report, explain, show
 from .report import Stats, reset_stats, stats
 from .shell import Tensor
 

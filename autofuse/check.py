@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from . import observe
 from .chain import Chain
 from .codegen import parse
+from .compile import capturing
 from .config import config, watch
 from .errors import MismatchError
 from .observe import Flush, Observer, spelled
@@ -66,7 +67,7 @@ class Check(Observer):
         self.work: dict[int, _Work] = {}  # by id of the Flush
 
     def flushing(self, flush: Flush, chain: Chain, alive: Sequence[int], node: Node) -> None:
-        if flush.live and not node.relaxed and not _capturing(flush.device):
+        if flush.live and not node.relaxed and not capturing(flush.device):
             _synchronize(flush.device)
             self.work[id(flush)] = _Work(chain, node, flush.live)
 
@@ -87,10 +88,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     plain = torch.Tensor.detach(tensor)  # not the method, which is counted
     plain.__class__ = torch.Tensor
     return plain
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _synchronize(device: torch.device) -> None:
@@ -286,6 +283,21 @@ def eager_code(
     return [*writer.lines, f"results = [{results}]"]
 
 
+_PLACES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn,
+           "torch.special": torch.special, "torch.Tensor": torch.Tensor}  # fmt: skip
+
+
+def _name_of(func: Any) -> str:
+    """An expression for a torch function."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"torch.ops.{func}"
+    name = func.__name__
+    for place, owner in _PLACES.items():
+        if getattr(owner, name, None) is func:
+            return f"{place}.{name}"
+    return resolve_name(func) or f"{func.__module__}.{func.__qualname__}"
+
+
 class _Writer(TorchFunctionMode):
     """Writes calls of torch functions down."""
 
@@ -297,8 +309,7 @@ class _Writer(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         said = [*map(self.spelled, args), *(f"{k}={self.spelled(v)}" for k, v in kwargs.items())]
-        name = resolve_name(func) or f"{func.__module__}.{func.__qualname__}"
-        self.lines.append(f"v{len(self.lines)} = {name}({', '.join(said)})")
+        self.lines.append(f"v{len(self.lines)} = {_name_of(func)}({', '.join(said)})")
         self.known.append((result, f"v{len(self.lines) - 1}"))
         return result
 

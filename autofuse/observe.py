@@ -7,6 +7,7 @@ counters are: other threads, and those of a backward, are seen too.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -117,12 +118,17 @@ class _Telling(Counter):  # type: ignore[type-arg]
 
     def __setitem__(self, key: tuple[str, str], count: int) -> None:
         super().__setitem__(key, count)
+        again = _running.refused and key[1] == "not in the table"
+        _running.refused = sys._getframe(1).f_code is _chain.record.__code__
+        if again:  # what could not be recorded is counted again where it runs
+            return
         for observer in list(_observers):
             observer.ran_eagerly(*key)
 
 
 class _Running(threading.local):
     flush: Flush | None = None  # the innermost one of this thread
+    refused = False  # the last op counted was not recorded, and is to run next
 
 
 _running = _Running()

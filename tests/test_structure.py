@@ -9,10 +9,11 @@ PACKAGE = Path(autofuse.__file__).parent
 # each module may import only what stands before it
 ORDER = [
     "errors", "position", "progress", "cache", "worker", "background", "source", "polynomials",
+    "errors", "position", "progress", "cache", "worker", "background", "source", "polynomials",
     "targets", "lower", "emit", "build", "toolchain", "kinds", "config", "dtypes", "layout", "op",
     "activations", "special", "ops", "coverage", "plan", "codegen", "load", "compile", "shell",
     "launch", "trie", "rules", "autograd", "chain", "tensor", "boundaries", "api", "report",
-    "diagnosis", "observe", "logs", "check", "__init__", "__main__",
+    "diagnosis", "observe", "logs", "check", "explaining", "__init__", "__main__",
 ]  # fmt: skip
 EXCEPTIONS = {("boundaries", "api")}  # inside a function: unwrap is public vocabulary
 

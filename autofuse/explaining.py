@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
+from types import CellType, FrameType, GeneratorType
 from typing import Any, TextIO
 
 import torch
@@ -368,6 +368,10 @@ def holders(shells: list[Tensor], counts: list[int]) -> list[tuple[str, ...]]:
             if isinstance(value, (list, tuple, dict, set)):
                 if inside:
                     ours.add(id(value))
+                    if isinstance(value, tuple):
+                        arguments.update(
+                            k for k, shell in enumerate(shells) if any(x is shell for x in value)
+                        )
                 else:
                     theirs.setdefault(id(value), name)
             for k, shell in enumerate(shells):
@@ -426,39 +430,36 @@ def _add_containers(
     for referrer in gc.get_referrers(*(shell for _, shell in missing)):
         if id(referrer) in ours or isinstance(referrer, (Chain, Node, FrameType)):
             continue
+        referents = set(map(id, gc.get_referents(referrer)))
         for k, shell in missing:
-            name = _as_holder(referrer, shell, theirs)
-            if name:
+            name = _as_holder(referrer, shell, theirs) if id(shell) in referents else ""
+            if name and not (name == "a closure" and names[k]):  # its variable is named
                 names[k][name] = None
 
 
 def _as_holder(referrer: Any, shell: Tensor, theirs: dict[int, str]) -> str:
-    """What `referrer` is called as the holder of `shell`; empty if it does not hold it."""
+    """What `referrer` is called as the holder of `shell`; empty if it is none of the user's."""
     kind = type(referrer).__name__
-    if isinstance(referrer, (list, set)):
-        if any(item is shell for item in referrer):
-            return f"{kind} {theirs[id(referrer)]}" if id(referrer) in theirs else f"a {kind}"
-        return ""
-    if isinstance(referrer, tuple):  # mostly the arguments of a call
-        held = id(referrer) in theirs and any(item is shell for item in referrer)
-        return f"tuple {theirs[id(referrer)]}" if held else ""
+    if isinstance(referrer, tuple) and id(referrer) not in theirs:
+        return ""  # mostly the arguments of a call
+    if id(referrer) in theirs:
+        return f"{kind} {theirs[id(referrer)]}"
     if isinstance(referrer, dict):
-        keys = [key for key, value in referrer.items() if value is shell]
-        if not keys:
-            return ""
-        if id(referrer) in theirs:
-            return f"dict {theirs[id(referrer)]}"
-        for owner in gc.get_referrers(referrer):
-            if getattr(owner, "__dict__", None) is referrer:
-                return f"attribute {keys[0]} of {type(owner).__name__}"
-        return "a dict"
-    attributes = getattr(referrer, "__dict__", None) or {}
-    for name, value in list(attributes.items()):
+        name = next((key for key, value in referrer.items() if value is shell), None)
+        owned = (o for o in gc.get_referrers(referrer) if getattr(o, "__dict__", None) is referrer)
+        owner = next(owned, None)
+        return "a dict" if owner is None else f"attribute {name} of {type(owner).__name__}"
+    if isinstance(referrer, (list, set)):
+        return f"a {kind}"
+    if isinstance(referrer, GeneratorType):
+        inside = referrer.gi_frame is not None and is_inside(referrer.gi_frame)
+        return "" if inside else f"generator {referrer.__name__}"
+    if isinstance(referrer, CellType):
+        return "a closure"
+    for name, value in list((getattr(referrer, "__dict__", None) or {}).items()):
         if value is shell:
             return f"attribute {name} of {kind}"
-    if kind == "cell" and referrer.cell_contents is shell:
-        return "a closure"
-    return "" if type(referrer).__module__.startswith("autofuse") or kind == "cell" else f"a {kind}"
+    return "" if type(referrer).__module__.startswith("autofuse") else f"a {kind}"
 
 
 # --- the report in words --------------------------------------------------------------------------

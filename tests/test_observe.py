@@ -1,0 +1,449 @@
+"""Logs, dumps, check mode and the progress line: what they say, and that results stay the same."""
+
+import ast
+import inspect
+import io
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import autofuse
+from autofuse import build, chain, check, codegen, compile, observe, op, progress
+from support import random_tensor
+
+HERE = Path(__file__).name
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """Set fields of the config; what they were comes back."""
+
+    def set_(**fields):
+        for name, value in fields.items():
+            monkeypatch.setattr(autofuse.config, name, value)
+
+    yield set_
+    monkeypatch.undo()
+    assert chain.observer is None and not compile.listeners
+
+
+def line_of(text: str, function) -> int:
+    lines, start = inspect.getsourcelines(function)
+    return start + next(k for k, line in enumerate(lines) if text in line)
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, str]:
+    event, *words = shlex.split(record.getMessage())
+    return {"event": event, **dict(word.split("=", 1) for word in words)}
+
+
+# --- logs -----------------------------------------------------------------------------------------
+
+
+def test_a_line_per_event(settings, caplog):
+    settings(logs={"flush", "kernel", "cache"})
+    x, y = autofuse.wrap(torch.randn(8, 16)), torch.randn(16)
+
+    def run():
+        return autofuse.materialize((x * y + 2.25).neg())
+
+    run()
+    run()
+    said = [fields_of(record) for record in caplog.records]
+    assert [line["event"] for line in said] == ["kernel", "cache", "flush", "flush"]
+    kernel, cache, first, second = said
+    where = (inspect.getsourcefile(run), line_of("materialize", run))
+    for line in said:
+        assert line["at"].endswith(f"{HERE}:{where[1]}")
+        assert line["ops"] == "mul,add,neg"
+        assert line["shapes"] == "float32[8x16],float32[16]->float32[8x16]"
+        assert float(line["us"]) > 0
+    assert [line["outcome"] for line in said] == ["hard miss"] * 3 + ["hit"]
+    assert kernel["name"] == cache["name"] == "af_mul_add_neg" and kernel["target"] == "cpu"
+    assert first["reason"] == second["reason"] == "materialize"
+    assert first["kernels"] == "1" and first["ran"] == "fused"
+    assert {record.name for record in caplog.records} == {
+        "autofuse.flush", "autofuse.kernel", "autofuse.cache"
+    }  # fmt: skip
+
+
+def test_a_soft_miss(settings, caplog):
+    x = autofuse.wrap(torch.randn(8))
+    autofuse.materialize((x * 2.75).sin().cos().exp2())
+    compile.clear_kernels()
+    chain.forget_kernels()
+    chain.flush_all("test")
+    settings(logs="flush,cache")
+    autofuse.materialize((x * 2.75).sin().cos().exp2() + 0)  # another chain
+    caplog.clear()
+    chain._local.current.roots.clear()
+    chain._local.current.open()
+    autofuse.materialize((x * 2.75).sin().cos().exp2())
+    said = [fields_of(record) for record in caplog.records]
+    assert [(line["event"], line["outcome"]) for line in said] == [
+        ("cache", "soft miss"), ("flush", "soft miss")
+    ]  # fmt: skip
+
+
+def test_only_what_is_asked_for(settings, caplog):
+    settings(logs={"kernel"})
+    x = autofuse.wrap(torch.randn(8))
+    autofuse.materialize(x * 2)
+    autofuse.materialize((x * 2.5).cosh().cos().sin())
+    assert {record.name for record in caplog.records} == {"autofuse.kernel"}
+
+
+def test_flushes_that_run_eagerly_say_why(settings, caplog):
+    settings(logs="flush", compile="background", compile_after=1000)
+    x = autofuse.wrap(torch.randn(8))
+    autofuse.materialize((x * 2.5).cosh().tan().sin())
+    x * 2  # nobody will see it
+    chain.flush_all("test")
+    waiting, dead = (fields_of(record) for record in caplog.records)
+    assert waiting["ran"] == "eager" and waiting["why"] == "its kernel is not there yet"
+    assert waiting["outcome"] == "hard miss" and waiting["kernels"] == "0"
+    assert dead["ran"] == "nothing"
+
+
+def test_a_kernel_from_the_background(settings, caplog):
+    settings(logs="kernel", compile="background", compile_after=1)
+    x = autofuse.wrap(torch.randn(8))
+    autofuse.materialize((x * 2.5).cosh().sinh().sin())
+    assert autofuse.wait(60)
+    (line,) = (fields_of(record) for record in caplog.records)
+    assert line["outcome"] == "hard miss" and float(line["us"]) > 1000
+    assert line["at"].endswith(f"{HERE}:{line_of('sinh().sin', test_a_kernel_from_the_background)}")
+    assert line["shapes"] == "f32 unit->f32 unit"
+
+
+def test_a_bad_name_is_said():
+    with pytest.raises(
+        ValueError, match="config.logs = 'flsh' is not valid; use a set of any of 'flush'"
+    ):
+        autofuse.config.logs = "flsh"
+    assert autofuse.config.logs == frozenset()
+
+
+def run_program(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(autofuse.__file__).parent.parent)
+    return subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "PYTHONPATH": root, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+PROGRAM = """
+import torch, autofuse
+autofuse.config.compile = "now"
+x = autofuse.wrap(torch.ones(3))
+print((x * 2 + 1).tolist())
+"""
+
+
+def test_environment(tmp_path):
+    dump = tmp_path / "kernels"
+    ran = run_program(PROGRAM, AUTOFUSE_LOGS="flush, kernel", AUTOFUSE_CHECK="1",
+                      AUTOFUSE_DUMP_DIR=str(dump), AUTOFUSE_CACHE_DIR=str(tmp_path))  # fmt: skip
+    assert ran.returncode == 0 and ran.stdout == "[3.0, 3.0, 3.0]\n"
+    kernel, flush = ran.stderr.splitlines()
+    assert re.search(r"autofuse\.kernel kernel at=<string>:5 name=af_mul_add ", kernel) or (
+        "at='<string>:5'" in kernel
+    )
+    assert "reason=tolist ops=mul,add" in flush
+    assert {path.suffix for path in dump.iterdir()} == {".py", ".ll"}
+    failed = run_program("import autofuse", AUTOFUSE_CHECK="yes")
+    assert "AUTOFUSE_CHECK='yes' is not valid; use 0 or 1" in failed.stderr
+    failed = run_program("import autofuse", AUTOFUSE_LOGS="everything")
+    assert "AUTOFUSE_LOGS='everything' is not valid; use any of flush, kernel" in failed.stderr
+
+
+# --- dumps ----------------------------------------------------------------------------------------
+
+
+def test_a_dump_directory(settings, tmp_path):
+    settings(dump_dir=str(tmp_path / "new" / "kernels"))
+    x = autofuse.wrap(torch.randn(8))
+    autofuse.materialize((x * 3.5).sin().sinh().cos())
+    files = sorted((tmp_path / "new" / "kernels").iterdir())
+    assert [path.suffix for path in files] == [".ll", ".py"]
+    assert files[0].stem == files[1].stem
+    assert re.fullmatch(r"af_mul_sin_sinh_cos-[0-9a-f]{12}", files[0].stem)
+    text = files[1].read_text()
+    assert ast.parse(text) and "v0: f32 = x0 * c0  # mul" in text
+    assert 'define void @"af_mul_sin_sinh_cos"' in files[0].read_text()
+
+
+def test_ptx_is_dumped_for_cuda(tmp_path):
+    from autofuse.logs import assembly
+
+    pytest.importorskip("numba.cuda")
+    plan = cuda_plan()
+    suffix, text = assembly(codegen.source_of(plan), "sm_90")
+    assert suffix == ".ptx" and ".visible .entry af_neg(" in text
+
+
+def cuda_plan():
+    from autofuse.plan import Program, Step, View, make_pieces
+
+    view = View("f32", (8,), (1,))
+    program = Program((Step(op.OPS["neg"], (~0,), "f32", view),), (view,), ())
+    return make_pieces(program, (0,), "cuda")[0].plan
+
+
+def test_a_directory_that_cannot_be_written(settings, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    settings(dump_dir=str(tmp_path / "file" / "below"))
+    x = autofuse.wrap(torch.randn(8))
+    autofuse.materialize((x * 3.5).sin().sinh().tan())
+    assert "autofuse: cannot write af_mul_sin_sinh_tan-" in capsys.readouterr().err
+
+
+# --- check mode -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Kernels that compute x - y where the program says x * y."""
+    real = build.build
+
+    def wrong(source, target):
+        from dataclasses import replace
+
+        return real(replace(source, text=source.text.replace(" * ", " - ")), target)
+
+    monkeypatch.setattr(build, "build", wrong)
+    monkeypatch.setattr(compile, "compilers", lambda kind: (f"broken {time.time()}",))
+    compile.clear_kernels()
+    yield
+    compile.clear_kernels()
+    for recorder in chain._all_recorders:
+        chain.flush(recorder, "test")
+        chain.forget(recorder)
+
+
+@pytest.fixture
+def fresh_trie():
+    for recorder in list(chain._all_recorders):
+        chain.flush(recorder, "test")
+        chain.forget(recorder)
+
+
+def test_a_broken_kernel_is_caught(settings, broken, fresh_trie, tmp_path):
+    settings(check=True, dump_dir=str(tmp_path))
+    x, y = torch.randn(4, 6), torch.randn(6)
+    w = autofuse.wrap(x)
+    with pytest.raises(autofuse.MismatchError) as caught:
+        autofuse.materialize(w * y + 1.5)
+    message = str(caught.value)
+    line = line_of("w * y + 1.5", test_a_broken_kernel_is_caught)
+    assert f"{HERE}:{line}" in message and "needed by 'materialize'" in message
+    assert "the result of op 1, add, differs in" in message and "of 24 elements" in message
+    assert "mul, add over float32[4, 6], float32[6]" in message
+    assert "run those lines inside autofuse.disabled()" in message
+    program = message.partition("\n\n")[2]
+    space: dict = {}
+    exec(program, space)
+    assert torch.equal(space["results"][0], x * y + 1.5)  # eager's
+    assert torch.equal(space["saved"]["eager"][0], x * y + 1.5)
+    assert torch.equal(space["fused"][0], x - y + 1.5)  # the kernel's
+    assert Path(re.search(r"torch.load\('(.+)'\)", program).group(1)).parent == tmp_path
+    assert "autofuse" not in program.replace("autofuse-mismatch", "")
+
+
+def test_a_broken_write_is_caught_and_its_inputs_saved(settings, broken, fresh_trie, tmp_path):
+    settings(check=True, dump_dir=str(tmp_path))
+    plain = torch.randn(8)
+    before = plain.clone()
+    w = autofuse.wrap(plain)
+    with pytest.raises(autofuse.MismatchError) as caught:
+        w.add_(w * 3.0)
+    space: dict = {}
+    exec(str(caught.value).partition("\n\n")[2], space)
+    assert torch.equal(space["results"][-1], before + before * 3.0)
+
+
+def test_a_broken_kernel_under_grad_and_from_another_thread(settings, broken, fresh_trie, tmp_path):
+    settings(check=True, dump_dir=str(tmp_path), always_fuse=True)
+    p = torch.nn.Parameter(torch.randn(8))
+    pending = autofuse.wrap(torch.randn(8)) * 2.0 * p * p * p
+    errors = []
+
+    def work():
+        try:
+            pending.sum()
+        except autofuse.MismatchError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and f"{HERE}:" in errors[0]
+
+
+def test_results_are_left_as_they_are(settings):
+    settings(check=True)
+    p = torch.nn.Parameter(random_tensor((8, 16), torch.float32))
+    x = random_tensor((8, 16), torch.float32, seed=1)
+    w = autofuse.wrap(x.clone())
+    y = torch.tanh(torch.sigmoid(w * p * 2) * w.exp() * p) + p
+    y.sum().backward()
+    got = p.grad.clone()
+    p.grad = None
+    (torch.tanh(torch.sigmoid(x * p * 2) * x.exp() * p) + p).sum().backward()
+    assert torch.allclose(got, p.grad, rtol=1e-5, atol=1e-6)
+    assert y.grad_fn is not None and autofuse.stats().kernels_launched > 0
+    w.mul_(w * 2.0 + 1)  # a write through a kernel
+    assert w._version == 1 and torch.equal(autofuse.unwrap(w), x * (x * 2.0 + 1))
+    assert autofuse.stats().replays == 0
+
+
+def test_functions_may_differ_on_the_cpu_by_what_they_carry(settings):
+    settings(check=True)
+    x, y = random_tensor((1003,), torch.float32), random_tensor((1003,), torch.float32, seed=1)
+    w = autofuse.wrap(x)
+    for function in (
+        lambda a: (a.exp() - a.exp().tanh()) / (a.sin() + 1.001),
+        lambda a: a.tan().tan() > 0.3,
+        lambda a: torch.lgamma(a).abs().log(),
+        lambda a: (a.half() * 1.01).sigmoid() * a.half(),
+        lambda a: torch.nn.functional.gelu(a * y),
+        lambda a: (a.exp() * 10).to(torch.int64),
+    ):
+        autofuse.materialize(function(w))
+    assert autofuse.stats().kernels_launched == 6
+
+
+def test_a_small_error_of_a_function_is_caught(settings, monkeypatch, fresh_trie):
+    settings(check=True)
+    monkeypatch.setattr(check, "_ULP", 0)
+    x = autofuse.wrap(random_tensor((4096,), torch.float32))
+    with pytest.raises(autofuse.MismatchError, match="op 1, sin, differs"):
+        autofuse.materialize((x * 1.5).sin())
+
+
+def test_relaxed_chains_are_not_checked(settings, broken):
+    settings(check=True, relaxed=True)
+    w = autofuse.wrap(torch.randn(4))
+    autofuse.materialize(w * 3.0 + 1.5)
+
+
+def test_every_row_can_be_written_down():
+    """The code of a mismatch needs a name for every torch function that rows call."""
+    scalars = {"opmath": 0.5, "common": 0.5}
+    x = torch.rand(5) * 0.5 + 0.1
+    others = []
+    for row in op.OPS.values():
+        operands = [
+            torch.ones(5, dtype=torch.bool) if role == "bool" else scalars.get(role, x)
+            for role in row.roles
+        ]
+        if row.name.endswith("_int") or row.accepts in ("i", "ib", "bi"):
+            operands = [t.int() if isinstance(t, torch.Tensor) else 1 for t in operands]
+        inputs = [t for t in operands if isinstance(t, torch.Tensor)]
+        writer = check._Writer(inputs, ())
+        try:
+            with writer:
+                value = row.eager(*operands)
+        except (TypeError, RuntimeError):
+            others.append(row.name)  # takes other operands than these
+            continue
+        space = {"inputs": inputs, "torch": torch}
+        exec("\n".join([*writer.lines, f"result = {writer.spelled(value)}"]), space)
+        assert torch.equal(space["result"].nan_to_num(), value.nan_to_num()), row.name
+    assert len(others) < 12, others
+
+
+def test_writing_scalars_down():
+    x, device = torch.randn(3), torch.device("cpu")
+    with check._Writer([x], ()) as writer:
+        torch.clamp(x, float("-inf"), max=2.5)
+        torch.full((2,), float("nan"), dtype=torch.float64, device=device)
+    assert writer.lines[0] == 'v0 = torch.clamp(inputs[0], float("-inf"), max=2.5)'
+    assert "device=torch.device(type='cpu')" in writer.lines[1]
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def test_observers_come_and_go():
+    class Ours(observe.Observer):
+        def __init__(self):
+            self.said = []
+
+        def flushed(self, flush):
+            self.said.append(flush.ops)
+
+    first, second = Ours(), Ours()
+    x = autofuse.wrap(torch.ones(2))
+    observe.add(first)
+    autofuse.materialize(x + 1)
+    observe.add(second)
+    autofuse.materialize(x * 2)
+    observe.remove(first)
+    observe.remove(first)
+    autofuse.materialize(x - 3)
+    observe.remove(second)
+    autofuse.materialize(x / 4)
+    assert first.said == [("add",), ("mul",)] and second.said == [("mul",), ("sub",)]
+    assert chain.observer is None
+
+
+def test_an_observer_that_raises_loses_nothing():
+    class Ours(observe.Observer):
+        def flushing(self, flush, chain, alive, node):
+            raise KeyboardInterrupt
+
+    ours = Ours()
+    y = autofuse.wrap(torch.ones(2)) + 1
+    observe.add(ours)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            y.tolist()
+    finally:
+        observe.remove(ours)
+    assert autofuse.is_pending(y) and y.tolist() == [2.0, 2.0]
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_long_wait_is_said_on_a_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "PATIENCE", 0.02)
+    real = build.build
+
+    def slow(source, target):
+        time.sleep(0.2)
+        return real(source, target)
+
+    monkeypatch.setattr(build, "build", slow)
+    autofuse.materialize((autofuse.wrap(torch.ones(2)) * 7.5).sin().asinh().tan())
+    text = terminal.getvalue()
+    assert "\rautofuse: compiling af_mul_sin_asinh_tan, 0 s" in text
+    assert text.endswith("\r\x1b[K")
+
+
+def test_nothing_is_said_of_a_short_one_or_to_a_file(monkeypatch):
+    for stream, patience in ((Terminal(), 5.0), (io.StringIO(), 0.0), (None, 0.0)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(progress, "PATIENCE", patience)
+        with progress.progress("compiling"):
+            time.sleep(0.02)
+        assert stream is None or stream.getvalue() == ""
