@@ -527,7 +527,8 @@ def flush(recorder: Recorder, reason: str) -> None:
         return
     with recorder.lock:  # also waits for a flush by another thread
         ident, recorder.ident = recorder.ident, 0  # a recording thread goes to the slow path
-        chain, done, watch, runner = recorder.chain, False, None, None
+        chain, done = recorder.chain, False
+        watch = runner = None
         try:
             if not chain:
                 return

@@ -192,6 +192,9 @@ class Report(Observer):
         if not all(key in self._held for key in keys):
             counts = [alive[index] - DEAD for index in flush.live]
             found = holders(shells, counts)
+            if flush.reason == "fuse":  # the outermost fused call has just returned it
+                found = [("the result of the call",) if who == (_ARGUMENT,) else who
+                         for who in found]  # fmt: skip
             self._held.update(zip(keys, found, strict=True))
         return [self._held[key] for key in keys]
 
@@ -351,6 +354,9 @@ def _said(name: str, position: Position | None) -> str:
 # --- who holds a value ----------------------------------------------------------------------------
 
 
+_ARGUMENT = "an argument of the call"
+
+
 def holders(shells: list[Tensor], counts: list[int]) -> list[tuple[str, ...]]:
     """Who holds each of `shells`, which have so many references from outside autofuse.
 
@@ -389,7 +395,7 @@ def holders(shells: list[Tensor], counts: list[int]) -> list[tuple[str, ...]]:
     for k, shell in enumerate(shells):
         if not names[k]:
             in_c = torch.Tensor._use_count(shell) > 1  # type: ignore[attr-defined]
-            name = "C++" if in_c else "an argument of the call" if k in arguments else "a temporary"
+            name = "C++" if in_c else _ARGUMENT if k in arguments else "a temporary"
             names[k][name] = None
     return [tuple(found) for found in names]
 

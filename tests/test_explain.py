@@ -64,6 +64,9 @@ def test_an_rnn_loop():
     assert use.writes == ("float32[8, 8]",) * 2 and use.bytes_written == 2 * 256
     assert "define" in use.ptx and use.target == "cpu"  # LLVM IR: there is no PTX for a CPU
     assert torch.equal(report.result, outs[-1]) and type(report.result) is torch.Tensor
+    assert report.stored[-1].holders == ("list outs",)
+    returned = autofuse.explain(lambda x: x * 2, torch.ones(2))
+    assert [out.holders for out in returned.stored] == [("the result of the call",)]
     text = str(report)
     assert "26 ops seen, 23 fused in 4 launches, 3 run eagerly" in text
     assert "chains: 4, median 7 ops, longest 7" in text
