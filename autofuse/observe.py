@@ -170,7 +170,7 @@ class _Watch:
         flush.us = (time.perf_counter() - self.begun) * 1e6
         _running.flush = self.outer
         if runner is None:
-            flush.raised = True
+            flush.raised, flush.eager = True, ""
         elif not flush.eager:
             flush.eager = _why_eager(runner)
             flush.kernels = 0 if flush.eager else len(runner.kernels)

@@ -337,6 +337,7 @@ def test_an_error_at_the_flush():
         with pytest.raises(autofuse.StaleInputError):
             y.sum()
     assert report.flushes[0].raised and not report.ops_fused
+    assert "failed" not in str(report) and ("mul", "") not in report.ops_eager
 
 
 def test_other_threads_are_seen():
