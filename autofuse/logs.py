@@ -137,16 +137,14 @@ def assembly(source: Source, target: str) -> tuple[str, str]:
         return ".ptx", build.compile_ptx(source, build.capability_of(target))
 
 
+_SERVED: dict[str, Callable[[Any], Observer]] = {"logs": Log, "dump_dir": Dump}  # by setting
 _active: dict[str, tuple[object, Observer]] = {}  # setting -> (its value, who serves it)
 
 
 def _configure(*reason: object) -> None:
     """Follow the settings."""
-    settings: tuple[tuple[str, Any, Callable[[Any], Observer]], ...] = (
-        ("logs", config.logs, Log),
-        ("dump_dir", config.dump_dir, Dump),
-    )
-    for name, value, make in settings:
+    for name, make in _SERVED.items():
+        value = getattr(config, name)
         was, observer = _active.get(name, (None, None))
         if (was or None) == (value or None):
             continue

@@ -125,6 +125,55 @@ def test_a_kernel_from_the_background(settings, caplog):
     assert line["shapes"] == "f32 unit->f32 unit"
 
 
+def test_code_in_no_file_is_shown(settings, caplog):
+    settings(logs={"kernel"}, compile="background", compile_after=1)
+    x = autofuse.wrap(torch.randn(8))
+    exec("autofuse.materialize((x * 2.5).cosh().sinh().tan())", {"autofuse": autofuse, "x": x})
+    assert autofuse.wait(60)
+    (line,) = (fields_of(record) for record in caplog.records)
+    assert line["at"] == "<string>:1"
+    assert not any(name.startswith("<") for name, _ in compile._positions)  # not counted for it
+
+
+@pytest.mark.parametrize("where", ["now", "background"])
+def test_listeners_are_told_without_locks(settings, where):
+    free = []
+
+    class Ours(observe.Observer):
+        def looked_up(self, lookup):
+            def take():
+                free.append(compile._lock.acquire(timeout=10))
+                compile._lock.release()
+
+            thread = threading.Thread(target=take)
+            thread.start()
+            thread.join()
+
+    settings(compile=where, compile_after=1)
+    x, ours = autofuse.wrap(torch.randn(8)), Ours()
+    observe.add(ours)
+    try:
+        function = torch.cosh if where == "now" else torch.sinh  # a kernel that is not there
+        autofuse.materialize(function(x * 4.5).atan().tan().atan())
+        assert autofuse.wait(60)
+    finally:
+        observe.remove(ours)
+    assert free == [True, True]
+
+
+def test_forbidden_kernels_are_hard_misses(settings, caplog):
+    settings(logs={"flush", "kernel", "cache"})
+    y = (autofuse.wrap(torch.randn(8)) * 4.5).sinh().atan().tan()
+    with autofuse.no_compile(), pytest.raises(autofuse.ColdKernelError):
+        autofuse.materialize(y)
+    cache, flush = (fields_of(record) for record in caplog.records)
+    assert cache["event"] == "cache" and cache["outcome"] == "hard miss"
+    assert flush["ran"] == "raised" and flush["outcome"] == "hard miss"
+    caplog.clear()
+    autofuse.materialize(y)
+    assert [fields_of(record)["event"] for record in caplog.records] == ["kernel", "cache", "flush"]
+
+
 def test_a_bad_name_is_said():
     with pytest.raises(
         ValueError, match="config.logs = 'flsh' is not valid; use a set of any of 'flush'"

@@ -9,7 +9,6 @@ PACKAGE = Path(autofuse.__file__).parent
 # each module may import only what stands before it
 ORDER = [
     "errors", "position", "progress", "cache", "worker", "background", "source", "polynomials",
-    "errors", "position", "progress", "cache", "worker", "background", "source", "polynomials",
     "targets", "lower", "emit", "build", "toolchain", "kinds", "config", "dtypes", "layout", "op",
     "activations", "special", "ops", "coverage", "plan", "codegen", "load", "compile", "shell",
     "launch", "trie", "rules", "autograd", "chain", "tensor", "boundaries", "api", "report",
