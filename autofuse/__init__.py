@@ -1,5 +1,7 @@
 """autofuse: eager PyTorch, with chains of pointwise ops run as one kernel each."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import boundaries, check, logs
 from .api import disabled, fuse, is_pending, materialize, unwrap, wrap
 from .compile import no_compile, wait
@@ -11,9 +13,11 @@ from .errors import (
     MismatchError,
     StaleInputError,
 )
-from .explaining import Report, explain, show
 from .report import Stats, reset_stats, stats
 from .shell import Tensor
+
+if TYPE_CHECKING:
+    from .explaining import Report, explain, show
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +43,19 @@ __all__ = [
     "wait",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Report", "explain", "show"):  # 20 ms of import that only they need
+        from . import explaining
+
+        return getattr(explaining, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 boundaries.install()
 check.install()
