@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PATHS = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
@@ -35,6 +37,18 @@ def test_rnn_loop():
 def test_how_it_works():
     out = run("examples/how_it_works.py")
     assert "v3 = tanh(v2)" in out and "4 ops, 1 kernel" in out and "compiled: 0, launched: 3" in out
+
+
+def test_foreign_model():
+    pytest.importorskip("transformers", reason="a model of another package: '.[test-models]'")
+    out = run("examples/foreign_model.py", "--device", "cpu")
+    assert "largest difference from eager: 0\n" in out
+    assert "ops seen" in out and "modeling_llama.py" in out and "little to gain" in out
+
+
+def test_cold_start():
+    out = run("bench/cold_start.py", "--device", "cpu", "--processes", "1", "--seconds", "0")
+    assert len(re.findall(r"first 5 \d", out)) == 6 and out.count("import s") == 4
 
 
 def test_overhead():
