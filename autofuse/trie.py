@@ -145,8 +145,8 @@ def _stride(
         return first.stride
     if device.type in op.contiguous:
         return layout.contiguous(shape)
-    if op.carries(common) and first.shape == shape and layout.is_dense(shape, first.stride):
-        return first.stride
+    if op.carries(common) and first.shape == shape:
+        return layout.copied_stride(shape, first.stride)
     if op.strides is not None and not op.carries(common):
         return op.strides(first.shape, first.stride)
     # torch copies an operand that is promoted: on the CPU, and where its kernel does not promote
