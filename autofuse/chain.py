@@ -608,13 +608,13 @@ def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bo
     if known is None or known.waiting:
         try:
             runner = _build_runner(recorder, node, live, into) if known is None else known.ready()
-        except ColdKernelError as error:
-            if not compiling.capturing(recorder.device):
+        except Exception as error:
+            cold = isinstance(error, ColdKernelError)
+            if cold and not compiling.capturing(recorder.device):
                 raise
             args = (recorder.device, node.path(), node.inputs, live, (), into)
-            return FailedRunner(*args, error=error)  # not to be remembered
-        except Exception as error:
-            args = (recorder.device, node.path(), node.inputs, live, (), into)
+            if cold:
+                return FailedRunner(*args, error=error)  # not to be remembered
             runner = FailedRunner(*args, error=KernelError(f"no kernel: {error}"))
         if runner is not known:
             recorder.runners.append(runner)

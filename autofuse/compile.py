@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .background import Answer, Job, forget_service, say_unsaved, service
+from .background import Answer, Job, Service, forget_service, say_unsaved, service
 from .cache import DiskCache
 from .codegen import source_of
 from .config import config, watch
@@ -215,7 +215,7 @@ def _advance(request: Request, counted: bool) -> Kernel | None:
             if request.state == "rare" and request.asked >= config.compile_after:
                 if counted and _too_many(request):
                     return None
-                _submit(request)
+                _submit(request, compiler)
             if capturing(request.device):
                 warn_once(
                     f"autofuse: a CUDA graph has captured {request.source.name} as eager ops, for "
@@ -247,7 +247,7 @@ def _compile_now(request: Request) -> Kernel:
     return _publish(request, made.binary)
 
 
-def _submit(request: Request) -> None:
+def _submit(request: Request, compiler: Service) -> None:
     source = request.source.to_json()
     facts = compilers(request.device.type)
     queued = _queued
@@ -260,7 +260,7 @@ def _submit(request: Request) -> None:
     request.state = "queued"
     queued.add(request)
     try:
-        service(config.workers, _cache()).submit(job)
+        compiler.submit(job)
     except BaseException:  # interrupted: asked for again next time
         request.state = "rare"
         queued.discard(request)

@@ -35,12 +35,10 @@ def user_position(in_file: bool = False) -> Position | None:
 
     in_file: pass over code that is in no file, such as what `exec` runs.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         name = frame.f_code.co_filename
         if not is_inside(frame) and not (in_file and name.startswith("<")):
             return name, frame.f_lineno
-        frame = frame.f_back
     return None
 
 
