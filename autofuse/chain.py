@@ -461,11 +461,12 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     return True
 
 
-def record_write(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
+def record_write(op: Op, target: Tensor, operands: Sequence[Any], cast: bool = True) -> bool:
     """Write an in-place op on the memory of `target` with the kernel of what it reads.
 
-    False if nothing pending is among the operands or the memory is also read another way; nothing
-    has then been written.
+    cast: whether eager converts a result of another dtype to that of `target`. False if nothing
+    pending is among the operands or the memory is also read another way; nothing has then been
+    written.
     """
     if not any(x.__class__ is Tensor and x._af.recorder is not None for x in operands):
         return False
@@ -475,7 +476,7 @@ def record_write(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     if any(recorder.chain.tip.holds_grad for recorder in _local.recorders.values()):
         return False
     result = record(op, operands)
-    if result is not None and result._af.meta is not meta and meta.flat:
+    if cast and result is not None and result._af.meta is not meta and meta.flat:
         if result._af.meta.shape == meta.shape and torch.can_cast(result.dtype, meta.dtype):
             result = record(CASTS[meta.dtype], (result,))
     if result is None or result._af.recorder is None or result._af.meta is not meta:
@@ -824,6 +825,8 @@ def annotate(on: bool) -> None:
     for recorder in list(_all_recorders):
         with recorder.lock:
             for runner in recorder.runners:
+                if not runner.recorded:  # autograd's, which have no flush
+                    continue
                 if on:
                     _annotated(runner)
                 elif runner.bare is not None:

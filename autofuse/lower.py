@@ -44,10 +44,13 @@ class Element:
     def __init__(self, builder: ir.IRBuilder, target: Cuda | Cpu) -> None:
         self.builder, self.target = builder, target
         self.names: dict[str, Value] = {}
+        self.stored: dict[str, str] = {}  # the type that the value of a name is rounded to
 
     def run(self, function: ast.FunctionDef, args: list[Value]) -> list[Value]:
         """The values that `function` returns for `args`."""
-        self.names = {arg.arg: value for arg, value in zip(function.args.args, args, strict=True)}
+        params = function.args.args
+        self.names = {arg.arg: value for arg, value in zip(params, args, strict=True)}
+        self.stored = {arg.arg: arg.annotation.id for arg in params}  # type: ignore[union-attr]
         for statement in function.body:
             if isinstance(statement, ast.Return):
                 value = statement.value
@@ -58,11 +61,15 @@ class Element:
                 assert isinstance(target, ast.Name) and isinstance(code, ast.Name)
                 assert statement.value is not None
                 self.names[target.id] = self.op(statement.value, code.id)
+                self.stored[target.id] = code.id
             else:
                 assert isinstance(statement, ast.Assign)
-                assert isinstance(statement.targets[0], ast.Name)
-                value = self.typed(self.eval(statement.value), "f32")
-                self.names[statement.targets[0].id] = value
+                (target,) = statement.targets
+                assert isinstance(target, ast.Name)
+                self.names[target.id] = self.typed(self.eval(statement.value), "f32")
+                match statement.value:
+                    case ast.Call(func=ast.Name(id=code)) if code in STORED:
+                        self.stored[target.id] = code
         raise AssertionError("an element function returns")
 
     def op(self, tree: ast.expr, code: str) -> Value:
@@ -74,10 +81,22 @@ class Element:
             and isinstance(tree.right, ast.Name)
         )
         value = self.eval(tree, exact=lone)
+        if self.selects(tree, code):  # rounding again would lose the sign of a NaN
+            assert isinstance(value, Value)
+            return value
         value = self.convert(self.typed(value, carried(code)), code)
         if value.floating and code not in ("f16", "bf16") and not lone:
             value = Value(self.target.barrier(value.ir), value.code)
         return value
+
+    def selects(self, tree: ast.expr, code: str) -> bool:
+        """Whether the value of `tree` is one of others that are rounded to `code`."""
+        match tree:
+            case ast.Name(id=name):
+                return self.stored.get(name) == code
+            case ast.IfExp():
+                return self.selects(tree.body, code) and self.selects(tree.orelse, code)
+        return False
 
     def eval(self, tree: ast.expr, exact: bool = False) -> Value | Literal:
         match tree:

@@ -217,7 +217,9 @@ row(
 def logit(input, eps=None):
     if eps is None:
         return OPS["logit"], (input,)
-    return (OPS["logit_clamped"], (input, float(eps))) if eps >= 0 else None
+    if eps.__class__ not in (float, int) or eps < 0:
+        return None
+    return OPS["logit_clamped"], (input, float(eps))
 
 
 # --- trigonometry and Bessel functions ------------------------------------------------------------

@@ -487,8 +487,9 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
             if out is not None:
                 if out.__class__ is Tensor and out._af.recorder is None:
                     chosen = _chosen(choose, args, options)
-                    if chosen.__class__ is tuple and record_write(chosen[0], out, chosen[1]):
-                        return out
+                    if chosen.__class__ is tuple:  # whether it casts differs from op to op
+                        if record_write(chosen[0], out, chosen[1], cast=False):
+                            return out
                 return run_eager(func, args, kwargs)
         chosen = _chosen(choose, args, options)
         if chosen is not None:

@@ -159,6 +159,7 @@ class TestCapture:
         assert_same(out.detach(), want.detach(), None)
         assert_same(grad, torch.autograd.grad(want.sum(), y)[0], None)
 
+    @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
     def test_make_graphed_callables(self, monkeypatch):
         monkeypatch.setattr(autofuse.config, "always_fuse", True)
 

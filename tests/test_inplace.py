@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from support import DEVICES, assert_same, assert_same_as_eager
+from autofuse.tensor import OPTIONS
+from support import DEVICES, assert_same, assert_same_as_eager, outcome
 
+W = autofuse.wrap
 INPLACE = {
     "add_": lambda t, y: t.add_(y),
     "iadd": lambda t, y: t.__iadd__(y),
@@ -35,6 +37,9 @@ INPLACE = {
     "neg_": lambda t, y: t.neg_(),
 }
 device_param = pytest.mark.parametrize("device", DEVICES)
+OUT = sorted(
+    {f.__name__ for f in OPTIONS if getattr(torch, getattr(f, "__name__", ""), None) is f}
+)  # every torch function of the table
 
 
 def pair(device):
@@ -227,3 +232,32 @@ def test_a_lost_value_does_not_poison_the_thread():
         autofuse.materialize(y)
     z = autofuse.wrap(x) * 3
     assert_same(z, x * 3, None)
+
+
+@device_param
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float32], ids=str)
+def test_out_of_another_dtype(dtype, device):
+    """Some ops convert to the dtype of `out`, others raise."""
+    operand = torch.tensor([1, 0, 1, 2, 3], device=device).to(dtype)
+
+    def call(name, operands, out):
+        values = [x.logical_not() if dtype is torch.bool else x + 0 for x in operands]
+        return getattr(torch, name)(*values, out=out)
+
+    for name in OUT:
+        for count in (1, 2, 3):
+            for other in (torch.int64, torch.bfloat16, torch.float32):
+                plain = torch.zeros(5, dtype=other, device=device)
+                wrapped = W(torch.zeros_like(plain))
+                want, error = outcome(call, (name, [operand] * count, plain))
+                got, failure = outcome(call, (name, [W(operand)] * count, wrapped))
+                what = f"{name} of {count} to {other}"
+                assert repr(failure) == repr(error), what
+                if error is None:
+                    assert_same(got, want, 1e-2 if device == "cpu" else None, what)
+                    assert_same(wrapped, plain, 1e-2 if device == "cpu" else None, what)
+
+
+def test_logit_of_a_tensor_raises_as_eager_does():
+    x = torch.rand(4)
+    assert_same_as_eager(lambda t: (t * 1).logit_(t), x)

@@ -140,3 +140,32 @@ def test_of_an_integer_that_an_optimiser_knows(name, device):
     for function in (lambda x: call(x >= x), lambda x: call(x ^ x)):
         if all(error is None for _, error in want):
             assert_same_as_eager(function, x, rtol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif("cuda" not in DEVICES, reason="on the CPU a NaN's sign is not eager's")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_sign_of_a_nan_reaches_the_next_op(dtype):
+    """copysign shows it; rounding to 16 bits, for one, would lose it."""
+    rows = [(name, call, 1) for name, call in FLOAT_CALLS.items()]
+    rows += [(name, call, 2) for name, call in PAIR_CALLS.items()]
+    rows += [(name, call, 3) for name, call in TRIPLE_CALLS.items()]
+    rows += [("where", lambda x, y, z: torch.where(z > 0, x, y), 3)]
+    operands = inputs(3, dtype, "cuda")
+    for k, x in enumerate(operands):
+        x[100 * k : 100 * k + 100 : 2] = float("nan")
+        x[100 * k + 1 : 100 * k + 100 : 4] = -float("nan")
+        assert x.isnan().any() and torch.copysign(x, x).signbit().any()
+    failed = []
+    for name, call, count in rows:
+        try:
+            assert_same_as_eager(lambda *args, f=call: _sign(f(*args)), *operands[:count])
+        except AssertionError as error:
+            failed.append(f"{name}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+def _sign(x):
+    if not x.dtype.is_floating_point:
+        return x
+    return torch.copysign(torch.ones((), dtype=torch.float32, device=x.device), x)
