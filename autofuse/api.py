@@ -18,6 +18,7 @@ from .chain import (
     flush,
     flush_tensor,
     flush_thread,
+    launches,
     rests,
 )
 from .config import config
@@ -287,9 +288,9 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         if count < 0:  # nothing here has fused lately: wrapping would only cost
             barren[owner] = count + 1
             return function(*args, **kwargs)
-        launches = _local.launches
+        before = launches()
         result = _call(function, args, kwargs)
-        if _local.launches != launches or rests():
+        if launches() != before or rests():
             barren.pop(owner, None)
         else:
             barren[owner] = count + 1 if count < _BARREN else -_ASIDE

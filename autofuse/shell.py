@@ -10,7 +10,8 @@ none (0.2 us for the exchange against 0.84 us for a new shell; one H200 machine,
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import forward_ad
@@ -21,6 +22,7 @@ from .plan import View
 
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 swap = torch._C._swap_tensor_impl
+_Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 _devices: dict[torch.device, torch.device] = {}
 
@@ -30,11 +32,14 @@ def same_device(device: torch.device) -> torch.device:
     return _devices.setdefault(device, device)
 
 
+Check = Callable[[torch.Tensor], bool]
+
+
 class Meta:
     """What is known of a concrete tensor without reading its values; one object per content."""
 
-    __slots__ = ("device", "dtype", "flat", "inference", "nbytes", "ndim", "requires_grad", "shape",
-                 "stride", "view")  # fmt: skip
+    __slots__ = ("checks", "device", "dtype", "flat", "inference", "nbytes", "ndim",
+                 "requires_grad", "shape", "stride", "view")  # fmt: skip
     recorder = None  # a concrete tensor belongs to no chain
     index = -1
 
@@ -56,6 +61,7 @@ class Meta:
         for size in shape:
             self.nbytes *= size
         self.view = View(CODES[dtype], tuple(shape), tuple(stride))
+        self.checks: dict[type, Check] = {}  # tests for this content, see `likely_meta`
 
 
 class _Unknown:
@@ -165,11 +171,51 @@ def fresh_meta(tensor: torch.Tensor) -> Meta | None:
         tensor.shape,
         tensor.stride(),
         tensor.device,
-        tensor.requires_grad,
+        requires_grad_of(tensor),
         tensor.is_inference(),
     )
     meta = _metas.get(key)
     return _new_meta(key) if meta is None else meta
+
+
+class Place(Protocol):
+    """Where tensors of one Meta are likely to be met again and again."""
+
+    likely: tuple[Check, Meta] | None  # what was met there last
+
+
+def likely_meta(tensor: torch.Tensor, place: Place) -> Meta | None:
+    """`plain_meta`, in one call (0.2 us instead of 1.4) for what was met twice in a row at `place`.
+
+    torch.compile's guards test class, dispatch keys, dtype, device, sizes, strides and
+    requires_grad, so that no flag that `plain_meta` looks at can be another.
+    """
+    likely = place.likely
+    if likely is not None and likely[0](tensor):
+        return likely[1]
+    meta = plain_meta(tensor)
+    if meta is not None:
+        again = likely is not None and likely[1] is meta
+        place.likely = (_check(tensor, meta) if again else _unlike, meta)
+    return meta
+
+
+def _unlike(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def _check(tensor: torch.Tensor, meta: Meta) -> Check:
+    """The test for tensors of the class and the Meta of `tensor`, in the modes of this moment."""
+    if _Guards is None:
+        return _unlike
+    cls = tensor.__class__
+    check = meta.checks.get(cls)
+    if check is None or not check(tensor):  # under other modes
+        guards = _Guards(
+            tensor, dynamic_dims_sizes=[list(meta.shape)], dynamic_dims_strides=[list(meta.stride)]
+        )
+        check = meta.checks[cls] = guards.check
+    return check
 
 
 _READERS = tuple(

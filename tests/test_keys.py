@@ -133,3 +133,44 @@ def test_requires_grad_of_unrelated_inputs_is_not_in_key(device):
     q = torch.ones(4, 4, device=device)
     with torch.no_grad():
         hits(lambda: x * q, lambda: x * p)
+
+
+LIKE = {
+    "another": lambda d: torch.randn(4, 4, device=d),
+    "strides": lambda d: torch.randn(4, 4, device=d).t(),
+    "shape": lambda d: torch.randn(1, 4, device=d),
+    "dtype": lambda d: torch.randn(4, 4, dtype=torch.float64, device=d),
+    "requires grad": lambda d: torch.randn(4, 4, requires_grad=True, device=d),
+    "parameter": lambda d: torch.nn.Parameter(torch.randn(4, 4, device=d)),
+    "constant": lambda d: torch.nn.Parameter(torch.randn(4, 4, device=d), requires_grad=False),
+    "negative": lambda d: torch.randn(4, 4, dtype=torch.cfloat, device=d).conj().imag,
+    "inference": lambda d: torch.inference_mode()(torch.randn)(4, 4, device=d),
+    "zero": lambda d: torch._efficientzerotensor((4, 4), device=d),
+    "part of a larger": lambda d: torch.randn(5, 4, device=d)[1:],
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", LIKE)
+def test_a_plain_operand_that_is_not_what_was_met_there_before(name, grad, device):
+    """What a place has met twice in a row is recognised in one call, and nothing else."""
+    usual, other = LIKE["another"](device), LIKE[name](device)
+
+    def operand(x, y):
+        return x.abs() * y
+
+    def result(x, y):
+        return torch.mm(x, y) + 1
+
+    with torch.set_grad_enabled(grad):
+        for function in (operand, result):
+            x = torch.randn(4, 4, device=device)
+            for y in (usual, usual, usual, usual, other, other, usual, other):
+                if grad and y.is_inference():
+                    y = y.clone()  # which autograd can save
+                if function is result and (y.dtype is not x.dtype or name == "zero"):
+                    continue
+                a = torch.randn(4, y.shape[0], device=device) if function is result else x
+                got, want = function(autofuse.wrap(a), y), function(a, y)
+                assert_same(got, want, None)
+                assert got.is_inference() == want.is_inference()
