@@ -1,14 +1,32 @@
-"""Timing helpers: interleaved rounds, medians with the 20th and 80th percentile."""
+"""Time: how a call is measured. Owns warm-up, rounds, the launch queue, the L2 cache, percentiles.
+
+A host-bound figure is wall clock over many calls with one final wait (`host_us`). A device figure
+is CUDA events around calls whose launches were queued while the device was kept busy (`device_us`),
+with the L2 cache flushed before each where memory is what is measured. Variants take turns within
+every round, A B A B, so that a drift of clocks or of the machine meets them all. Knows neither
+workloads nor peers. On the CPU both figures are wall clock.
+"""
 
 from __future__ import annotations
 
-import platform
+import functools
+import math
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
+
+from machine import machine as machine  # for the heads of the scripts
+
+ROUNDS = 7
+ROUND_S = 0.02  # of one variant in one round, where a call is shorter
+LONG_S = 0.5  # a call as long as this gets LONG_ROUNDS
+LONG_ROUNDS = 3
+QUEUE = 200  # calls measured behind one sleep: the launch queue has 1024 places
+L2_BYTES = 256 << 20  # written to flush the cache; the largest has 60 MB
+SLEEP_S = 0.5  # at most, of the device, while launches are queued
 
 
 def synchronize(device: str) -> None:
@@ -16,34 +34,145 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def host_us(call: Callable[[], object], device: str, iterations: int) -> float:
-    """Wall-clock us per call over `iterations` calls with one synchronize at the end."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(iterations):
-        call()
-    synchronize(device)
-    return (time.perf_counter() - start) / iterations * 1e6
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One variant: what is timed, and what waits until its last result is there.
+
+    finish: given the last result; None waits for torch's device. on_stream: its work goes to
+    torch's current stream, where CUDA events see it; other work is measured by wall clock.
+    """
+
+    run: Callable[[], object]
+    finish: Callable[[object], object] | None = None
+    on_stream: bool = True
+
+    def wait(self, result: object, device: str) -> None:
+        if self.finish is not None:
+            self.finish(result)
+        synchronize(device)
 
 
+@dataclass(slots=True)
 class Series:
     """Times of one variant over the rounds, in us."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    times: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
         return statistics.median(self.times)
 
+    @property
+    def p20(self) -> float:
+        return sorted(self.times)[len(self.times) // 5]
+
+    @property
+    def p80(self) -> float:
+        return sorted(self.times)[-1 - len(self.times) // 5]
+
     def __str__(self) -> str:
-        ordered = sorted(self.times)
-        low, high = ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
-        return f"{self.median:9.2f} ({low:.2f}-{high:.2f})"
+        return f"{self.median:9.2f} ({self.p20:.2f}-{self.p80:.2f})"
+
+
+# --- one round of one variant --------------------------------------------------------------------
+
+
+def host_us(call: Callable[[], object] | Call, device: str, iterations: int) -> float:
+    """Wall-clock us per call over `iterations` calls with one wait at the end."""
+    timed = call if isinstance(call, Call) else Call(call)
+    run, result = timed.run, None
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(iterations):
+        result = run()
+    timed.wait(result, device)
+    return (time.perf_counter() - start) / iterations * 1e6
+
+
+def issue_us(call: Callable[[], object], device: str, iterations: int) -> float:
+    """What the host spends on a call, its launches waiting in the queue behind a busy device."""
+    iterations = min(iterations, QUEUE) if device == "cuda" else iterations
+    keep_busy(device, SLEEP_S)
+    start = time.perf_counter()
+    for _ in range(iterations):
+        call()
+    us = (time.perf_counter() - start) / iterations * 1e6
+    synchronize(device)
+    return us
+
+
+def device_us(
+    call: Callable[[], object], device: str, iterations: int, flush: bool = True
+) -> float:
+    """us per call on the device: the median of events around each call, launches queued ahead.
+
+    flush: write L2_BYTES before every call, outside its events, so that it reads from memory;
+    without, the calls run back to back between two events.
+    """
+    if device != "cuda":
+        return host_us(call, device, iterations)
+    cache = _cache() if flush else None
+    iterations = max(1, min(iterations, QUEUE))
+    marks = [_events() for _ in range(iterations if flush else 1)]
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()  # how long the host needs for one tells how long the device has to sleep
+    seconds = (time.perf_counter() - start + 2e-5) * iterations * 1.5
+    torch.cuda.synchronize()
+    keep_busy(device, min(seconds, SLEEP_S))
+    if cache is None:
+        first, last = marks[0]
+        first.record()
+        for _ in range(iterations):
+            call()
+        last.record()
+    else:
+        for first, last in marks:
+            cache.zero_()
+            first.record()
+            call()
+            last.record()
+    torch.cuda.synchronize()
+    times = [first.elapsed_time(last) * 1e3 for first, last in marks]
+    return statistics.median(times) if flush else times[0] / iterations
+
+
+def keep_busy(device: str, seconds: float) -> None:
+    """Let the device sleep this long on the current stream; the host goes on at once."""
+    if device == "cuda":
+        torch.cuda._sleep(int(seconds * _sleep_mhz() * 1e6))
+
+
+def sm_mhz(cycles: int = 2_000_000) -> float:
+    """The clock at which the device runs now, from the time that `cycles` of it take."""
+    first, last = _events()
+    torch.cuda._sleep(cycles)
+    first.record()
+    torch.cuda._sleep(cycles)
+    last.record()
+    torch.cuda.synchronize()
+    return cycles / (first.elapsed_time(last) * 1e3)
+
+
+@functools.cache
+def _sleep_mhz() -> float:
+    return sm_mhz()
+
+
+@functools.cache
+def _cache() -> torch.Tensor:
+    return torch.empty(L2_BYTES // 4, dtype=torch.int32, device="cuda")
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+# --- rounds --------------------------------------------------------------------------------------
 
 
 def interleaved(
-    calls: dict[str, Callable[[], object]],
+    calls: Mapping[str, Callable[[], object]],
     device: str,
     rounds: int = 9,
     iterations: int = 1000,
@@ -60,10 +189,59 @@ def interleaved(
     return series
 
 
-def machine(device: str) -> str:
-    """Hardware and versions, for the head of a result."""
-    import numba
+def measured(
+    calls: Mapping[str, Call],
+    device: str,
+    clock: str = "host",
+    rounds: int = ROUNDS,
+    round_s: float = ROUND_S,
+) -> tuple[dict[str, Series], dict[str, str]]:
+    """Series of the calls that went through, and why the others did not, both by name.
 
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
-    python = ".".join(map(str, sys.version_info[:3]))
-    return f"{name}; torch {torch.__version__}, numba {numba.__version__}, Python {python}"
+    clock: "host" or "device". Every call is warmed up for about a round, which also tells how many
+    iterations a round has. A call that raises leaves the rounds, the others go on.
+    """
+    series: dict[str, Series] = {}
+    failed: dict[str, str] = {}
+    iterations: dict[str, int] = {}
+    for name, call in calls.items():
+        try:
+            us = warm_up(call, device, round_s)
+        except Exception as error:  # somebody else's compiler or launch; the reason is kept
+            failed[name] = reason(error)
+            continue
+        iterations[name] = max(1, math.ceil(round_s * 1e6 / us))
+        series[name] = Series()
+        if us >= LONG_S * 1e6:
+            rounds = min(rounds, LONG_ROUNDS)
+    for _ in range(rounds):
+        for name in list(series):
+            call, count = calls[name], iterations[name]
+            try:
+                if count > 1:  # caches, threads and clocks are the last variant's
+                    host_us(call, device, max(1, count // 10))
+                if clock == "device" and call.on_stream:
+                    us = device_us(call.run, device, count)
+                else:
+                    us = host_us(call, device, count)
+                series[name].times.append(us)
+            except Exception as error:
+                failed[name] = reason(error)
+                del series[name]
+    return series, failed
+
+
+def warm_up(call: Call, device: str, seconds: float) -> float:
+    """Run a call for about `seconds`, 3 times or more unless it is long; us of the last ones."""
+    us = host_us(call, device, 1)
+    count = 3 if us < LONG_S * 1e6 else 0
+    while count and us * count < 1e6 * seconds / 4:
+        us = host_us(call, device, count)
+        count *= 4
+    return host_us(call, device, count) if count else us
+
+
+def reason(error: BaseException) -> str:
+    """One line: the class of an error and the first line of what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}"[:160] if lines else type(error).__name__

@@ -1,0 +1,293 @@
+"""Every workload against every peer, in one run.
+
+    python bench/run.py [--only TEXT] [--peers NAMES] [--budget 330] [--commit HASH]
+    python bench/run.py --readme bench/results/FILE.json
+
+Writes bench/results/<machine>.json, workload by workload, and prints the Markdown of the README's
+section, which `--readme` makes of a file again. All peers of a workload take turns in the same
+rounds (timing.py). What a peer cannot run, or fails at, is a reason in its cell. When the budget is
+spent, what is left gets that as its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autofuse
+
+sys.path.insert(0, str(Path(__file__).parent))
+import machine  # noqa: E402
+import tables  # noqa: E402
+import timing  # noqa: E402
+from peers import PEERS, Peer, Unsuited, arrays_of  # noqa: E402
+from results import DIRECTORY, Cell, Results, load  # noqa: E402
+from workloads import ON_CPU, WORKLOADS, Program, Workload  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is measured."""
+
+    rounds: int = timing.ROUNDS
+    round_s: float = timing.ROUND_S
+    scale: float = 1.0
+    patience: float = 60.0  # s for one peer's first result
+    deadline: float = float("inf")  # of time.perf_counter()
+    budget: float = float("inf")  # s, for the reason
+
+    @property
+    def spent(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What is kept of a peer between its first result and the rounds."""
+
+    call: timing.Call
+    first_s: float
+    same_bits: bool | None
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Bench:
+    """One workload in one run: the peers that can, and the reasons of those that cannot."""
+
+    workload: Workload
+    device: str
+    limits: Limits
+    prepared: dict[str, Prepared] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    want: list[torch.Tensor] = field(default_factory=list)  # eager's first results
+    program: Program | None = None
+
+    def prepare(self, peer: Peer) -> None:
+        """Let a peer compute its first result, or note why it does not."""
+        name = peer.name
+        why = self.workload.leave_out.get(name) or peer.missing(self.device)
+        if not why and self.limits.spent and name not in ("eager", "autofuse"):
+            why = f"left out: the budget of {self.limits.budget:.0f} s was spent"
+        if why:
+            self.reasons[name] = why
+            return
+        try:
+            with within(self.limits.patience):
+                self.prepared[name] = self._first(peer)
+        except Unsuited as error:
+            self.reasons[name] = str(error)
+        except Exception as error:  # a peer's own failure is a result
+            self.reasons[name] = timing.reason(error)
+
+    def _first(self, peer: Peer) -> Prepared:
+        program = self.workload.make(self.device, self.limits.scale)
+        before = _copied(program.args) if program.mutates else None
+        timing.synchronize(self.device)
+        start = time.perf_counter()
+        call = peer.prepare(self.workload, program)
+        if before is not None:
+            _restore(program.args, before)
+        result = call.run()
+        call.wait(result, self.device)
+        first_s = time.perf_counter() - start
+        got = arrays_of(result)
+        same = None
+        if peer.name == "eager":
+            self.want, self.program = [t.clone() for t in got], program
+        elif self.want:
+            same = len(got) == len(self.want) and all(map(torch.equal, got, self.want))
+        return Prepared(call, first_s, same)
+
+    def measure(self) -> list[Cell]:
+        """The cells of all peers, from interleaved rounds."""
+        limits, workload = self.limits, self.workload
+        self.want = []
+        calls = {name: prepared.call for name, prepared in self.prepared.items()}
+        gc.collect()
+        series, failed = timing.measured(
+            calls, self.device, workload.clock, limits.rounds, limits.round_s
+        )  # fmt: skip
+        self.reasons.update(failed)
+        base = series.get("eager")
+        cells = []
+        for peer in PEERS:
+            about: dict[str, Any] = {"clock": workload.clock}
+            if peer.name in series:
+                about |= self._figures(self.prepared[peer.name], series[peer.name], base)
+            elif peer.name in self.reasons:
+                about["reason"] = self.reasons[peer.name]
+            else:
+                continue
+            cells.append(Cell(workload.label, self.device, peer.name, **about))
+        return cells
+
+    def _figures(
+        self, prepared: Prepared, times: timing.Series, base: timing.Series | None
+    ) -> dict[str, Any]:
+        assert self.program is not None
+        steps, nbytes = self.program.steps, self.program.nbytes
+        on_device = self.workload.clock == "device"
+        clock = "device" if on_device and prepared.call.on_stream else "host"
+        return {
+            "clock": clock,
+            "median": round(times.median / steps, 4),
+            "p20": round(times.p20 / steps, 4),
+            "p80": round(times.p80 / steps, 4),
+            "ratio": round(times.median / base.median, 4) if base else None,
+            "tbps": round(nbytes / times.median / 1e6, 3) if nbytes and on_device else None,
+            "first_s": round(prepared.first_s, 3),
+            "same_bits": prepared.same_bits,
+            "note": prepared.note,
+        }
+
+
+def bench(workload: Workload, peers: tuple[Peer, ...], device: str, limits: Limits) -> list[Cell]:
+    """The cells of a workload."""
+    torch.compiler.reset()
+    grad = workload.make(device, min(limits.scale, 1e-3)).grad
+    work = Bench(workload, device, limits)
+    try:
+        with torch.set_grad_enabled(grad):
+            for peer in peers:
+                work.prepare(peer)
+            return work.measure()
+    finally:
+        del work
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return [_copied(item) for item in value]
+
+
+@torch.no_grad()
+def _restore(value: Any, before: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        value.copy_(before)
+        return
+    for item, old in zip(value, before, strict=True):
+        _restore(item, old)
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError here after so many seconds, where signals can do that."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"no result after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+def chosen(device: str, only: list[str]) -> list[tuple[Workload, str]]:
+    """(workload, device) of a run, in its order."""
+    rows = [(row, device) for row in WORKLOADS]
+    if device == "cuda":
+        rows += [(row, "cpu") for row in ON_CPU]
+    return [(row, on) for row, on in rows if not only or any(t in row.label for t in only)]
+
+
+def run(args: argparse.Namespace) -> Results:
+    start = time.perf_counter()
+    limits = Limits(
+        rounds=args.rounds,
+        round_s=args.round_ms / 1e3,
+        scale=args.scale,
+        patience=args.patience,
+        deadline=start + args.budget,
+        budget=args.budget,
+    )
+    peers = tuple(peer for peer in PEERS if not args.peers or peer.name in args.peers)
+    results = Results(machine.facts(args.device, args.commit))
+    head = results.head | {"scale": args.scale, "rounds": args.rounds}
+    results.head = head
+    path = Path(args.out) / f"{args.name or machine.slug(head['machine'])}.json"
+    print(", ".join(f"{key} {value}" for key, value in head.items()))
+    for peer in peers:
+        if why := peer.missing(args.device):
+            print(f"without {peer.name}: {why}")
+    on_cuda = args.device == "cuda"
+    if on_cuda:
+        head["clocks"] = {"idle": machine.clocks()}
+    seen = []
+    for workload, device in chosen(args.device, args.only):
+        cells = bench(workload, peers, device, limits)
+        results.cells += cells
+        if on_cuda:
+            seen.append(round(timing.sm_mhz()))
+            head["clocks"]["sm_mhz"] = [min(seen), max(seen)]  # as its own kernels see it
+        head["seconds"] = round(time.perf_counter() - start)
+        print(f"\n{workload.label} on {device}, us by the {workload.clock}'s clock")
+        for cell in cells:
+            print(f"  {cell}", flush=True)
+        results.save(path)
+    if on_cuda:
+        timing.keep_busy("cuda", 0.5)
+        head["clocks"]["busy"] = machine.clocks()
+        torch.cuda.synchronize()
+        results.save(path)
+    print(f"\n{path.name} written after {time.perf_counter() - start:.0f} s")
+    return results
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--only", nargs="*", default=[], help="workloads whose label has this")
+    options.add_argument("--peers", nargs="*", default=[], help="names, as in peers.py")
+    options.add_argument("--rounds", type=int, default=timing.ROUNDS)
+    options.add_argument("--round-ms", type=float, default=timing.ROUND_S * 1e3)
+    options.add_argument("--scale", type=float, default=1.0, help="of sizes and loops")
+    options.add_argument("--budget", type=float, default=330.0, help="s, then peers are left out")
+    options.add_argument("--patience", type=float, default=60.0, help="s for a first result")
+    options.add_argument("--out", default=str(DIRECTORY), help="directory of the results")
+    options.add_argument("--name", default="", help="of the file, if not the machine's")
+    options.add_argument("--commit", default="", help="for the head; git is asked if not given")
+    options.add_argument("--readme", metavar="FILE", help="print the README's section and end")
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    if args.readme:
+        print(tables.markdown(load(Path(args.readme)), Path(args.readme).name), end="")
+        return
+    logging.getLogger("torch").setLevel(logging.ERROR)  # compilers' advice
+    autofuse.config.compile = "now"  # what is measured is not the way there
+    autofuse.config.max_kernels_per_line = 1 << 30  # every workload is called from one line
+    results = run(args)
+    print(tables.markdown(results, "FILE"))
+
+
+if __name__ == "__main__":
+    main()

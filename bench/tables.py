@@ -1,0 +1,174 @@
+"""The README's performance section, as Markdown made of results and of nothing else.
+
+What is faster, by how much, where autofuse loses to eager and to whom else: all is read off the
+cells. `replaced` puts the section between the README's markers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Iterable
+
+from results import Cell, Results
+
+BEGIN, END = "<!-- performance -->\n", "<!-- /performance -->"
+OURS = "autofuse"
+AHEAD = 0.95  # of another's time, to be called ahead of it
+Row = tuple[str, dict[str, Cell]]  # a workload and its cells by peer
+
+
+def markdown(results: Results, file: str) -> str:
+    """The section; file: the name of the results in bench/results/."""
+    parts = [_head(results, file)]
+    for device in _unique(cell.device for cell in results.cells):
+        rows = [(workload, cells) for workload, on, cells in results.rows() if on == device]
+        where = "" if device == results.cells[0].device else " on this machine's CPU"
+        parts += [_table(rows, f"us per step{where}"), _verdict(rows, where)]
+    return "\n".join(part for part in parts if part)
+
+
+def replaced(readme: str, section: str) -> str:
+    """`readme` with `section` between its markers."""
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + section + END + rest.split(END)[1]
+
+
+def _unique(items: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(items))
+
+
+def _fill(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+# --- the head ------------------------------------------------------------------------------------
+
+
+def _head(results: Results, file: str) -> str:
+    head = results.head
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
+    driver = f", driver {head['driver']}" if "driver" in head else f", {head['threads']} threads"
+    scale = head.get("scale", 1.0)
+    text = (
+        f"`python bench/run.py` on one {head['machine']}{driver}; {versions}; commit "
+        f"{head['commit']}, {head['date']}; `bench/results/{file}`. "
+    )
+    if scale != 1:
+        text += f"**A trial at {scale:g} of all sizes and lengths, no measurement.** "
+    if "sm_mhz" in head.get("clocks", {}):
+        low, high = head["clocks"]["sm_mhz"]
+        text += f"The GPU ran at {low} to {high} MHz. "
+    text += (
+        "All variants of a row took turns in the same rounds. Eager's column is the median in us "
+        "per step, the others are ratios to it, so that less than 1 is faster than eager. Rows of "
+        "2^22 and more are times on the device with the L2 cache flushed, the others are wall "
+        "clock. float32 where no dtype is named."
+    )
+    return _fill(text)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _short(workload: str) -> str:
+    return workload.removesuffix(" float32")
+
+
+def _peers(rows: list[Row]) -> list[str]:
+    """Peers with at least one figure, in the order of the cells."""
+    names = _unique(name for _, cells in rows for name in cells)
+    return [n for n in names if any(n in cells and cells[n].median for _, cells in rows)]
+
+
+def _table(rows: list[Row], unit: str) -> str:
+    peers = [name for name in _peers(rows) if name != "eager"]
+    lines = [f"| {unit} | eager | {' | '.join(peers)} |", "|---" * (len(peers) + 2) + "|"]
+    for workload, cells in rows:
+        base = cells.get("eager")
+        if base is None or base.median is None:
+            continue
+        figures = [_ratio(cells.get(name)) for name in peers]
+        lines.append(f"| {_short(workload)} | {_us(base.median)} | {' | '.join(figures)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _us(us: float) -> str:
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def _ratio(cell: Cell | None) -> str:
+    if cell is None or cell.ratio is None:
+        return ""
+    text = f"{cell.ratio:.2f}"
+    return f"**{text}**" if cell.peer == OURS else text
+
+
+# --- what follows from it ------------------------------------------------------------------------
+
+
+def _verdict(rows: list[Row], where: str) -> str:
+    ours = {w: cells[OURS] for w, cells in rows if OURS in cells and cells[OURS].ratio is not None}
+    if not ours:
+        return ""
+    ratios = {workload: cell.ratio or 0.0 for workload, cell in ours.items()}
+    faster = [w for w, ratio in ratios.items() if ratio < 1]
+    slower = sorted((w for w, ratio in ratios.items() if ratio > 1), key=lambda w: -ratios[w])
+    best = min(ratios, key=lambda w: ratios[w])
+    lines = [
+        f"- autofuse is faster than eager in {len(faster)} of these {len(ours)} rows{where}; the "
+        f"median ratio is {statistics.median(ratios.values()):.2f}, the best {ratios[best]:.2f} "
+        f"({_short(best)})."
+    ]
+    if slower:
+        named = "; ".join(f"{_short(w)} {ratios[w]:.2f}" for w in slower)
+        lines.append(f"- It loses to eager, and should not be used, in: {named}.")
+    near = sorted((w for w in faster if ratios[w] > AHEAD), key=lambda w: -ratios[w])
+    if near:
+        named = "; ".join(f"{_short(w)} {ratios[w]:.2f}" for w in near)
+        lines.append(f"- Nothing is gained, or little, in: {named}.")
+    lines += _against(rows, ours)
+    lines += _bits(rows)
+    return "".join(
+        textwrap.fill(line, 100, subsequent_indent="  ", break_long_words=False,
+                      break_on_hyphens=False) + "\n"
+        for line in lines
+    )  # fmt: skip
+
+
+def _against(rows: list[Row], ours: dict[str, Cell]) -> list[str]:
+    """For every other peer, where it is ahead of autofuse."""
+    lines = []
+    for name in _peers(rows):
+        if name in ("eager", OURS, "autofuse.fuse"):
+            continue
+        both = {
+            workload: (cells[name].median, ours[workload].median)
+            for workload, cells in rows
+            if workload in ours and name in cells and cells[name].median
+        }
+        ahead = {
+            workload: theirs / mine
+            for workload, (theirs, mine) in both.items()
+            if theirs and mine and theirs < AHEAD * mine
+        }
+        behind = sum(
+            1 for theirs, mine in both.values() if theirs and mine and mine < AHEAD * theirs
+        )
+        text = f"- {name}: autofuse is ahead of it in {behind} of {len(both)} rows"
+        if ahead:
+            named = "; ".join(f"{_short(w)} {ahead[w]:.2f}" for w in sorted(ahead, key=ahead.get))  # type: ignore[arg-type]
+            text += f", behind in {len(ahead)} (its time over autofuse's): {named}"
+        lines.append(text + ".")
+    return lines
+
+
+def _bits(rows: list[Row]) -> list[str]:
+    """Whose results are eager's bit for bit."""
+    counts = []
+    for name in _peers(rows):
+        seen = [cells[name].same_bits for _, cells in rows if name in cells]
+        known = [same for same in seen if same is not None]
+        if known:
+            counts.append(f"{name} {sum(known)} of {len(known)}")
+    return [f"- Rows with eager's bits: {', '.join(counts)}."] if counts else []
