@@ -195,11 +195,13 @@ def measured(
     clock: str = "host",
     rounds: int = ROUNDS,
     round_s: float = ROUND_S,
+    flush: bool = True,
 ) -> tuple[dict[str, Series], dict[str, str]]:
     """Series of the calls that went through, and why the others did not, both by name.
 
-    clock: "host" or "device". Every call is warmed up for about a round, which also tells how many
-    iterations a round has. A call that raises leaves the rounds, the others go on.
+    clock: "host" or "device", the latter with or without `flush`ing L2. Every call is warmed up for
+    about a round, which also tells how many iterations a round has. A call that raises leaves the
+    rounds, the others go on.
     """
     series: dict[str, Series] = {}
     failed: dict[str, str] = {}
@@ -221,7 +223,7 @@ def measured(
                 if count > 1:  # caches, threads and clocks are the last variant's
                     host_us(call, device, max(1, count // 10))
                 if clock == "device" and call.on_stream:
-                    us = device_us(call.run, device, count)
+                    us = device_us(call.run, device, count, flush)
                 else:
                     us = host_us(call, device, count)
                 series[name].times.append(us)

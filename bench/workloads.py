@@ -136,12 +136,12 @@ def halves(s: Setup, fn: Function, shape: tuple[int, int]) -> Program:
 BATCH, HIDDEN = 64, 256
 
 
-def rnn(s: Setup, steps: int) -> Program:
-    batch, hidden = s.size(BATCH), s.size(HIDDEN)
+def rnn(s: Setup, steps: int, batch: int = BATCH) -> Program:
+    batch, hidden = s.size(batch), s.size(HIDDEN)
     args = (s.normal(batch, hidden), s.normal(hidden, hidden, std=hidden**-0.5), s.normal(hidden))
     if steps == 5:  # short enough to hand the whole loop to a compiler
         return Program(programs.rnn_loop_5, args, steps=5)
-    steps = s.size(steps)
+    steps = s.size(steps) if steps > 1 else 1
     return Program(programs.rnn_step, args, calls=steps, steps=steps)
 
 
