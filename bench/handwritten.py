@@ -23,7 +23,7 @@ _HESTON = """
     T dt = T(1) / T(252), root_dt = T(0.0629940788348712);
     T positive = v > T(0) ? v : T(0), root = sqrt(positive);
     T dw_v = u * root_dt, dw_s = (u * T(-0.7) + z * T(0.714142842854285)) * root_dt;
-    T jump = expm1(u * T(0.1)) * T(abs(z) > T(3));
+    T jump = expm1(u * T(0.1)) * T(fabs(z) > T(3));
     T drift = (T(0.03) - positive * T(0.5)) * dt;
     T next = s * exp(drift + root * dw_s + jump * T(0.5) - T(1e-5));
     v_out = v + (T(0.04) - positive) * T(1.5) * dt + root * dw_v * T(0.3);

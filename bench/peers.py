@@ -78,6 +78,8 @@ def compiled(workload: Workload, program: Program) -> Call:
 
 def compiled_graphs(workload: Workload, program: Program) -> Call:
     """Its results live in the graph's memory, so that a loop has to clone what it feeds back."""
+    from torch._dynamo.utils import counters
+
     compiled = torch.compile(program.fn, mode="reduce-overhead")
     begin = torch.compiler.cudagraph_mark_step_begin
 
@@ -88,28 +90,30 @@ def compiled_graphs(workload: Workload, program: Program) -> Call:
             return tuple(t.clone() for t in results)
         return results.clone()
 
-    if program.calls > 1:
-        return Call(program.runner(fn, program.args))
-    run = program.runner(compiled, program.args)
+    run = program.runner(fn if program.calls > 1 else compiled, program.args)
 
     def once() -> Any:
         begin()
         return run()
 
-    return Call(once)
+    counters["inductor"].pop("cudagraph_skips", None)
+    once()
+    skipped = counters["inductor"]["cudagraph_skips"]
+    return Call(run if program.calls > 1 else once, note="without graphs" if skipped else "")
 
 
 def jit(workload: Workload, program: Program) -> Call:
     """torch.jit.script; where that fails torch.jit.trace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, and still what many use
+        note = "scripted"
         try:
             fn = torch.jit.script(program.fn)
         except Exception:  # many classes of its own, and OSError without a source file
             if program.mutates:
                 raise Unsuited("cannot be scripted, and a trace would keep its values") from None
-            fn = torch.jit.trace(program.fn, program.args, check_trace=False)
-    return Call(program.runner(fn, program.args))
+            fn, note = torch.jit.trace(program.fn, program.args, check_trace=False), "traced"
+    return Call(program.runner(fn, program.args), note=note)
 
 
 def graph(workload: Workload, program: Program) -> Call:

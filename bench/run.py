@@ -1,7 +1,7 @@
 """Every workload against every peer, in one run.
 
     python bench/run.py [--only TEXT] [--peers NAMES] [--budget 330] [--commit HASH]
-    python bench/run.py --readme bench/results/FILE.json
+    python bench/run.py --readme bench/results/FILE.json [--into README.md]
 
 Writes bench/results/<machine>.json, workload by workload, and prints the Markdown of the README's
 section, which `--readme` makes of a file again. All peers of a workload take turns in the same
@@ -60,7 +60,6 @@ class Prepared:
     call: timing.Call
     first_s: float
     same_bits: bool | None
-    note: str = ""
 
 
 @dataclass(slots=True)
@@ -150,7 +149,7 @@ class Bench:
             "tbps": round(nbytes / times.median / 1e6, 3) if nbytes and on_device else None,
             "first_s": round(prepared.first_s, 3),
             "same_bits": prepared.same_bits,
-            "note": prepared.note,
+            "note": prepared.call.note,
         }
 
 
@@ -274,13 +273,19 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--name", default="", help="of the file, if not the machine's")
     options.add_argument("--commit", default="", help="for the head; git is asked if not given")
     options.add_argument("--readme", metavar="FILE", help="print the README's section and end")
+    options.add_argument("--into", metavar="README", help="put it there between its markers")
     return options
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if args.readme:
-        print(tables.markdown(load(Path(args.readme)), Path(args.readme).name), end="")
+        section = tables.markdown(load(Path(args.readme)), Path(args.readme).name)
+        if args.into:
+            readme = Path(args.into)
+            readme.write_text(tables.replaced(readme.read_text(), section))
+        else:
+            print(section, end="")
         return
     logging.getLogger("torch").setLevel(logging.ERROR)  # compilers' advice
     autofuse.config.compile = "now"  # what is measured is not the way there

@@ -45,6 +45,7 @@ class Call:
     run: Callable[[], object]
     finish: Callable[[object], object] | None = None
     on_stream: bool = True
+    note: str = ""  # for its cell
 
     def wait(self, result: object, device: str) -> None:
         if self.finish is not None:

@@ -237,7 +237,7 @@ class Workload:
     dtype: torch.dtype = torch.float32
     clock: str = "host"  # or "device": what bounds it at this size
     key: tuple[Any, ...] = ()  # of its versions in handwritten.py
-    leave_out: dict[str, str] = field(default_factory=dict)  # peer -> why
+    leave_out: dict[str, str] = field(default_factory=dict, hash=False)  # peer -> why
 
     @property
     def label(self) -> str:
