@@ -29,12 +29,13 @@ import torch
 import autofuse
 
 sys.path.insert(0, str(Path(__file__).parent))
+import alone  # noqa: E402
 import machine  # noqa: E402
 import tables  # noqa: E402
 import timing  # noqa: E402
 from peers import PEERS, Peer, Unsuited, arrays_of  # noqa: E402
 from results import DIRECTORY, Cell, Results, load  # noqa: E402
-from workloads import ON_CPU, WORKLOADS, Program, Workload  # noqa: E402
+from workloads import Program, Workload, chosen  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +209,6 @@ def within(seconds: float) -> Iterator[None]:
 # --- a run ---------------------------------------------------------------------------------------
 
 
-def chosen(device: str, only: list[str]) -> list[tuple[Workload, str]]:
-    """(workload, device) of a run, in its order."""
-    rows = [(row, device) for row in WORKLOADS]
-    if device == "cuda":
-        rows += [(row, "cpu") for row in ON_CPU]
-    return [(row, on) for row, on in rows if not only or any(t in row.label for t in only)]
-
-
 def run(args: argparse.Namespace) -> Results:
     start = time.perf_counter()
     limits = Limits(
@@ -238,9 +231,14 @@ def run(args: argparse.Namespace) -> Results:
     on_cuda = args.device == "cuda"
     if on_cuda:
         head["clocks"] = {"idle": machine.clocks()}
+    figures, why = alone.ask(args, args.budget / 4) if args.alone else ({}, "")
+    if why:
+        print(f"eager alone: {why}")
     seen = []
     for workload, device in chosen(args.device, args.only):
         cells = bench(workload, peers, device, limits)
+        if (workload.label, device) in figures:
+            cells.insert(1, _alone(figures[workload.label, device], cells[0]))
         results.cells += cells
         if on_cuda:
             seen.append(round(timing.sm_mhz()))
@@ -259,11 +257,19 @@ def run(args: argparse.Namespace) -> Results:
     return results
 
 
+def _alone(figures: alone.Figures, eager: Cell) -> Cell:
+    median, p20, p80 = figures
+    ratio = round(median / eager.median, 4) if eager.median else None
+    return Cell(eager.workload, eager.device, "eager alone", "host", median, p20, p80, ratio)
+
+
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--only", nargs="*", default=[], help="workloads whose label has this")
     options.add_argument("--peers", nargs="*", default=[], help="names, as in peers.py")
+    options.add_argument("--no-alone", dest="alone", action="store_false",
+                         help="without eager in a process that never imports autofuse")  # fmt: skip
     options.add_argument("--rounds", type=int, default=timing.ROUNDS)
     options.add_argument("--round-ms", type=float, default=timing.ROUND_S * 1e3)
     options.add_argument("--scale", type=float, default=1.0, help="of sizes and loops")

@@ -65,6 +65,8 @@ def _head(results: Results, file: str) -> str:
         "2^22 and more are times on the device with the L2 cache flushed, the others are wall "
         "clock. float32 where no dtype is named."
     )
+    if any(cell.peer == "eager alone" for cell in results.cells):
+        text += " `eager alone` never imports autofuse, in a process and rounds of its own."
     return _fill(text)
 
 
@@ -140,7 +142,7 @@ def _against(rows: list[Row], ours: dict[str, Cell]) -> list[str]:
     """For every other peer, where it is ahead of autofuse."""
     lines = []
     for name in _peers(rows):
-        if name in ("eager", OURS, "autofuse.fuse"):
+        if name in ("eager", "eager alone", OURS, "autofuse.fuse"):
             continue
         both = {
             workload: (cells[name].median, ours[workload].median)

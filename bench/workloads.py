@@ -263,6 +263,8 @@ def _chain(length: int, shape: tuple[int, ...], dtype=torch.float32, form="opera
     maker = functools.partial(chain, length=length, shape=shape, form=form)
     name = f"{length} op{'s' if length > 1 else ''}" + (", torch.*" if form == "torch.*" else "")
     leave_out = dict.fromkeys(COMPILERS, _SAME) if form == "torch.*" else {}
+    if length in (1, 10, 40):
+        leave_out = leave_out | {"torch.compile, reduce-overhead": "left out: like 5 and 20 ops"}
     clock, more = _by_size(shape)
     return Workload(name, maker, SHOWN[shape], dtype, clock, ("chain", length), leave_out | more)
 
@@ -313,3 +315,11 @@ WORKLOADS: tuple[Workload, ...] = (
 )  # fmt: skip
 # on the CPU of a machine with a GPU
 ON_CPU = tuple(row for row in WORKLOADS if row.name.startswith("RNN loop"))
+
+
+def chosen(device: str, only: list[str]) -> list[tuple[Workload, str]]:
+    """(workload, device) of a run, in its order."""
+    rows = [(row, device) for row in WORKLOADS]
+    if device == "cuda":
+        rows += [(row, "cpu") for row in ON_CPU]
+    return [(row, on) for row, on in rows if not only or any(t in row.label for t in only)]

@@ -18,6 +18,7 @@ import autofuse
 from support import DEVICES, assert_same
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+import alone
 import compare
 import drawing
 import handwritten
@@ -29,7 +30,7 @@ import run
 import tables
 from results import Cell, Results, load
 from timing import Call
-from workloads import ON_CPU, WORKLOADS, Workload
+from workloads import ON_CPU, WORKLOADS, Workload, chosen
 
 ROOT = Path(__file__).parent.parent
 SCALE = 0.02
@@ -300,15 +301,19 @@ def test_a_run_writes_results_and_the_section(tmp_path, capsys):
         "--peers", "eager", "autofuse", "torch.jit", "CUDA graph", "--commit", "0123abc",
     ])  # fmt: skip
     out = capsys.readouterr().out
-    assert "without CUDA graph: needs CUDA" in out and "ratios to it" in out
+    assert (
+        "without CUDA graph: needs CUDA" in out
+        and out.count("eager alone ") >= 3
+        and "ratios to it" in out
+    )
     (path,) = tmp_path.iterdir()
     results = load(path)
     assert results.head["commit"] == "0123abc" and results.head["machine"] == machine.name("cpu")
-    assert len(results.cells) == 3 * 4 and path.stem == machine.slug(machine.name("cpu"))
+    assert len(results.cells) == 3 * 5 and path.stem == machine.slug(machine.name("cpu"))
     for cell in results.cells:
         assert cell.median if cell.peer in ("eager", "autofuse") else cell.median or cell.reason
         if cell.median:
-            assert cell.p20 <= cell.median <= cell.p80 and cell.first_s is not None
+            assert cell.p20 <= cell.median <= cell.p80 and cell.ratio
     again = tmp_path / "again.json"
     results.save(again)
     assert again.read_text() == path.read_text() and json.loads(again.read_text())
@@ -326,18 +331,29 @@ def test_a_run_writes_results_and_the_section(tmp_path, capsys):
 def test_the_budget(tmp_path, capsys):
     run.main([
         "--device", "cpu", "--scale", str(SCALE), "--rounds", "1", "--round-ms", "0.1",
-        "--only", "5 ops, 64x256", "--out", str(tmp_path), "--budget", "0", "--name", "x",
+        "--only", "5 ops, 64x256", "--out", str(tmp_path), "--budget", "0",
+        "--name", "x", "--no-alone",
     ])  # fmt: skip
     cells = {cell.peer: cell for cell in load(tmp_path / "x.json").cells}
     assert cells["eager"].median and cells["autofuse"].median
     assert cells["torch.jit"].reason == "left out: the budget of 0 s was spent"
 
 
+def test_eager_alone_never_imports_autofuse():
+    """Its process asserts that; what it measured before it was ended is kept."""
+    words = ["--device", "cpu", "--scale", str(SCALE), "--rounds", "1", "--round-ms", "0.1"]
+    args = run.parser().parse_args([*words, "--only", "SDE step, 30 ops"])
+    figures, why = alone.ask(args, 60)
+    assert why == "" and list(figures) == [("SDE step, 30 ops, 4096 float32", "cpu")]
+    assert all(us > 0 for us in figures["SDE step, 30 ops, 4096 float32", "cpu"])
+    assert alone.ask(args, 0.01) == ({}, "ended after 0 s")
+
+
 def test_the_run_on_a_gpu_also_has_loops_on_the_cpu():
-    rows = run.chosen("cuda", [])
+    rows = chosen("cuda", [])
     assert [row for row, device in rows if device == "cpu"] == list(ON_CPU)
-    assert [row for row, _ in run.chosen("cpu", [])] == list(WORKLOADS)
-    assert [row.label for row, _ in run.chosen("cpu", ["SDE step, 30 ops, 4"])] == [
+    assert [row for row, _ in chosen("cpu", [])] == list(WORKLOADS)
+    assert [row.label for row, _ in chosen("cpu", ["SDE step, 30 ops, 4"])] == [
         "SDE step, 30 ops, 4096 float32"
     ]
 

@@ -57,6 +57,25 @@ def test_overhead():
     assert out.count("ratio") == 21 and "hit rate" in out and "against copy" in out
 
 
+def test_training():
+    out = run("bench/training.py", "--device", "cpu", "--rounds", "1", "--steps", "3",
+              "--only", "chain of")  # fmt: skip
+    assert out.count("same bits") == 5 and out.count("forward + backward") == 10
+
+
+def test_cpu():
+    out = run("bench/cpu.py", "exp", "tanh", "--size", "4096", "--rounds", "1")
+    assert out.count("ratio") == 2 and "slower than eager" in out
+
+
+def test_every_benchmark_has_a_test():
+    """Run as a user would, or imported by tests of its own."""
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for path in (ROOT / "bench").glob("*.py"):
+        imported = f"import {path.stem}\n" in tests or f"from {path.stem} import" in tests
+        assert imported or f'"bench/{path.name}"' in tests, path.name
+
+
 def test_every_example_has_a_test():
     tests = Path(__file__).read_text()
     for path in (ROOT / "examples").glob("*.py"):
