@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import autofuse
 import handwritten
-from timing import Call
+from timing import Call, reason
 from workloads import Program, Workload
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the device
@@ -254,12 +254,12 @@ def _installed(package: str, cuda_only: bool = False) -> Callable[[str], str]:
 def _jax_missing(device: str) -> str:
     if why := _installed("jax")(device):
         return why
-    import jax
-
     try:
+        import jax
+
         jax.devices(device)
-    except RuntimeError as error:
-        return f"no {device} device: {str(error).splitlines()[0][:100]}"
+    except Exception as error:  # a plugin that does not fit is another's, and a reason
+        return f"no {device} device: {reason(error)}"
     return ""
 
 

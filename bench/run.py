@@ -50,8 +50,13 @@ class Limits:
     budget: float = float("inf")  # s, for the reason
 
     @property
-    def spent(self) -> bool:
-        return time.perf_counter() > self.deadline
+    def left(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    @property
+    def patient(self) -> float:
+        """s for the next first result, so that one compile does not outlast the budget by much."""
+        return min(self.patience, max(self.left, 10.0))
 
 
 @dataclass(slots=True)
@@ -79,13 +84,13 @@ class Bench:
         """Let a peer compute its first result, or note why it does not."""
         name = peer.name
         why = self.workload.leave_out.get(name) or peer.missing(self.device)
-        if not why and self.limits.spent and name not in ("eager", "autofuse"):
+        if not why and self.limits.left < 0 and name not in ("eager", "autofuse"):
             why = f"left out: the budget of {self.limits.budget:.0f} s was spent"
         if why:
             self.reasons[name] = why
             return
         try:
-            with within(self.limits.patience):
+            with within(self.limits.patient):
                 self.prepared[name] = self._first(peer)
         except Unsuited as error:
             self.reasons[name] = str(error)
@@ -198,7 +203,7 @@ def within(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"no result after {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 10)  # again, where somebody swallows it
     try:
         yield
     finally:
@@ -236,19 +241,22 @@ def run(args: argparse.Namespace) -> Results:
         print(f"eager alone: {why}")
     seen = []
     for workload, device in chosen(args.device, args.only):
-        cells = bench(workload, peers, device, limits)
+        print(f"\n{workload.label} on {device}, us by the {workload.clock}'s clock", flush=True)
+        try:
+            cells = bench(workload, peers, device, limits)
+            if on_cuda:
+                seen.append(round(timing.sm_mhz()))
+                head["clocks"]["sm_mhz"] = [min(seen), max(seen)]  # as its own kernels see it
+        except Exception as error:  # such as a device that is lost; what was measured is kept
+            cells = [Cell(workload.label, device, "eager", reason=timing.reason(error))]
         if (workload.label, device) in figures:
             cells.insert(1, _alone(figures[workload.label, device], cells[0]))
         results.cells += cells
-        if on_cuda:
-            seen.append(round(timing.sm_mhz()))
-            head["clocks"]["sm_mhz"] = [min(seen), max(seen)]  # as its own kernels see it
-        head["seconds"] = round(time.perf_counter() - start)
-        print(f"\n{workload.label} on {device}, us by the {workload.clock}'s clock")
         for cell in cells:
             print(f"  {cell}", flush=True)
+        head["seconds"] = round(time.perf_counter() - start)
         results.save(path)
-    if on_cuda:
+    if on_cuda and seen:
         timing.keep_busy("cuda", 0.5)
         head["clocks"]["busy"] = machine.clocks()
         torch.cuda.synchronize()

@@ -90,18 +90,6 @@ def host_us(call: Callable[[], object] | Call, device: str, iterations: int) -> 
     return (time.perf_counter() - start) / iterations * 1e6
 
 
-def issue_us(call: Callable[[], object], device: str, iterations: int) -> float:
-    """What the host spends on a call, its launches waiting in the queue behind a busy device."""
-    iterations = min(iterations, QUEUE) if device == "cuda" else iterations
-    keep_busy(device, SLEEP_S)
-    start = time.perf_counter()
-    for _ in range(iterations):
-        call()
-    us = (time.perf_counter() - start) / iterations * 1e6
-    synchronize(device)
-    return us
-
-
 def device_us(
     call: Callable[[], object], device: str, iterations: int, flush: bool = True
 ) -> float:
