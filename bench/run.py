@@ -244,12 +244,12 @@ def run(args: argparse.Namespace) -> Results:
         print(f"\n{workload.label} on {device}, us by the {workload.clock}'s clock", flush=True)
         try:
             cells = bench(workload, peers, device, limits)
-            if on_cuda:
+            if device == "cuda":
                 seen.append(round(timing.sm_mhz()))
                 head["clocks"]["sm_mhz"] = [min(seen), max(seen)]  # as its own kernels see it
         except Exception as error:  # such as a device that is lost; what was measured is kept
             cells = [Cell(workload.label, device, "eager", reason=timing.reason(error))]
-        if (workload.label, device) in figures:
+        if (workload.label, device) in figures and cells[0].peer == "eager":
             cells.insert(1, _alone(figures[workload.label, device], cells[0]))
         results.cells += cells
         for cell in cells:
