@@ -224,7 +224,8 @@ def run(args: argparse.Namespace) -> Results:
         deadline=start + args.budget,
         budget=args.budget,
     )
-    peers = tuple(peer for peer in PEERS if not args.peers or peer.name in args.peers)
+    names = {"eager", *args.peers}  # whose ratios all others have
+    peers = tuple(peer for peer in PEERS if not args.peers or peer.name in names)
     results = Results(machine.facts(args.device, args.commit))
     head = results.head | {"scale": args.scale, "rounds": args.rounds}
     results.head = head
@@ -275,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--only", nargs="*", default=[], help="workloads whose label has this")
-    options.add_argument("--peers", nargs="*", default=[], help="names, as in peers.py")
+    options.add_argument("--peers", nargs="*", default=[], help="names, as in peers.py; and eager")
     options.add_argument("--no-alone", dest="alone", action="store_false",
                          help="without eager in a process that never imports autofuse")  # fmt: skip
     options.add_argument("--rounds", type=int, default=timing.ROUNDS)
