@@ -22,7 +22,7 @@ from .chain import (
     rests,
 )
 from .config import config
-from .shell import Tensor, alias
+from .shell import Check, Held, Meta, Tensor, alias, likely_meta
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _M = TypeVar("_M", bound=torch.nn.Module)
@@ -68,7 +68,7 @@ def unwrap(x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, Tensor):
         return x
     flush_tensor(x, "unwrap")
-    if hasattr(x._af, "real"):
+    if x._af.__class__ is Held:
         return x._af.real
     plain = alias(x)
     plain.__class__ = torch.Tensor
@@ -151,6 +151,15 @@ def plain_arguments(value: Any) -> Any:
     return _mapped(value, unwrap)
 
 
+class _Place:
+    """Where tensors of one Meta are likely to enter a function again and again."""
+
+    __slots__ = ("likely",)
+
+    def __init__(self) -> None:
+        self.likely: tuple[Check, Meta] | None = None
+
+
 _lent: dict[int, int] = {}  # id of a tensor that fused calls have wrapped -> how many of them
 _lending = threading.Lock()
 
@@ -162,21 +171,26 @@ class _Entry:
     other threads may hold them too, and the last call to end makes them plain.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: list[_Place]) -> None:
+        self.places = places  # of the arguments that are plain tensors, in order
+        self.found: list[tuple[torch.Tensor, Meta | None]] = []  # those arguments
         self.lent: list[torch.Tensor] = []
         self.containers: dict[int, Any] = {}  # by id
         self.passes = False  # an argument was wrapped already: results stay wrapped
 
     def enter(self, value: Any) -> None:
         cls = value.__class__
-        if cls in _ATOMS:
-            return
         if cls is torch.Tensor:
-            if _wrappable(value):
-                self._lend(value)
+            if len(self.places) == len(self.found):
+                self.places.append(_Place())
+            place = self.places[len(self.found)]
+            if place.likely is not None and place.likely[0](value) or _wrappable(value):
+                self.found.append((value, likely_meta(value, place)))
+        elif cls in _ATOMS:
+            return
         elif cls is Tensor:
             if id(value) in _lent:
-                self._lend(value)
+                self.found.append((value, None))
             else:
                 self.passes = True
         elif isinstance(value, (torch.Tensor, torch.nn.Module)):
@@ -189,17 +203,23 @@ class _Entry:
             for _, item in _items(value):
                 self.enter(item)
 
-    def _lend(self, tensor: torch.Tensor) -> None:
+    def lend(self) -> None:
+        """Make the tensors that were found wrapped ones."""
         with _lending:
-            _lent[id(tensor)] = _lent.get(id(tensor), 0) + 1
-            tensor.__class__ = Tensor
-        self.lent.append(tensor)
+            for tensor, meta in self.found:
+                key = id(tensor)
+                _lent[key] = _lent.get(key, 0) + 1
+                self.lent.append(tensor)
+                if tensor.__class__ is not Tensor:
+                    tensor.__class__ = Tensor
+                    if meta is not None:
+                        tensor.__dict__["_af"] = meta
 
     def restore(self) -> None:
         """Make the arguments plain again."""
-        while self.lent:
-            tensor = self.lent.pop()
-            with _lending:
+        with _lending:
+            while self.lent:
+                tensor = self.lent.pop()
                 count = _lent.pop(id(tensor)) - 1
                 if count:
                     _lent[id(tensor)] = count
@@ -229,7 +249,7 @@ class _Entry:
 
 def _become_plain(tensor: Tensor) -> torch.Tensor:
     flush_tensor(tensor, "fuse")
-    if hasattr(tensor._af, "real"):
+    if tensor._af.__class__ is Held:
         return tensor._af.real
     tensor.__dict__.pop("_af", None)
     tensor.__class__ = torch.Tensor
@@ -278,6 +298,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     # by module (its class has one forward for all): how many calls in a row have launched
     # nothing; negative while stepping aside
     barren: dict[int, int] = {}
+    places: list[_Place] = []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -289,7 +310,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             barren[owner] = count + 1
             return function(*args, **kwargs)
         before = launches()
-        result = _call(function, args, kwargs)
+        result = _call(function, args, kwargs, places)
         if launches() != before or rests():
             barren.pop(owner, None)
         else:
@@ -299,13 +320,14 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call(function: Callable[..., Any], args: Any, kwargs: Any, places: list[_Place]) -> Any:
     """Call `function` with its tensors wrapped; plain tensors come back."""
-    entry, result = _Entry(), None
+    entry, result = _Entry(places), None
     try:
         for value in (*args, *kwargs.values()):
             entry.enter(value)
         if not entry.passes:
+            entry.lend()
             _local.depth += 1
             try:
                 result = function(*args, **kwargs)

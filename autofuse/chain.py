@@ -698,8 +698,15 @@ def rests() -> bool:
     return any(recorder.resting for recorder in _local.recorders.values())
 
 
+# ops from which a kernel costs less than they do: one op alone takes 10.4 us fused, 6.1 us eager,
+# and no kernel has to be compiled for it (H200, bench/overhead.py)
+SHORTEST = {"cuda": 2, "cpu": 1}
+
+
 def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: bool) -> Runner:
     device, nodes = recorder.device, node.path()
+    if len(nodes) < SHORTEST[device.type] and not config.always_fuse:
+        return ShortRunner(device, nodes, node.inputs, live, (), into)
     graph = None
     computed = live
     if any(nodes[index].meta.requires_grad for index in live):  # type: ignore[union-attr]
@@ -708,8 +715,8 @@ def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: b
             return EagerRunner(device, nodes, node.inputs, live, (), into)
         if not (config.always_fuse or pays(nodes, graph)):
             return ShortRunner(device, nodes, node.inputs, live, (), into)
-        nodes[0].long = True
         computed = tuple(sorted({*live, *graph.stored}))
+    nodes[0].long = True
     pieces = make_pieces(node.program(), computed, device.type)
     args = (device, nodes, node.inputs, live, pieces, into)
     return WaitingRunner(*args, graph=graph, computed=computed).ready()
@@ -752,13 +759,17 @@ class WaitingRunner(EagerRunner):
 
 
 class ShortRunner(EagerRunner):
-    """The same for a chain under grad that costs less so; it soon is not recorded any more."""
+    """The same for a chain that costs less so; it soon is not recorded any more."""
+
+    @property
+    def reason(self) -> str:
+        return "a chain of one op" if len(self.nodes) == 1 else "a short chain under grad"
 
     def run(self, chain: Chain) -> None:
         super().run(chain)
         first = self.nodes[0]
         if self.runs >= 3 and not first.long:
-            make_eager(first, "a short chain under grad")
+            make_eager(first, self.reason)
 
 
 def _recover(

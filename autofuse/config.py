@@ -96,7 +96,7 @@ class Config:
         place before backward is then an error, and a sum with gradients from elsewhere may round in
         another order than eager's""")
     always_fuse: bool = _row(False, Flag(), """
-        fuse chains under grad even where eager ops cost less, as in chains of one op""")
+        fuse chains of one op on CUDA, and short ones under grad, though eager ops cost less""")
     relaxed: bool = _row(False, Flag(), """
         let ops of a chain contract with each other, leave out the rounding of 16-bit values that
         are not stored, fuse ops that are not bit-identical to eager; results are nearer to the

@@ -187,7 +187,7 @@ def _why_eager(runner: Runner) -> str:
     if runner.waiting:
         return "its kernel is not there yet"
     if isinstance(runner, ShortRunner):
-        return "a short chain under grad"
+        return runner.reason
     return "gradients would add up in another order"
 
 

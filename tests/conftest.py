@@ -16,7 +16,11 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Every test starts with nothing pending, zero counters, torch's defaults, and no tiers."""
+    """Every test starts with nothing pending, zero counters, torch's defaults, and no tiers.
+
+    A chain of one op has its kernel, so that the kernel is what is tested.
+    """
+    autofuse.chain.SHORTEST.update(cuda=1, cpu=1)
     autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
     if os.environ.get("AUTOFUSE_TEST_TIER") == "eager":  # no chain ever gets its kernel
         autofuse.config.compile, autofuse.config.compile_after = "background", 1 << 30

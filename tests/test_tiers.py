@@ -748,3 +748,56 @@ def test_a_worker_knows_no_torch():
         [sys.executable, "-c", text, package], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+class TestShortChains:
+    """An op that nothing can be fused with costs least as the eager op it is."""
+
+    @pytest.fixture(autouse=True)
+    def as_on_cuda(self, monkeypatch):
+        monkeypatch.setattr(autofuse.config, "compile", "now")
+        for recorder in list(autofuse.chain._all_recorders):
+            autofuse.chain.forget(recorder)
+        autofuse.chain.SHORTEST.update(cuda=2, cpu=2)
+
+    def test_one_op_has_no_kernel_and_soon_is_not_recorded(self):
+        x = autofuse.wrap(torch.randn(5))
+        for _ in range(8):
+            y = torch.tanh(x)
+            assert_same(y, torch.tanh(autofuse.unwrap(x)), None)
+        stats = autofuse.stats()
+        assert stats.kernels_compiled == stats.kernels_launched == 0
+        assert stats.eager_ops["tanh", "a chain of one op"] >= 4
+        assert not autofuse.is_pending(torch.tanh(x))
+
+    def test_a_chain_that_begins_so_is_fused(self):
+        x = autofuse.wrap(torch.randn(5))
+        for _ in range(8):
+            autofuse.materialize(torch.tanh(x))
+        for _ in range(120):  # it is looked at again after 100
+            y = torch.tanh(x) * 2
+            autofuse.materialize(y)
+        assert autofuse.is_pending(torch.tanh(x))
+        before = autofuse.stats().kernels_launched
+        autofuse.materialize(torch.tanh(x) * 2)
+        assert autofuse.stats().kernels_launched == before + 1
+        for _ in range(8):  # and stays recorded, whatever else begins with it
+            autofuse.materialize(torch.tanh(x))
+        assert autofuse.is_pending(torch.tanh(x))
+
+    def test_unless_it_is_asked_for(self, monkeypatch):
+        monkeypatch.setattr(autofuse.config, "always_fuse", True)
+        x = autofuse.wrap(torch.randn(5))
+        autofuse.materialize(torch.tanh(x))
+        assert autofuse.stats().kernels_launched == 1
+
+    def test_inplace_and_grad(self):
+        x = torch.randn(5)
+        for _ in range(6):
+            a, b = autofuse.wrap(x.clone()), x.clone()
+            a.mul_(2).add_(1)
+            b.mul_(2).add_(1)
+            assert_same(a, b, None)
+            p = torch.randn(5, requires_grad=True)
+            (grad,) = torch.autograd.grad((autofuse.wrap(p) * 3).sum(), p)
+            assert_same(grad, torch.full((5,), 3.0), None)
