@@ -17,7 +17,8 @@ from .report import Stats, reset_stats, stats
 from .shell import Tensor
 
 if TYPE_CHECKING:
-    from .explaining import Report, explain, show
+    from .explaining import Report, explain
+    from .wording import show
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,9 +48,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("Report", "explain", "show"):  # 20 ms of import that only they need
-        from . import explaining
+        from . import explaining, wording
 
-        return getattr(explaining, name)
+        return getattr(wording if name == "show" else explaining, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import chain, explaining, observe
+from autofuse import chain, explaining, holders, observe, reads
 
 HERE = Path(__file__).name
 
@@ -193,7 +193,7 @@ def test_reads_of_plain_tensors_are_seen():
     names = [sync.name for sync in report.syncs]
     assert names == ["float", "tolist", "repr", "bool"] * 2 + ["cpu", "numpy"]
     assert any("tests a value every step" in text for text in report.advice)
-    assert "item" not in torch.Tensor.__dict__ and not explaining._originals
+    assert "item" not in torch.Tensor.__dict__ and not reads._originals
 
 
 def test_printing_a_wrapped_tensor_is_one_read():
@@ -375,7 +375,7 @@ def test_nothing_is_paid_when_it_is_off(monkeypatch):
 
     for module in (observe, explaining, autofuse.compile):
         monkeypatch.setattr(module, "user_position", forbidden)
-    monkeypatch.setattr(explaining, "frames", forbidden)
+    monkeypatch.setattr(holders, "frames", forbidden)
     monkeypatch.setattr(observe, "_Watch", forbidden)
     training_step(3)
     assert autofuse.stats().ops_recorded > 0

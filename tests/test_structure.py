@@ -12,7 +12,8 @@ ORDER = [
     "targets", "lower", "emit", "build", "toolchain", "kinds", "config", "dtypes", "layout", "op",
     "activations", "special", "ops", "coverage", "plan", "codegen", "load", "compile", "shell",
     "launch", "trie", "rules", "autograd", "chain", "tensor", "boundaries", "api", "report",
-    "diagnosis", "observe", "logs", "check", "explaining", "__init__", "__main__",
+    "diagnosis", "observe", "logs", "check", "reads", "holders", "wording", "explaining",
+    "__init__", "__main__",
 ]  # fmt: skip
 EXCEPTIONS = {("boundaries", "api")}  # inside a function: unwrap is public vocabulary
 
