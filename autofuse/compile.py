@@ -109,6 +109,12 @@ class Order:
         """Whether asking is of no use: 0.1 us; finding kernels by their Plans takes 10 and more."""
         return self.seen == _news
 
+    @property
+    def refused(self) -> bool:
+        """Whether the line that needs them has had its share of kernels."""
+        requests = (_requests.get((plan, self.device)) for plan in self.plans)
+        return any(request is not None and request.state == "refused" for request in requests)
+
     def filled(self) -> list[Kernel] | None:
         """The kernels; None while some are not there, which are then asked for.
 

@@ -18,7 +18,7 @@ import torch
 
 from . import chain as _chain
 from . import compile as _compile
-from .chain import DEAD, Chain, EagerRunner, Recorder, ShortRunner
+from .chain import DEAD, Chain, EagerRunner, Recorder, ShortRunner, WaitingRunner
 from .errors import NotReadyError
 from .launch import Runner
 from .layout import Ints
@@ -28,6 +28,8 @@ from .source import Operand, Source, walk
 from .trie import Node
 
 OUTCOMES = ("hit", "soft miss", "hard miss")  # a kernel was in memory, on disk, to be compiled
+WAITS = "its kernel is not there yet"  # of a chain that ran as eager ops
+REFUSED = "its line has had its share of kernels (max_kernels_per_line)"
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +165,7 @@ class _Watch:
     def failed(self, error: Exception) -> None:
         self.flush.eager = f"its kernel failed: {error}"
         if isinstance(error, NotReadyError):
-            self.flush.eager = "its kernel is not there yet"
+            self.flush.eager = WAITS
 
     def ended(self, runner: Runner | None) -> None:
         flush = self.flush
@@ -174,7 +176,7 @@ class _Watch:
         elif not flush.eager:
             flush.eager = _why_eager(runner)
             flush.kernels = 0 if flush.eager else len(runner.kernels)
-        if flush.eager == "its kernel is not there yet":
+        if flush.eager in (WAITS, REFUSED):
             flush.outcome = "hard miss"
         for observer in self.observers:
             observer.flushed(flush)
@@ -184,8 +186,8 @@ def _why_eager(runner: Runner) -> str:
     """Why `runner` runs a chain as eager ops; empty if it does not."""
     if not isinstance(runner, EagerRunner) or not runner.live:
         return ""
-    if runner.waiting:
-        return "its kernel is not there yet"
+    if isinstance(runner, WaitingRunner):
+        return REFUSED if runner.order.refused else WAITS
     if isinstance(runner, ShortRunner):
         return runner.reason
     return "gradients would add up in another order"

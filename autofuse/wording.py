@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from .observe import spelled
+from .config import config
+from .observe import REFUSED, WAITS, spelled
 from .plan import CONST
 from .position import Position, shown
 from .shell import Held, Lost, Meta, NoTorchFunction, Tensor
@@ -110,11 +111,19 @@ def advice_on(report: Report) -> list[str]:
             "nothing was recorded: there is no op of the table on a wrapped tensor here; "
             "autofuse.wrap the tensors, or autofuse.fuse the function"
         )
-    waited = [flush for flush in report.flushes if "not there yet" in flush.eager]
+    waited = [flush for flush in report.flushes if flush.eager == WAITS]
     if waited:
         said.append(
             f"{_plural(len(waited), 'chain')} ran as eager ops while kernels were compiled; "
             "run it again after autofuse.wait()"
+        )
+    refused = Counter(flush.position for flush in report.flushes if flush.eager == REFUSED)
+    for position, count in refused.items():
+        said.append(
+            f"{_plural(count, 'chain')} ran as eager ops at {shown(position)}, where no two runs "
+            f"record the same ops: after {config.max_kernels_per_line} kernels none is compiled "
+            "for this line any more; make what keeps changing constant (a message on stderr names "
+            "it), or raise autofuse.config.max_kernels_per_line"
         )
     if recorded and report.median_chain <= 2:
         said.append(

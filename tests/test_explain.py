@@ -279,6 +279,37 @@ def test_a_chain_that_waits_for_its_kernel(monkeypatch):
     assert "1 chain ran as eager ops while kernels were compiled" in " ".join(report.advice)
 
 
+@pytest.mark.parametrize("where", ["now", "background"])
+def test_a_line_that_has_had_its_share_of_kernels(where, monkeypatch, capsys):
+    monkeypatch.setattr(autofuse.config, "compile", where)
+    monkeypatch.setattr(autofuse.config, "compile_after", 1)
+    monkeypatch.setattr(autofuse.config, "max_kernels_per_line", 2)
+    autofuse.compile._positions.clear()
+    monkeypatch.setattr(autofuse.errors, "_said", set())
+    x = autofuse.wrap(torch.randn(4))
+
+    def grow():
+        for k in range(5):
+            y = x * 2.5 if where == "now" else x * 2.75 - 1
+            for _ in range(k):
+                y = y.asinh().cosh()
+            autofuse.materialize(y)
+        assert autofuse.wait(60)
+
+    with autofuse.explain() as report:
+        grow()
+        grow()
+    last = report.flushes[-1]
+    assert last.eager == "its line has had its share of kernels (max_kernels_per_line)"
+    assert last.outcome == "hard miss"
+    (advice,) = [text for text in report.advice if "max_kernels_per_line" in text]
+    assert "chains ran as eager ops at " in advice and at("materialize", grow) in advice
+    assert "after 2 kernels none is compiled for this line any more" in advice
+    assert "make what keeps changing constant" in advice
+    assert f"cosh: {last.eager}" in str(report)
+    assert "What keeps changing" in capsys.readouterr().err
+
+
 def test_pending_ops_are_left_alone():
     x = autofuse.wrap(torch.randn(4))
     with autofuse.explain() as report:
