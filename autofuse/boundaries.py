@@ -33,6 +33,8 @@ from .chain import (
     reopen_all,
     reopen_thread,
 )
+from .config import config, watch
+from .errors import warn_once
 from .load import keep_modules
 from .shell import Tensor
 from .tensor import EXPORTS, HANDLERS, OPTIONS
@@ -461,8 +463,22 @@ def _begin_capture(reason: str) -> None:
 
 
 def _patch_profiler() -> None:
-    """While a profiler runs, every flush is a range of its own."""
+    """While a profiler runs, every flush is a range of its own; NVTX's if that is set."""
     from torch.autograd import profiler
 
-    _flush_first(profiler, "_run_on_profiler_start", "profiler", lambda reason: annotate(True))
-    _flush_first(profiler, "_run_on_profiler_stop", "profiler", lambda reason: annotate(False))
+    for name, on in (("_run_on_profiler_start", True), ("_run_on_profiler_stop", False)):
+        _flush_first(
+            profiler, name, "profiler", lambda reason, on=on: annotate(profiler.record_function, on)
+        )
+    watch(_follow_nvtx)
+    _follow_nvtx()
+
+
+def _follow_nvtx(*reason: object) -> None:
+    if config.nvtx and not hasattr(torch._C, "_nvtx"):
+        warn_once(
+            f"autofuse: config.nvtx has no effect: torch {torch.__version__} is built without "
+            "CUDA, and NVTX is not there; torch.profiler shows the same ranges"
+        )
+        return
+    annotate(torch.cuda.nvtx.range, config.nvtx)

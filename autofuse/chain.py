@@ -645,7 +645,7 @@ def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bo
         if runner is not known:
             recorder.runners.append(runner)
             node.runners[mask] = runner
-            if _annotating:
+            if _ranges:
                 _annotated(runner)
         if runner.waiting:
             _rest(recorder)
@@ -853,38 +853,40 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
 
 # --- profilers -----------------------------------------------------------------------------------
 
-_annotating = False  # a profiler runs
+_ranges: list[Callable[[str], contextlib.AbstractContextManager[Any]]] = []  # for profilers
 
 
-def annotate(on: bool) -> None:
-    """Make every run of a chain a range for profilers, or stop that.
+def annotate(make: Callable[[str], contextlib.AbstractContextManager[Any]], on: bool) -> None:
+    """Make every run of a chain a range, which `make` gives for a name, or stop that.
 
     The runners change, so that a flush need not ask.
     """
-    global _annotating
-    _annotating = on
+    if on is (make in _ranges):
+        return
+    _ranges.append(make) if on else _ranges.remove(make)
     for recorder in list(_all_recorders):
         with recorder.lock:
             for runner in recorder.runners:
-                if not runner.recorded:  # autograd's, which have no flush
-                    continue
-                if on:
+                if runner.recorded:  # autograd's have no flush
                     _annotated(runner)
-                elif runner.bare is not None:
-                    runner.run, runner.bare = runner.bare, None
 
 
 def _annotated(runner: Runner) -> None:
-    """Let `runner` run inside a range that is named after its kernels, or its ops without one."""
+    """Let `runner` run inside ranges that are named after its kernels, or its ops without one."""
     if runner.bare is not None:
+        runner.run, runner.bare = runner.bare, None
+    if not _ranges:
         return
     names = [piece.plan.name for piece in runner.pieces if runner.kernels]
     ops = [node.op.name for node in runner.nodes if node.op is not None]
     label = f"autofuse: {', '.join(names)}" if names else f"autofuse, eager: {', '.join(ops)}"
-    run = runner.bare = runner.run
+    run, makers = runner.run, list(_ranges)
+    runner.bare = run
 
     def ranged(chain: Chain) -> None:
-        with torch.profiler.record_function(label):
+        with contextlib.ExitStack() as stack:
+            for make in makers:
+                stack.enter_context(make(label))
             run(chain)
 
     runner.run = ranged

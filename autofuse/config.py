@@ -121,6 +121,8 @@ class Config:
         where they differ""")
     dump_dir: Path | None = _row(None, OptionalPath(), """
         where the source and PTX (CPU: LLVM IR) of kernels are kept""")
+    nvtx: bool = _row(False, Flag(), """
+        make every flush an NVTX range, as `torch.profiler` shows it, for Nsight Systems""")
     # fmt: on
 
 

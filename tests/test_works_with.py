@@ -728,6 +728,81 @@ class TestProfiler:
         assert any(name.startswith("af_mul_sigmoid_add") for name in names), names
 
 
+class Nvtx:
+    """Stands for torch._C._nvtx; keeps what is open and what was said."""
+
+    def __init__(self):
+        self.said, self.open = [], []
+
+    def rangePushA(self, message):  # noqa: N802 - torch's name
+        self.open.append(message)
+        return len(self.open) - 1
+
+    def rangePop(self):  # noqa: N802 - torch's name
+        self.said.append((len(self.open) - 1, self.open.pop()))
+        return len(self.open)
+
+
+@device_param
+class TestNvtx:
+    @pytest.fixture
+    def nvtx(self, monkeypatch):
+        stub = Nvtx()
+        monkeypatch.setattr(torch._C, "_nvtx", stub, raising=False)
+        monkeypatch.setattr(torch.cuda.nvtx, "_nvtx", stub)
+        yield stub
+        autofuse.config.nvtx = False
+        assert not stub.open and not autofuse.chain._ranges
+
+    def test_every_flush_is_a_range(self, device, nvtx):
+        x = W(torch.randn(64, device=device))
+        autofuse.materialize(torch.sigmoid(x * 2) + 1)
+        assert not nvtx.said
+        autofuse.config.nvtx = True
+        autofuse.materialize(torch.sigmoid(x * 2) + 1)
+        autofuse.materialize(x * 2 - 3)  # not known before
+        short = W(torch.randn(4, device=device, requires_grad=True))
+        autofuse.materialize(short * 2)
+        want = ["autofuse: af_mul_sigmoid_add", "autofuse: af_mul_sub", "autofuse, eager: mul"]
+        assert nvtx.said == [(0, name) for name in want]
+        autofuse.config.nvtx = False
+        autofuse.materialize(torch.sigmoid(x * 2) + 1)
+        assert len(nvtx.said) == 3
+        recorders = autofuse.chain._all_recorders
+        assert all(r.bare is None for recorder in recorders for r in recorder.runners)
+
+    def test_beside_a_profiler(self, device, nvtx):
+        x = W(torch.randn(64, device=device))
+        autofuse.config.nvtx = True
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            autofuse.materialize(x * 2 - 3)
+        autofuse.materialize(x * 2 - 3)
+        name = "autofuse: af_mul_sub"
+        assert [event.name for event in profile.events()].count(name) == 1
+        assert [text for _, text in nvtx.said] == [name] * 2
+
+    def test_an_error_ends_the_range(self, device, nvtx):
+        autofuse.config.nvtx = True
+        plain = torch.randn(4, device=device)
+        y = W(plain) * 2
+        torch.add(plain, 1, out=plain)  # not seen
+        with pytest.raises(autofuse.StaleInputError):
+            y.sum()
+        assert [text for _, text in nvtx.said] == ["autofuse: af_mul"]
+
+    def test_a_build_without_it_is_said(self, device, monkeypatch, capsys):
+        monkeypatch.delattr(torch._C, "_nvtx", raising=False)
+        monkeypatch.setattr(autofuse.errors, "_said", set())
+        autofuse.config.nvtx = True
+        try:
+            said = capsys.readouterr().err
+            autofuse.materialize(W(torch.randn(4, device=device)) * 2)
+        finally:
+            autofuse.config.nvtx = False
+        assert f"config.nvtx has no effect: torch {torch.__version__} is built without CUDA" in said
+        assert "torch.profiler shows the same ranges" in said
+
+
 # --- processes -----------------------------------------------------------------------------------
 
 
