@@ -11,6 +11,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ from .source import Source
 def _line(event: str, **fields: object) -> str:
     said = (f"{key}={shlex.quote(str(value))}" for key, value in fields.items())
     return " ".join((event, *said))
+
+
+def _say(logger: logging.Logger, line: str) -> None:
+    """Log `line`; handlers have locks of their own, and may need values that are pending."""
+    observe.unlocked(partial(logger.info, "%s", line))
 
 
 class Log(Observer):
@@ -56,7 +62,8 @@ class Log(Observer):
         if logger is None:
             return
         ran = "raised" if flush.raised else "eager" if flush.eager else "fused"
-        logger.info(
+        _say(
+            logger,
             _line(
                 "flush",
                 at=shown(flush.position),
@@ -68,7 +75,7 @@ class Log(Observer):
                 **({"why": flush.eager} if flush.eager else {}),
                 outcome=flush.outcome,
                 us=f"{flush.us:.1f}",
-            )
+            ),
         )
 
     def looked_up(self, lookup: Lookup) -> None:
@@ -77,7 +84,8 @@ class Log(Observer):
         if logger is None:
             return
         source = lookup.source
-        logger.info(
+        _say(
+            logger,
             _line(
                 event,
                 at=shown(lookup.position),
@@ -87,7 +95,7 @@ class Log(Observer):
                 target=target_of(lookup.device),
                 outcome=lookup.outcome,
                 us=f"{lookup.us:.1f}",
-            )
+            ),
         )
 
 

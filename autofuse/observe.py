@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +64,11 @@ class Lookup:
 
 
 class Observer:
-    """Does nothing at every event; subclasses say what they want to know."""
+    """Does nothing at every event; subclasses say what they want to know.
+
+    A flush tells while it holds the lock of its recorder; what calls foreign code goes through
+    `unlocked`.
+    """
 
     def flushing(self, flush: Flush, chain: Chain, alive: Sequence[int], node: Node) -> None:
         """Before `chain`, which ends with `node` and has these reference counts, runs."""
@@ -129,11 +133,26 @@ class _Telling(Counter):  # type: ignore[type-arg]
 
 
 class _Running(threading.local):
-    flush: Flush | None = None  # the innermost one of this thread
+    watch: _Watch | None = None  # of the innermost flush of this thread
     refused = False  # the last op counted was not recorded, and is to run next
+
+    @property
+    def flush(self) -> Flush | None:
+        return None if self.watch is None else self.watch.flush
 
 
 _running = _Running()
+
+
+def unlocked(call: Callable[[], None]) -> None:
+    """Call `call` now, or at the end of the flush that this thread is in, without its lock.
+
+    A thread that flushes would wait for ever for a lock whose owner needs the value.
+    """
+    if _running.watch is None:
+        call()
+    else:
+        _running.watch.calls.append(call)
 
 
 class _Watch:
@@ -143,6 +162,7 @@ class _Watch:
         self, recorder: Recorder, chain: Chain, node: Node, alive: tuple[int, ...], reason: str
     ) -> None:
         nodes = node.path()
+        self.lock, self.calls = recorder.lock, list[Callable[[], None]]()
         self.observers = list(_observers)
         self.flush = flush = Flush(
             reason=reason,
@@ -153,12 +173,12 @@ class _Watch:
             values=tuple(one.meta for one in nodes if one.meta is not None),
             live=tuple(index for index, held in enumerate(alive) if held > DEAD),
         )
-        self.outer, _running.flush = _running.flush, flush
+        self.outer, _running.watch = _running.watch, self
         try:
             for observer in self.observers:
                 observer.flushing(flush, chain, alive, node)
         except BaseException:
-            _running.flush = self.outer
+            _running.watch = self.outer
             raise
         self.begun = time.perf_counter()
 
@@ -170,7 +190,6 @@ class _Watch:
     def ended(self, runner: Runner | None) -> None:
         flush = self.flush
         flush.us = (time.perf_counter() - self.begun) * 1e6
-        _running.flush = self.outer
         if runner is None:
             flush.raised, flush.eager = True, ""
         elif not flush.eager:
@@ -178,8 +197,24 @@ class _Watch:
             flush.kernels = 0 if flush.eager else len(runner.kernels)
         if flush.eager in (WAITS, REFUSED):
             flush.outcome = "hard miss"
-        for observer in self.observers:
-            observer.flushed(flush)
+        try:
+            for observer in self.observers:
+                observer.flushed(flush)
+        finally:
+            _running.watch = self.outer
+            if self.outer is not None:
+                self.outer.calls += self.calls
+            elif self.calls:
+                self._call()
+
+    def _call(self) -> None:
+        """What waited for the lock; a flush may be part of something that holds it as well."""
+        held = self.lock._release_save()  # type: ignore[attr-defined] - as a Condition does
+        try:
+            for call in self.calls:
+                call()
+        finally:
+            self.lock._acquire_restore(held)  # type: ignore[attr-defined]
 
 
 def _why_eager(runner: Runner) -> str:

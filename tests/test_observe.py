@@ -161,6 +161,39 @@ def test_listeners_are_told_without_locks(settings, where):
     assert free == [True, True]
 
 
+@pytest.mark.parametrize("name", ["flush", "kernel", "cache"])
+def test_a_handler_may_wait_for_a_thread_that_needs_a_value(settings, name):
+    """As one that formats a pending tensor does, while another thread has the handler's lock."""
+    done, main = [], threading.current_thread()
+
+    class Waiting(logging.Handler):
+        def createLock(self):  # noqa: N802 - logging's name
+            self.lock = None
+
+        def emit(self, record):
+            if threading.current_thread() is main and not autofuse.is_pending(x):
+                y = x * 2  # pending in the chain of this thread
+                thread = threading.Thread(target=lambda: done.append(y.tolist()), daemon=True)
+                thread.start()
+                thread.join(10)
+                done.append(thread.is_alive())
+
+    x, handler = autofuse.wrap(torch.ones(2)), Waiting()
+    function = {"flush": torch.exp2, "kernel": torch.tan, "cache": torch.expm1}[name]
+    logging.getLogger("autofuse").addHandler(handler)
+    settings(logs={name}, max_nodes=4)
+    try:
+        autofuse.materialize(function(x) + 2.5)
+        y = x
+        for _ in range(5):  # a chain that is full is flushed in the middle of recording
+            y = function(y) - 1
+        autofuse.materialize(y)
+    finally:
+        autofuse.config.logs = ""
+        logging.getLogger("autofuse").removeHandler(handler)
+    assert True not in done and done.count([2.0, 2.0]) == done.count(False) > 1
+
+
 def test_forbidden_kernels_are_hard_misses(settings, caplog):
     settings(logs={"flush", "kernel", "cache"})
     y = (autofuse.wrap(torch.randn(8)) * 4.5).sinh().atan().tan()
