@@ -223,6 +223,11 @@ _KERNELS = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Compare)
 
 # --- one autograd node ---------------------------------------------------------------------------
 
+# set by `check`: told what a kernel has made of the gradients that came in, the saved tensors and
+# the Consts, before the engine takes it
+observer: Callable[[Segment, Sequence[Any], Sequence[torch.Tensor], list[Any],
+                    Sequence[Any]], None] | None = None  # fmt: skip
+
 
 class Segment:
     """What one autograd node differentiates through; the same for every run of a program."""
@@ -292,22 +297,32 @@ class Segment:
             answer = self._answer(key, grads)
         if answer is not None:
             try:
-                return answer(incoming, saved, consts)
+                result = answer(incoming, saved, consts)
             except NotReadyError:
                 pass
             except ColdKernelError:
                 raise
             except Exception as error:  # a real one, such as no memory, comes again below
                 warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
+            else:
+                if observer is not None:
+                    observer(self, grads, saved, consts, result[1:])
+                return result
         with NoTorchFunction():
-            values = dict(zip(self.saved, saved, strict=True))
-            seeds = dict(zip(self.outs, grads, strict=True))
-            if self.pack:
-                values |= zip(self.pack, torch.unbind(values[self.pack[0]]), strict=True)
-                more = seeds[self.pack[0]]
-                parts = [None] * len(self.pack) if more is None else torch.unbind(more)
-                seeds |= zip(self.pack, parts, strict=True)
-            return (None, *sweep(self, Torch(consts), seeds, values))
+            return (None, *self.by_torch(Torch(consts), grads, saved))
+
+    def by_torch(
+        self, algebra: Torch, grads: Sequence[Any], saved: Sequence[torch.Tensor]
+    ) -> list[Any]:
+        """The gradients for `slots`, as `backward` gives them, by torch's ops."""
+        values = dict(zip(self.saved, saved, strict=True))
+        seeds = dict(zip(self.outs, grads, strict=True))
+        if self.pack:
+            values |= zip(self.pack, torch.unbind(values[self.pack[0]]), strict=True)
+            more = seeds[self.pack[0]]
+            parts = [None] * len(self.pack) if more is None else torch.unbind(more)
+            seeds |= zip(self.pack, parts, strict=True)
+        return sweep(self, algebra, seeds, values)
 
     def prepare(self) -> None:
         """Ask for the kernel for a gradient of the root alone, laid out as its value is."""
@@ -415,7 +430,7 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---
         if len(grads) == 1 or all(more is None for more in grads[1:]):
             answer = segment.direct.get(g.stride()) if g.layout is torch.strided else None
-            if answer is not None and not (g.is_neg() or g._is_zerotensor()):
+            if answer is not None and observer is None and not (g.is_neg() or g._is_zerotensor()):
                 try:
                     return answer((g,), saved, consts)
                 except NotReadyError:

@@ -117,8 +117,8 @@ class Config:
         one line per event to the loggers `autofuse.flush` (a chain ran), `autofuse.kernel` (a
         kernel arrived), `autofuse.cache` (one was looked up)""")
     check: bool = _row(False, Flag(), """
-        run every chain that launches a kernel as eager ops too, compare, and raise `MismatchError`
-        where they differ""")
+        run every chain and every backward that launches a kernel as eager ops too, compare, and
+        raise `MismatchError` where they differ""")
     dump_dir: Path | None = _row(None, OptionalPath(), """
         where the source and PTX (CPU: LLVM IR) of kernels are kept""")
     nvtx: bool = _row(False, Flag(), """

@@ -373,6 +373,110 @@ def test_a_broken_kernel_under_grad_and_from_another_thread(settings, broken, fr
     assert len(errors) == 1 and f"{HERE}:" in errors[0]
 
 
+def test_a_broken_backward_is_caught(settings, monkeypatch, fresh_trie, tmp_path):
+    """The forward kernel is right: it is the gradient that is told."""
+    settings(check=True, dump_dir=str(tmp_path), always_fuse=True)
+    real = build.build
+
+    def wrong(source, target):
+        from dataclasses import replace
+
+        return real(replace(source, text=source.text.replace(" * ", " - ")), target)
+
+    x, p = torch.randn(4, 6), torch.nn.Parameter(torch.randn(4, 6))
+
+    def step():
+        return ((autofuse.wrap(x) * p - 1.5).sin() * p).cos()
+
+    y = step()
+    autofuse.materialize(y)
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "build", wrong)
+        patched.setattr(compile, "compilers", lambda kind: (f"broken {time.time()}",))
+        y = step()
+        with pytest.raises(autofuse.MismatchError) as caught:
+            y.sum().backward()
+    message = str(caught.value)
+    line = line_of("y.sum().backward()", test_a_broken_backward_is_caught)
+    assert f"{HERE}:{line}" in message and "of 24 elements, first at [" in message
+    assert message.startswith("gradient 0, for Input 1, differs in")
+    assert "A kernel on cpu for the backward of mul, sub, sin, mul, cos over float32[4, 6], " in (
+        message
+    )
+    assert "run those lines inside autofuse.disabled()" in message
+    space: dict = {}
+    exec(message.partition("\n\n")[2], space)
+    for ours, eager in zip(space["results"], space["saved"]["eager"], strict=True):
+        assert torch.equal(ours, eager)
+    z = (x * p - 1.5).sin() * p
+    want = torch.autograd.grad(z.cos().sum(), p)[0]
+    assert torch.allclose(sum(space["results"]), want, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(space["fused"][0], space["results"][0])
+    autofuse.config.check = False
+    assert autofuse.autograd.observer is None
+
+
+def test_every_backward_is_checked_and_gradients_stay(settings, monkeypatch):
+    settings(check=True, always_fuse=True)
+    checked = []
+    real = autofuse.autograd.observer
+    monkeypatch.setattr(
+        autofuse.autograd, "observer", lambda *args: (checked.append(args), real(*args))
+    )
+    x, p = torch.randn(64), torch.randn(64)
+
+    def gradients(wrap):
+        leaf = p.clone().requires_grad_()
+        y = (wrap(x) * leaf).sigmoid()
+        z = torch.nn.functional.gelu(y * leaf) * y.exp()
+        (z.sum() + y.sum()).backward()
+        return leaf.grad
+
+    want = gradients(lambda x: x)
+    for turn in range(3):
+        assert torch.allclose(gradients(autofuse.wrap), want, rtol=1e-4, atol=1e-6)
+        assert len(checked) == 3 * (turn + 1)  # also where the layout of gradients is known
+
+
+def test_a_small_error_of_a_gradient_is_caught(settings, monkeypatch, fresh_trie):
+    settings(check=True, always_fuse=True)
+    p = torch.nn.Parameter(torch.randn(4096))
+    y = (autofuse.wrap(torch.randn(4096)) * p).sin()
+    autofuse.materialize(y)
+    monkeypatch.setattr(check, "_ULP", 0)  # cos is moved by nothing
+    with pytest.raises(autofuse.MismatchError, match="gradient 0, for Input 1, differs"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["fake", "autocast", "inference", "function"])
+def test_modes_of_another_thread_do_not_reach_the_comparison(settings, kind):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.overrides import BaseTorchFunctionMode
+
+    settings(check=True)
+    modes = {
+        "fake": FakeTensorMode,
+        "inference": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu"),
+        "function": BaseTorchFunctionMode,
+    }
+    x = torch.rand(8, dtype=torch.bfloat16)
+    pending, errors = (autofuse.wrap(x) * 2.5 + 1).log(), []
+
+    def work():
+        try:
+            with modes[kind]():
+                autofuse.materialize(pending)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors and autofuse.stats().kernels_launched == 1
+    assert torch.allclose(autofuse.unwrap(pending), (x * 2.5 + 1).log(), rtol=1e-2, atol=1e-2)
+
+
 def test_results_are_left_as_they_are(settings):
     settings(check=True)
     p = torch.nn.Parameter(random_tensor((8, 16), torch.float32))
@@ -433,7 +537,7 @@ def test_every_row_can_be_written_down():
         if row.name.endswith("_int") or row.accepts in ("i", "ib", "bi"):
             operands = [t.int() if isinstance(t, torch.Tensor) else 1 for t in operands]
         inputs = [t for t in operands if isinstance(t, torch.Tensor)]
-        writer = check._Writer(inputs, ())
+        writer = check._Writer([(t, f"inputs[{k}]") for k, t in enumerate(inputs)])
         try:
             with writer:
                 value = row.eager(*operands)
@@ -448,7 +552,7 @@ def test_every_row_can_be_written_down():
 
 def test_writing_scalars_down():
     x, device = torch.randn(3), torch.device("cpu")
-    with check._Writer([x], ()) as writer:
+    with check._Writer([(x, "inputs[0]")]) as writer:
         torch.clamp(x, float("-inf"), max=2.5)
         torch.full((2,), float("nan"), dtype=torch.float64, device=device)
     assert writer.lines[0] == 'v0 = torch.clamp(inputs[0], float("-inf"), max=2.5)'
