@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +25,14 @@ from . import shell as _shell
 from .autograd import Graph, graded, graph_of, pays
 from .compile import Order
 from .config import config, watch
-from .errors import ColdKernelError, KernelError, NotReadyError, StaleInputError, warn_once
+from .errors import (
+    ColdKernelError,
+    InterruptedFlushError,
+    KernelError,
+    NotReadyError,
+    StaleInputError,
+    warn_once,
+)
 from .launch import FailedRunner, Runner, compiled, runner_class, settle, stream_reader
 from .load import enter_context
 from .op import Op
@@ -275,14 +283,18 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         if not all(low <= value <= high or not math.isfinite(value) for value in consts):
             counts.eager[op.name, "a scalar that does not fit"] += 1
             return None
-    if fresh is not None:
-        if not add_inputs(recorder, chain, fresh[::2], fresh[1::2]):
-            return record(op, operands)
-        chain.pinned += node.fresh_bytes
-    if consts is not None:
-        chain.consts += consts
-    chain.append(shell)
-    chain.tip = node
+    try:
+        if fresh is not None:
+            if not add_inputs(recorder, chain, fresh[::2], fresh[1::2]):
+                return record(op, operands)
+            chain.pinned += node.fresh_bytes
+        if consts is not None:
+            chain.consts += consts
+        chain.append(shell)
+        chain.tip = node
+    except BaseException:  # interrupted: costs nothing otherwise
+        withdraw(recorder, chain)
+        raise
     if recorder.chain is not chain:
         return record(op, operands)
     if chain.pinned > node.pinned_limit:
@@ -320,6 +332,17 @@ def add_inputs(
 # --- end of the hot path ---------------------------------------------------------------------
 
 _SCALAR: Any = object()
+
+
+def withdraw(recorder: Recorder, chain: Chain) -> None:
+    """Take back what an op that was not recorded after all has left in the open `chain`."""
+    with recorder.lock:
+        if recorder.chain is chain:
+            tip = chain.tip
+            known = len(tip.inputs)
+            del chain[tip.index + 1 :], chain.consts[len(tip.consts) :]
+            del chain.inputs[known:], chain.marks[2 * known :]
+            chain.slots = {key: slot for key, slot in chain.slots.items() if ~slot < known}
 
 
 def _position(fresh: list[Any], x: torch.Tensor) -> int | None:
@@ -472,8 +495,7 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
             return False
         chain[node.index], chain[new.index] = result, target
         node.shell, new.shell = result, target
-        _shell._set(target, "_af", new)
-        _shell._set(result, "_af", node)
+        target.__dict__["_af"], result.__dict__["_af"] = new, node  # no call: not interrupted
         bumps = chain.bumps = chain.bumps or {}
         bumps[new.index] = bumps.pop(node.index, 0) + 1
     return True
@@ -512,8 +534,11 @@ def record_write(op: Op, target: Tensor, operands: Sequence[Any], cast: bool = T
         # one thread reads and writes an element; another shape would be another kernel
         if id(target) in chain.slots and any(shell._af.meta.shape != meta.shape for shell in chain):
             return False
-        chain.into = target
-        flush(recorder, "write")
+        try:
+            chain.into = target
+            flush(recorder, "write")
+        finally:
+            chain.into = None  # also if it was interrupted before it began
     return True
 
 
@@ -586,14 +611,40 @@ def flush(recorder: Recorder, reason: str) -> None:
                 if getweakrefcount(shell) and shell is not None:
                     shell._af.shell = None  # the weak reference dies with the shell
         finally:
-            if not done and chain and all(shell is not None for shell in chain):
-                recorder.chain = chain  # interrupted: the next flush tries again
             recorder.ident = ident
+            if not done and chain:
+                _interrupted(recorder, chain, runner)
             if watch is not None:
                 watch.ended(runner if done else None)
             elif done and getrefcount(chain) == _HELD_HERE:  # no recording is in the middle of it
                 chain.clear()
                 recorder.spare = chain.emptied()
+
+
+def _interrupted(recorder: Recorder, chain: Chain, runner: Runner | None) -> None:
+    """After a flush that raised: the next one tries again, unless this one has begun to write.
+
+    The write of an op that raised is not tried again.
+    """
+    into, chain.into = chain.into, None
+    settled = any(shell is None or shell._af.recorder is None for shell in chain)
+    if runner is None or not (settled or into is not None and not _failed()):
+        recorder.chain = chain
+        return
+    names = ", ".join(node.op.name for node in runner.nodes if node.op is not None)
+    error = InterruptedFlushError(
+        f"a result of the chain {names} is lost: {type(sys.exc_info()[1]).__name__} came while the "
+        "chain was writing. Compute it again."
+    )
+    for node, shell in zip(runner.nodes, chain, strict=False):
+        node.shell = None  # it may be the user's by now
+        if shell is not None and shell._af.recorder is not None:
+            _shell._set(shell, "_af", Lost(error))
+
+
+def _failed() -> bool:
+    """Whether the exception at hand is an error, which comes before anything is written."""
+    return isinstance(sys.exc_info()[1], Exception)
 
 
 def _without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chain) -> None:

@@ -33,6 +33,7 @@ from .chain import (
     record_inplace,
     record_write,
     relieve,
+    withdraw,
 )
 from .errors import KernelError, LostGradientError
 from .op import OPS, Op
@@ -343,6 +344,7 @@ _HANDLER_NAMES = (
     is_grad_enabled,
     likely_meta,
     relieve,
+    withdraw,
 )
 
 # --- recording handlers, generated per op: the hot path ---------------------------------------
@@ -364,22 +366,26 @@ def handler(self{more}):
             nxt = chain.tip.next.get((OP, first))
             if nxt is not None:
                 shell = nxt.shell
-                if shell is not None:
-                    if not fresh:
-                        chain.append(shell)
-                        chain.tip = nxt
-                        if recorder.chain is chain:
-                            return shell
-                    elif recorder.grad is is_grad_enabled() and add_inputs(
-                        recorder, chain, (self,), (first,)
-                    ):
-                        chain.pinned += nxt.fresh_bytes
-                        chain.append(shell)
-                        chain.tip = nxt
-                        if recorder.chain is chain:
-                            if chain.pinned > nxt.pinned_limit:
-                                relieve(recorder, chain)
-                            return shell
+                try:
+                    if shell is not None:
+                        if not fresh:
+                            chain.append(shell)
+                            chain.tip = nxt
+                            if recorder.chain is chain:
+                                return shell
+                        elif recorder.grad is is_grad_enabled() and add_inputs(
+                            recorder, chain, (self,), (first,)
+                        ):
+                            chain.pinned += nxt.fresh_bytes
+                            chain.append(shell)
+                            chain.tip = nxt
+                            if recorder.chain is chain:
+                                if chain.pinned > nxt.pinned_limit:
+                                    relieve(recorder, chain)
+                                return shell
+                except BaseException:  # interrupted: costs nothing otherwise
+                    withdraw(recorder, chain)
+                    raise
                 if nxt.reason and not chain and recorder.grad is is_grad_enabled():
                     return run_short(FUNC, nxt, self)
     {otherwise}shell = record(OP, (self,))
@@ -421,30 +427,34 @@ def handler(self, other{more}):
             nxt = chain.tip.next.get((OP, first, second))
             if nxt is not None:
                 shell = nxt.shell
-                if shell is not None:
-                    if fresh is late is None:
-                        if cls is float:
-                            chain.consts.append(other)
-                        chain.append(shell)
-                        chain.tip = nxt
-                        if recorder.chain is chain:
-                            return shell
-                    elif recorder.grad is is_grad_enabled() and (
-                        add_inputs(recorder, chain, (other,), (second,))
-                        if fresh is None
-                        else add_inputs(recorder, chain, (self,), (first,))
-                        if late is None
-                        else add_inputs(recorder, chain, (self, other), (first, second))
-                    ):
-                        chain.pinned += nxt.fresh_bytes
-                        if cls is float:
-                            chain.consts.append(other)
-                        chain.append(shell)
-                        chain.tip = nxt
-                        if recorder.chain is chain:
-                            if chain.pinned > nxt.pinned_limit:
-                                relieve(recorder, chain)
-                            return shell
+                try:
+                    if shell is not None:
+                        if fresh is late is None:
+                            if cls is float:
+                                chain.consts.append(other)
+                            chain.append(shell)
+                            chain.tip = nxt
+                            if recorder.chain is chain:
+                                return shell
+                        elif recorder.grad is is_grad_enabled() and (
+                            add_inputs(recorder, chain, (other,), (second,))
+                            if fresh is None
+                            else add_inputs(recorder, chain, (self,), (first,))
+                            if late is None
+                            else add_inputs(recorder, chain, (self, other), (first, second))
+                        ):
+                            chain.pinned += nxt.fresh_bytes
+                            if cls is float:
+                                chain.consts.append(other)
+                            chain.append(shell)
+                            chain.tip = nxt
+                            if recorder.chain is chain:
+                                if chain.pinned > nxt.pinned_limit:
+                                    relieve(recorder, chain)
+                                return shell
+                except BaseException:
+                    withdraw(recorder, chain)
+                    raise
                 if nxt.reason and not chain and recorder.grad is is_grad_enabled():
                     return run_short(FUNC, nxt, self, other)
     {otherwise}shell = record(OP, (self, other))

@@ -89,6 +89,24 @@ def test_out_of_memory_is_torchs_error_and_nothing_is_lost(device, monkeypatch):
     assert_same(y, x * 2, None)
 
 
+def test_a_write_that_ran_out_of_memory_is_not_made_up_for_later(device, monkeypatch):
+    x, memory = torch.randn(64, device=device), torch.zeros(64, device=device)
+    w = autofuse.wrap(x)
+    y = w * 2
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(autofuse.chain, "_run_ops", full)
+    monkeypatch.setattr(autofuse.chain, "_runner_for", lambda *args: _Full(full))
+    with pytest.raises(torch.OutOfMemoryError):
+        autofuse.wrap(memory).add_(y)
+    monkeypatch.undo()
+    assert_same(w * 3, x * 3, None)
+    assert_same(y, x * 2, None)
+    assert not memory.any()
+
+
 class _Full:
     def __init__(self, run):
         self.live, self.run = (0,), run

@@ -1,0 +1,120 @@
+"""KeyboardInterrupt anywhere: what a program holds stays right, or says that it is lost."""
+
+import sys
+
+import pytest
+import torch
+
+import autofuse
+from autofuse import chain
+from autofuse.errors import InterruptedFlushError
+from support import same_bits
+
+PACKAGE = autofuse.__path__[0]
+
+
+class Interrupted:
+    """Raise KeyboardInterrupt where the `count`-th call in autofuse begins or has ended.
+
+    Python looks for signals there, and where a loop turns.
+    """
+
+    def __init__(self, count):
+        self.left = count
+
+    def __enter__(self):
+        sys.setprofile(self.event)
+        return self
+
+    def __exit__(self, *exc):
+        sys.setprofile(None)
+
+    def event(self, frame, event, argument):
+        name = frame.f_code.co_filename
+        if event == "return" or not name.startswith((PACKAGE, "<autofuse")):
+            return
+        self.left -= 1
+        if self.left == 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+def values(held, w, v, p):
+    """Values that are read, and others that stay."""
+    for k in (2.0, 3.0):
+        a = w * k + 1
+        held.append(a)
+        c = (a - v).abs()
+        held.append(c)
+    held.append(c * v)
+    c.sum()
+
+
+def writes(held, w, v, p):
+    """Writes to memory by kernels, and in place on what is pending."""
+    target = autofuse.wrap(torch.zeros(32))
+    held.append(w * 3.0 - v)
+    target.add_(w * 2.0)
+    b = w - v
+    b += 1.0
+    held.append(b)
+    held.append(target * 1.0)
+
+
+def gradients(held, w, v, p):
+    held.append((w * p * 2.0).abs() - v)
+    held.append(held[-1] * p + v)
+    held[-1].sum()
+
+
+def plain(program, x, z, p):
+    held = []
+    with autofuse.disabled():
+        program(held, x.clone(), z.clone(), p)
+    return [value.detach() for value in held]
+
+
+def assert_whole(recorder):
+    """What recording relies on."""
+    open_, tip = recorder.chain, recorder.chain.tip
+    assert recorder.ident and open_.into is None
+    assert len(open_) == tip.index + 1 and len(open_.consts) == len(tip.consts)
+    assert len(open_.inputs) == len(open_.slots) == len(tip.inputs) == len(open_.marks) / 2
+    nodes = [shell._af for shell in open_]
+    assert nodes == tip.path() and [node.shell for node in nodes] == [*open_]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as it was closed
+@pytest.mark.parametrize("program", [values, writes, gradients], ids=lambda f: f.__name__)
+def test_at_every_call(program, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, z = torch.randn(32), torch.randn(32)
+    p = torch.nn.Parameter(torch.randn(32))
+    w, v = autofuse.wrap(x), autofuse.wrap(z)
+    want = plain(program, x, z, p)
+    for _ in range(2):
+        program([], w, v, p)  # its kernels are there
+    lost = done = count = 0
+    while not done:
+        count += 1
+        held = []
+        try:
+            with Interrupted(count) as interrupted:
+                program(held, w, v, p)
+            done = interrupted.left > 0
+        except KeyboardInterrupt:
+            pass
+        for recorder in chain._all_recorders:
+            assert_whole(recorder)
+        for got, right in zip(held, want, strict=False):
+            try:
+                got = torch.tensor(got.tolist())
+            except InterruptedFlushError as error:
+                assert "is lost: KeyboardInterrupt came while the chain was writing" in str(error)
+                assert "Compute it again" in str(error)
+                lost += 1
+                continue
+            assert bool(same_bits(got, right).all()), count
+        later = (w * 5.0 + 2.0) - v
+        assert later.tolist() == (x * 5.0 + 2.0 - z).tolist(), count
+    assert count > 100 and lost < count / 2
