@@ -365,6 +365,8 @@ def _too_many(request: Request) -> bool:
     if position is None:
         return False
     asked = _positions[position]
+    if request.source in asked[: config.max_kernels_per_line]:  # its compile was interrupted
+        return False
     if len(asked) < config.max_kernels_per_line:
         asked.append(request.source)
         return False

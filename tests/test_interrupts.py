@@ -118,3 +118,23 @@ def test_at_every_call(program, monkeypatch):
         later = (w * 5.0 + 2.0) - v
         assert later.tolist() == (x * 5.0 + 2.0 - z).tolist(), count
     assert count > 100 and lost < count / 2
+
+
+def test_a_compile_that_is_interrupted_counts_once(monkeypatch, capsys):
+    from autofuse import build
+
+    monkeypatch.setattr(autofuse.config, "max_kernels_per_line", 3)
+    real, x = build.build, autofuse.wrap(torch.ones(4))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    y = (x * 2.5).asinh().cosh().asinh()
+    for k in range(9):
+        monkeypatch.setattr(build, "build", interrupted if k < 8 else real)
+        try:
+            autofuse.materialize(y)
+        except KeyboardInterrupt:
+            assert autofuse.is_pending(y)
+    assert autofuse.stats().kernels_launched == 1
+    assert "has asked for" not in capsys.readouterr().err
