@@ -328,11 +328,12 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any, places: list[_Pl
             entry.enter(value)
         if not entry.passes:
             entry.lend()
-            _local.depth += 1
+            depth = bool(entry.lent)  # with nothing wrapped, fused calls inside are outermost
+            _local.depth += depth
             try:
                 result = function(*args, **kwargs)
             finally:
-                _local.depth -= 1
+                _local.depth -= depth
                 flush_thread("fuse")
     finally:
         entry.restore()
@@ -354,8 +355,9 @@ def fuse(target: Any = None) -> Any:
         is fused and which is returned.
 
     Tensor arguments, also inside tuples, lists, dicts, dataclasses and named tuples, enter wrapped.
-    When the outermost fused call returns, its results are plain tensors. A fused function that is
-    called with wrapped tensors leaves its results wrapped.
+    When the outermost fused call returns, its results are plain tensors; one without a tensor among
+    its arguments does not count, so that fused calls inside it are outermost. A fused function that
+    is called with wrapped tensors leaves its results wrapped.
     """
     if target is None:
         return fuse

@@ -245,7 +245,7 @@ def explain(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> 
     report = Report()
     if fn is not None:
         with report:
-            report.result = _call(fn, args, kwargs)
+            report.result = _call(fn, args, kwargs, [])
     return report
 
 

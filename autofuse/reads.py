@@ -23,23 +23,49 @@ _READS = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select"
           "allclose", "is_nonzero", "argwhere", "__bool__", "__int__", "__float__", "__index__",
           "__complex__", "__array__", "__repr__", "__format__", "__contains__")  # fmt: skip
 SYNCS = {*_READS, "_local_scalar_dense"}
+
+
+def _to_host(x: torch.Tensor, *args: Any, non_blocking: bool = False, **options: Any) -> bool:
+    """Whether `x.to(...)` waits for a copy to the host."""
+    if not x.is_cuda or non_blocking:
+        return False
+    places = (*args[:1], options.get("device"), options.get("other"))
+    return any(
+        place.device.type == "cpu" if isinstance(place, torch.Tensor)
+        else torch.device(place).type == "cpu" if isinstance(place, (str, torch.device)) else False
+        for place in places
+    )  # fmt: skip
+
+
+def _by_mask(x: torch.Tensor, index: Any) -> bool:
+    """Whether `x[index]` has to count the elements of a mask."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts
+    )
+
+
+# methods that are reads for some arguments only, also of wrapped tensors
+_AT_TIMES: dict[str, Callable[..., bool]] = {"to": _to_host, "__getitem__": _by_mask}
 # reads inside one that is noted already
 _INNER = (PACKAGE, *(TORCH + name for name in ("_tensor.py", "_tensor_str.py")))
 
 _lock = threading.Lock()
 _listeners: list[Callable[[str], None]] = []  # called with the name of the method
-_originals: dict[str, Any] = {}  # what stood in torch.Tensor itself
+_originals: dict[tuple[type, str], Any] = {}  # what stood in the class itself
 
 
 def watch(listener: Callable[[str], None]) -> None:
-    """Call `listener` at every read of a plain tensor, in any thread."""
+    """Call `listener` at every read that is no event of an op, in any thread."""
     with _lock:
         _listeners.append(listener)
         if len(_listeners) == 1:
             for name in _READS:
-                if hasattr(torch.Tensor, name):
-                    _originals[name] = torch.Tensor.__dict__.get(name)
-                    setattr(torch.Tensor, name, _telling(name, getattr(torch.Tensor, name)))
+                _replace(torch.Tensor, name, lambda x, *args, **options: x.__class__ is not Tensor)
+            for name, waits in _AT_TIMES.items():
+                for owner in (torch.Tensor, Tensor):
+                    if name in owner.__dict__ or owner is torch.Tensor:
+                        _replace(owner, name, waits)
 
 
 def unwatch(listener: Callable[[str], None]) -> None:
@@ -47,17 +73,23 @@ def unwatch(listener: Callable[[str], None]) -> None:
     with _lock:
         _listeners.remove(listener)
         if not _listeners:
-            for name, original in _originals.items():
+            for (owner, name), original in _originals.items():
                 if original is None:  # it was inherited
-                    delattr(torch.Tensor, name)
+                    delattr(owner, name)
                 else:
-                    setattr(torch.Tensor, name, original)
+                    setattr(owner, name, original)
             _originals.clear()
 
 
-def _telling(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _replace(owner: type, name: str, waits: Callable[..., bool]) -> None:
+    """Let the method `name` tell where `waits` says that it does."""
+    method = getattr(owner, name, None)
+    if method is None:
+        return
+    _originals[owner, name] = owner.__dict__.get(name)
+
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.__class__ is not Tensor:
+        if waits(self, *args, **kwargs):
             caller = sys._getframe(1)
             if not caller.f_code.co_filename.startswith(_INNER):
                 for listener in list(_listeners):
@@ -65,7 +97,7 @@ def _telling(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, *args, **kwargs)
 
     call.__name__ = name
-    return call
+    setattr(owner, name, call)
 
 
 _AS_METHOD = r"([\w.]+(?:\[[^\]]*\])?)\.{name}\("
@@ -77,4 +109,5 @@ def said(name: str, position: Position | None) -> str:
     found = re.search(_AS_METHOD.replace("{name}", re.escape(name)), line)
     if found:
         return f"{found.group(1)}.{name}()"
-    return line.rstrip(":") if name.startswith("_") and line else f"{name.strip('_')}()"
+    spoken = name.startswith("_") or f".{name}(" in line
+    return line.rstrip(":") if spoken and line else f"{name.strip('_')}()"

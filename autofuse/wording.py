@@ -30,6 +30,8 @@ def _listed(items: Sequence[str]) -> str:
 
 
 def _bytes(count: float) -> str:
+    if count == 1:
+        return "1 byte"
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -91,20 +93,23 @@ def _section(title: str, items: Any, limit: int = 10) -> list[str]:
 
 
 _TESTS = ("bool", "is_nonzero")
+_SIZES = ("getitem", "masked_select", "nonzero", "argwhere", "unique")
 
 
 def advice_on(report: Report) -> list[str]:
-    said = []
+    """What would help, in plain words."""
+    said: list[str] = []
     for sync, count in Counter(report.syncs).most_common():
-        if count > 1:
-            where = f"{sync.text} at {shown(sync.position)}"
-            if sync.name in _TESTS:
-                cure = "keep the choice on the device with torch.where, or test less often"
-                said.append(f"{where} tests a value every step ({count} times); {cure}")
-            else:
-                said.append(
-                    f"{where} reads a value every step ({count} times); move it out of the loop"
-                )
+        what, cure = "reads a value", "move it out of the loop"
+        if sync.name in _TESTS:
+            what = "tests a value"
+            cure = "keep the choice on the device with torch.where, or test less often"
+        elif sync.name in _SIZES:
+            what = "makes a size of values"
+            cure = "keep the shape, with torch.where or a product with the mask, or " + cure
+        where = f"{sync.text} at {shown(sync.position)}"
+        if count > 1 and not any(text.startswith(where) for text in said):
+            said.append(f"{where} {what} every step ({count} times); {cure}")
     recorded = sum(report.chains)
     if not recorded and not report.pending:
         said.append(

@@ -344,3 +344,20 @@ def test_a_call_in_which_nothing_fuses_is_soon_left_alone(device):
     for _ in range(120):
         f(x, w)
     assert all(recorded[-10:])
+
+
+def test_a_fused_call_without_tensors_leaves_fused_calls_inside_outermost():
+    @autofuse.fuse
+    def step(x):
+        return torch.sigmoid(x * 2) + 1
+
+    @autofuse.fuse
+    def loop(steps):
+        x = torch.ones(4)
+        for _ in range(steps):
+            x = step(x)
+            assert type(x) is torch.Tensor
+        return x
+
+    loop(3)
+    assert autofuse.stats().ops_recorded == 9 and autofuse.stats().kernels_launched == 3

@@ -1,6 +1,7 @@
 """explain, Report and show: what they say, by content, and that nobody pays for them otherwise."""
 
 import inspect
+import io
 import linecache
 import threading
 from pathlib import Path
@@ -194,6 +195,70 @@ def test_reads_of_plain_tensors_are_seen():
     assert names == ["float", "tolist", "repr", "bool"] * 2 + ["cpu", "numpy"]
     assert any("tests a value every step" in text for text in report.advice)
     assert "item" not in torch.Tensor.__dict__ and not reads._originals
+
+
+@pytest.mark.parametrize("wrap", [autofuse.wrap, lambda x: x], ids=["wrapped", "plain"])
+def test_shapes_that_depend_on_values_are_reads(wrap):
+    def loop(x):
+        for _ in range(3):
+            x[x > 0]
+            x[0], x[torch.tensor([1, 2])]
+            x.nonzero()
+
+    with autofuse.explain() as report:
+        loop(wrap(torch.ones(4)))
+    assert [sync.text for sync in report.syncs] == ["x[x > 0]", "x.nonzero()"] * 3
+    mask, nonzero = (text for text in report.advice if "makes a size of values" in text)
+    assert mask.startswith("x[x > 0] at ") and at("x[x > 0]", loop) in mask
+    assert "every step (3 times); keep the shape, with torch.where" in mask
+    assert nonzero.startswith("x.nonzero() at ")
+    assert torch.Tensor.__getitem__.__name__ == "__getitem__" and not reads._originals
+
+
+def test_moves_to_the_host_are_reads():
+    class Away:
+        is_cuda = True
+
+    here = torch.ones(2)
+    for args, options, waits in (
+        (("cpu",), {}, True), ((torch.device("cpu"), torch.float64), {}, True), ((here,), {}, True),
+        ((), {"device": "cpu"}, True), (("cpu",), {"non_blocking": True}, False),
+        (("cuda",), {}, False), ((torch.float64,), {}, False), ((), {"dtype": torch.half}, False),
+    ):  # fmt: skip
+        assert reads._to_host(Away(), *args, **options) is waits, (args, options)
+    assert not reads._to_host(here, "cpu")
+
+
+def test_one_line_is_advised_on_once():
+    def loop(x):
+        for _ in range(2):
+            print(float(x), f"{x:.3f}", file=io.StringIO())
+
+    with autofuse.explain() as report:
+        loop(torch.ones(()))
+    assert [sync.name for sync in report.syncs] == ["float", "format"] * 2
+    assert len([text for text in report.advice if "reads a value" in text]) == 1
+
+
+def test_a_program_with_a_fused_module_in_it():
+    """explain(fn) shows what the program does without it: the module is the outermost call."""
+    module = autofuse.fuse(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sigmoid(), Gate()))
+
+    def train(steps):
+        for _ in range(steps):
+            loss = module(torch.ones(2, 4)).sum()
+            loss.backward()
+        return loss
+
+    report = autofuse.explain(train, 3)
+    assert report.ops_fused["sigmoid"] + report.ops_fused["tanh"] == 6
+    assert not any("nothing was recorded" in text for text in report.advice)
+    assert type(report.result) is torch.Tensor
+
+
+class Gate(torch.nn.Module):
+    def forward(self, x):
+        return (torch.tanh(x * 2 + 1) * x - x).exp() * x
 
 
 def test_printing_a_wrapped_tensor_is_one_read():
