@@ -11,8 +11,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from . import chain as _chain
 from . import tensor as _tensor
 from .chain import (
+    ASIDE,
     _local,
     closed,
     flush,
@@ -308,6 +310,8 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         count = barren.get(owner, 0)
         if count < 0:  # nothing here has fused lately: wrapping would only cost
             barren[owner] = count + 1
+            if _chain.observer is not None:
+                _chain.counts.eager[function.__qualname__, ASIDE] += 1
             return function(*args, **kwargs)
         before = launches()
         result = _call(function, args, kwargs, places)

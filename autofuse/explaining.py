@@ -15,7 +15,7 @@ from typing import Any
 from . import observe, reads
 from . import report as _report
 from .api import _call
-from .chain import DEAD, Chain, _all_recorders
+from .chain import ASIDE, DEAD, Chain, _all_recorders
 from .compile import target_of
 from .holders import ARGUMENT, holders
 from .launch import Runner
@@ -196,8 +196,9 @@ class Report(Observer):
     def ops_seen(self) -> Counter[str]:
         """Every op on a wrapped tensor that ran, fused or not."""
         seen = self.ops_fused
-        for (op, _), count in self.ops_eager.items():
-            seen[op] += count
+        for (op, reason), count in self.ops_eager.items():
+            if reason != ASIDE:
+                seen[op] += count
         return seen
 
     @property

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
+from .chain import ASIDE
 from .config import config
 from .observe import REFUSED, WAITS, spelled
 from .plan import CONST
@@ -40,7 +41,8 @@ def _bytes(count: float) -> str:
 
 
 def summary(report: Report) -> str:
-    seen, eager = report.ops_seen.total(), report.ops_eager.total()
+    aside = sum(n for (_, reason), n in report.ops_eager.items() if reason == ASIDE)
+    seen, eager = report.ops_seen.total(), report.ops_eager.total() - aside
     return (
         f"{_plural(seen, 'op')} seen, {seen - eager} fused in "
         f"{_plural(report.launches, 'launch')}, {eager} run eagerly"
@@ -111,7 +113,14 @@ def advice_on(report: Report) -> list[str]:
         if count > 1 and not any(text.startswith(where) for text in said):
             said.append(f"{where} {what} every step ({count} times); {cure}")
     recorded = sum(report.chains)
-    if not recorded and not report.pending:
+    aside = {name: n for (name, reason), n in report.ops_eager.items() if reason == ASIDE}
+    if aside:
+        said.append(
+            f"{_plural(sum(aside.values()), 'fused call')} ran as plain PyTorch ("
+            f"{', '.join(aside)}): the last ones launched no kernel, so that nothing is recorded "
+            "for 100 calls; autofuse.explain(function, ...) runs one as if fused and says why"
+        )
+    if not recorded and not report.pending and not aside:
         said.append(
             "nothing was recorded: there is no op of the table on a wrapped tensor here; "
             "autofuse.wrap the tensors, or autofuse.fuse the function"
