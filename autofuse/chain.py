@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from sys import getrefcount
 from threading import get_ident
 from typing import Any, Protocol
@@ -606,7 +607,11 @@ def flush(recorder: Recorder, reason: str) -> None:
                     raise
                 if watch is not None:
                     watch.failed(error)
-                _recover(recorder, chain, node, runner, error)
+                recover = partial(_recover, node=node, runner=runner, error=error)
+                if ident == get_ident():
+                    recover(chain)
+                else:
+                    _without_modes(recover, recorder, chain)
             done = True
             for shell in chain:  # 0.05 us each
                 if getweakrefcount(shell) and shell is not None:
@@ -824,9 +829,7 @@ class ShortRunner(EagerRunner):
             make_eager(first, self.reason)
 
 
-def _recover(
-    recorder: Recorder, chain: Chain, node: Node, runner: Runner, error: Exception
-) -> None:
+def _recover(chain: Chain, node: Node, runner: Runner, error: Exception) -> None:
     """After a failed run: compute the live-outs without the kernel, or say that they are lost."""
     cold = isinstance(error, ColdKernelError) and not runner.kernels  # in the middle of a capture
     if isinstance(error, StaleInputError) or cold:

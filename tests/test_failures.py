@@ -1,5 +1,7 @@
 """Injected failures: values stay right, torch's errors reach the user, the next call works."""
 
+import threading
+
 import pytest
 import torch
 
@@ -68,6 +70,31 @@ def test_launch_error(device, monkeypatch, capsys):
         runner.run = run
     check(x)
     assert autofuse.stats().replays == 1
+
+
+@pytest.mark.parametrize("kind", ["fake", "inference"])
+def test_a_replay_in_another_thread_is_without_its_modes(device, kind, monkeypatch, capsys):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def broken(*args):
+        raise ValueError("no compiler today")
+
+    monkeypatch.setattr(build, "build", broken)
+    x = torch.randn(64, device=device)
+    y, errors = autofuse.wrap(x) * 2, []
+
+    def work():
+        try:
+            with FakeTensorMode() if kind == "fake" else torch.inference_mode():
+                autofuse.materialize(y)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors and not autofuse.is_pending(y) and not y.is_inference()
+    assert_same(y, x * 2, None)
 
 
 def test_out_of_memory_is_torchs_error_and_nothing_is_lost(device, monkeypatch):
