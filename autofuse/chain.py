@@ -607,11 +607,12 @@ def flush(recorder: Recorder, reason: str) -> None:
                     raise
                 if watch is not None:
                     watch.failed(error)
-                recover = partial(_recover, node=node, runner=runner, error=error)
                 if ident == get_ident():
-                    recover(chain)
-                else:
-                    _without_modes(recover, recorder, chain)
+                    _recover(chain, node, runner, error)
+                else:  # no name for it here, which would be a cycle with the error's traceback
+                    _without_modes(
+                        partial(_recover, node=node, runner=runner, error=error), recorder, chain
+                    )
             done = True
             for shell in chain:  # 0.05 us each
                 if getweakrefcount(shell) and shell is not None:
