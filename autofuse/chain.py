@@ -583,7 +583,7 @@ def flush(recorder: Recorder, reason: str) -> None:
                 spare = Chain(recorder.home)
             else:
                 spare.tip = recorder.home
-            recorder.chain = spare
+            recorder.chain, spare = spare, None  # a traceback would hold it
             if ident != get_ident():
                 enter_context(recorder.device)
             alive = tuple(map(getrefcount, chain))
@@ -623,9 +623,10 @@ def flush(recorder: Recorder, reason: str) -> None:
                 _interrupted(recorder, chain, runner)
             if watch is not None:
                 watch.ended(runner if done else None)
-            elif done and getrefcount(chain) == _HELD_HERE:  # no recording is in the middle of it
+            if done:
                 chain.clear()
-                recorder.spare = chain.emptied()
+                if getrefcount(chain) == _HELD_HERE:  # no recording is in the middle of it
+                    recorder.spare = chain.emptied()
 
 
 def _interrupted(recorder: Recorder, chain: Chain, runner: Runner | None) -> None:
