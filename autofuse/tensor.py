@@ -564,9 +564,14 @@ def _inplace(choose: Handler, func: Handler) -> Handler:
     known = _Known(func)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.__class__ is Tensor and not any([_unsettled(x) for x in (self, *args)]):
-            if not kwargs or not any([_unsettled(x) for x in kwargs.values()]):
-                return _write_now(func, known, self, args, kwargs)
+        settled = self.__class__ is Tensor and _is_settled(self)
+        if settled:
+            for x in args if not kwargs else (*args, *kwargs.values()):
+                if x.__class__ not in _OPERANDS and not (x.__class__ is Tensor and _is_settled(x)):
+                    settled = False
+                    break
+        if settled:
+            return _write_now(func, known, self, args, kwargs)
         if _write(_chosen(choose, (self, *args), kwargs), self):
             return self
         return run_eager(func, (self, *args), kwargs)
@@ -574,17 +579,16 @@ def _inplace(choose: Handler, func: Handler) -> Handler:
     return call
 
 
-def _unsettled(x: Any) -> bool:
-    """Whether an operand is no concrete tensor and no number."""
-    if x.__class__ is Tensor:
-        state = x._af
-        return state.__class__ is not Meta and state is not UNKNOWN
-    return x.__class__ not in _OPERANDS
+def _is_settled(x: Tensor) -> bool:
+    state = x._af
+    return state.__class__ is Meta or state is UNKNOWN
 
 
 def _write_now(func: Handler, known: _Known, target: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """Run an in-place op of the table on concrete operands; 1 us over eager."""
-    flush_thread(known.name)
+    """Run an in-place op of the table on concrete operands, at once."""
+    for recorder in _local.recorders.values():
+        if recorder.chain:
+            flush(recorder, known.name)
     counts.eager[known.reason] += 1
     with NoTorchFunction():
         func(target, *args, **kwargs)
