@@ -1030,8 +1030,12 @@ def close_thread(reason: str) -> None:
     _local.closed += 1
     try:
         reopen(reason)
-    except BaseException:  # nothing has changed
+    except BaseException:  # nothing has changed, for the recorders before it neither
         _local.closed -= 1
+        for recorder in _local.recorders.values():
+            if recorder.off is not (_local.closed > 0) and not recorder.chain:
+                recorder.off = _local.closed > 0
+                recorder.open()
         raise
 
 

@@ -268,6 +268,11 @@ def test_no_compile_raises_every_time_and_stands_in_nobodys_way(device, monkeypa
                                    lambda: torch.autocast("cpu")])  # fmt: skip
 def test_a_block_that_cannot_be_entered_leaves_nothing_behind(block):
     x = torch.randn(64)
+    recorders = autofuse.chain._local.recorders
+    others = dict(recorders)
+    recorders.clear()
+    other = autofuse.chain.recorder_for(torch.device("cpu", 0))  # comes before the one that fails
+    recorders.update(others)
     with pytest.raises(autofuse.ColdKernelError), autofuse.no_compile():
         y = chain(autofuse.wrap(x))
         with block():
@@ -275,6 +280,8 @@ def test_a_block_that_cannot_be_entered_leaves_nothing_behind(block):
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     assert_same(y, chain(x), None)
     assert autofuse.is_pending(autofuse.wrap(x) * 2)
+    assert not other.off and other.home is not other.closed
+    autofuse.chain._all_recorders.remove(recorders.pop(torch.device("cpu", 0)))
 
 
 # --- the eager tier ------------------------------------------------------------------------------

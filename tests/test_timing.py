@@ -149,7 +149,7 @@ def test_on_a_device_its_own_sleep_is_what_is_seen(clock, flush):
     want = cycles / timing.sm_mhz()
     call = lambda: torch.cuda._sleep(cycles)  # noqa: E731
     assert device_us(call, clock, 10, flush) == pytest.approx(want, rel=0.1)
-    assert host_us(call, clock, 10) == pytest.approx(want, rel=0.1)
+    assert want * 0.9 < host_us(call, clock, 50) < want * 1.5  # others may use the device
 
 
 # rounds

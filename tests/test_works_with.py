@@ -774,7 +774,8 @@ class TestNvtx:
     def test_beside_a_profiler(self, device, nvtx):
         x = W(torch.randn(64, device=device))
         autofuse.config.nvtx = True
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             autofuse.materialize(x * 2 - 3)
         autofuse.materialize(x * 2 - 3)
         name = "autofuse: af_mul_sub"
