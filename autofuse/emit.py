@@ -99,7 +99,7 @@ class _Emitter:
         """The work at one position of the loop, given per axis and as the number of the group."""
         source, builder = self.source, self.builder
         operands = [*source.loads, *source.stores]
-        offsets = [self._offset(operand, walks) for operand in operands]
+        places = [self._offset(operand, walks) for operand in operands]
         function = ast.parse(source.text).body[0]
         assert isinstance(function, ast.FunctionDef)
         consts = [Value(*const) for const in zip(self.consts, source.consts, strict=True)]
@@ -111,14 +111,17 @@ class _Emitter:
             )
         else:
             full = None
-        reads = list(zip(source.loads, self.pointers, offsets, strict=False))
+        reads = [
+            (operand, pointer, *place)
+            for operand, pointer, place in zip(source.loads, self.pointers, places, strict=False)
+        ]
         lanes = self._guarded(full, reads, start)
         results = [self.element.run(function, [*lane, *consts]) for lane in lanes]
         writes = list(
             zip(
                 source.stores,
                 self.pointers[len(source.loads) :],
-                offsets[len(source.loads) :],
+                [offset for offset, _ in places[len(source.loads) :]],
                 strict=True,
             )
         )
@@ -151,32 +154,35 @@ class _Emitter:
             position = quotient
         return [position, *reversed(walks)]
 
-    def _offset(self, operand: Operand, walks: list[Any]) -> Any:
-        """Element offset of an operand; called once each, in parameter order."""
+    def _offset(self, operand: Operand, walks: list[Any]) -> tuple[Any, Any]:
+        """(element offset of an operand's first lane, distance of the lanes).
+
+        Called once each, in parameter order.
+        """
         builder = self.builder
-        offset = self.word(0)
+        offset, distance = self.word(0), self.word(1)
         for axis, (how, walk) in enumerate(zip(operand.axes, walks, strict=True)):
             if how == BROADCAST:
                 continue
-            if how == UNIT:
-                step = builder.mul(walk, self.word(self.source.lanes))
-            else:
-                step = builder.mul(walk, next(self.strides))
+            stride = self.word(1) if how == UNIT else next(self.strides)
+            if axis == len(walks) - 1:
+                walk, distance = builder.mul(walk, self.word(self.source.lanes)), stride
+            step = walk if how == UNIT else builder.mul(walk, stride)
             offset = step if axis == 0 else builder.add(offset, step)
-        return offset
+        return offset, distance
 
     def _at(self, operand: Operand, pointer: Any, offset: Any) -> Any:
         base = self.target.pointer(pointer, STORED[operand.code])
         return self.builder.gep(base, [offset])
 
     def _guarded(
-        self, full: Any, reads: list[tuple[Operand, Any, Any]], start: Any
+        self, full: Any, reads: list[tuple[Operand, Any, Any, Any]], start: Any
     ) -> list[list[Value]]:
         """Carried values of every load, per lane; lanes past the end read as zero."""
         lanes, builder = self.source.lanes, self.builder
         repeated = [
             self._load_one(operand, pointer, offset) if operand.axes[-1] == BROADCAST else None
-            for operand, pointer, offset in reads
+            for operand, pointer, offset, _ in reads
         ]
         moving = [read for read, value in zip(reads, repeated, strict=True) if value is None]
         if full is None:
@@ -200,7 +206,7 @@ class _Emitter:
                 bits.append(merged)
         moved = iter(bits)
         columns = []
-        for (operand, _, _), value in zip(reads, repeated, strict=True):
+        for (operand, *_), value in zip(reads, repeated, strict=True):
             column = [value] * lanes if value is not None else next(moved)
             columns.append([self.element.loaded(item, operand.code) for item in column])
         return [[column[lane] for column in columns] for lane in range(lanes)]
@@ -208,14 +214,16 @@ class _Emitter:
     def _load_one(self, operand: Operand, pointer: Any, offset: Any) -> Any:
         return self.builder.load(self._at(operand, pointer, offset))
 
-    def _tail(self, operand: Operand, pointer: Any, offset: Any, start: Any, lane: int) -> Any:
+    def _tail(
+        self, operand: Operand, pointer: Any, offset: Any, distance: Any, start: Any, lane: int
+    ) -> Any:
         """Element `lane` of the last, incomplete group; zero past the end."""
         builder = self.builder
         position = builder.add(start, self.word(lane))
         before = builder.block
         zero = ir.Constant(STORED[operand.code], 0)
         with builder.if_then(builder.icmp_unsigned("<", position, self.count)):
-            value = self._load_one(operand, pointer, builder.add(offset, self.word(lane)))
+            value = self._load_one(operand, pointer, self._lane(offset, distance, lane))
             inside = builder.block
         phi = builder.phi(zero.type)
         phi.add_incoming(zero, before)
@@ -227,10 +235,19 @@ class _Emitter:
         nbytes = self.source.lanes * ITEMSIZE[operand.code]
         return max(1, nbytes // 16), min(4, nbytes // 4)
 
-    def _load(self, operand: Operand, pointer: Any, offset: Any) -> list[Any]:
+    def _lane(self, offset: Any, distance: Any, lane: int) -> Any:
+        builder = self.builder
+        return builder.add(offset, builder.mul(distance, self.word(lane)))
+
+    def _load(self, operand: Operand, pointer: Any, offset: Any, distance: Any) -> list[Any]:
         lanes, builder = self.source.lanes, self.builder
         if lanes == 1:
             return [self._load_one(operand, pointer, offset)]
+        if operand.axes[-1] != UNIT:
+            return [
+                self._load_one(operand, pointer, self._lane(offset, distance, lane))
+                for lane in range(lanes)
+            ]
         accesses, words = self._words(operand)
         each = lanes // accesses
         values: list[Any] = []

@@ -24,7 +24,7 @@ import torch
 from .compile import Kernel, Order
 from .errors import AutofuseError, KernelError, NotReadyError, StaleInputError
 from .load import enter_context
-from .plan import Piece, Ref, unvectorised
+from .plan import UNIT, Piece, Ref, unvectorised
 from .shell import (
     Meta,
     NoTorchFunction,
@@ -343,7 +343,7 @@ class CudaRunner(Runner):
         if self.into and len(self.pieces) > 1:  # nothing is written before all can be
             space["prepare"] = self._prepare
             lines += [
-                f"if ({' | '.join(_addresses(piece))}) & 15: prepare({k})"
+                f"if ({' | '.join(_aligned(piece))}) & 15: prepare({k})"
                 for k, piece in enumerate(self.pieces)
                 if piece.plan.lanes > 1
             ]
@@ -418,7 +418,7 @@ class CudaRunner(Runner):
         if piece.plan.lanes == 1:
             return pack + launch
         return [
-            f"if ({' | '.join(_addresses(piece))}) & 15: unaligned({k}, stream, {arguments})",
+            f"if ({' | '.join(_aligned(piece))}) & 15: unaligned({k}, stream, {arguments})",
             "else:",
             *("    " + line for line in pack + launch),
         ]
@@ -428,6 +428,13 @@ def _addresses(piece: Piece) -> list[str]:
     """The names of the pointers that a piece is launched with."""
     loads = [f"p{~ref}" if ref < 0 else f"q{ref}" for ref in piece.loads]
     return loads + [f"q{index}" for index in piece.stores]
+
+
+def _aligned(piece: Piece) -> list[str]:
+    """Those of them that the kernel moves 16 bytes of at a time."""
+    operands = [*piece.plan.loads, *(operand for _, operand in piece.plan.stores)]
+    names = zip(_addresses(piece), operands, strict=True)
+    return [name for name, operand in names if operand.axes[-1] == UNIT]
 
 
 def _empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -142,7 +142,7 @@ def _make_piece(program: Program, outs: list[int], stored: set[int], device: str
         shape, [layout.expand(view.shape, view.stride, shape) for view in results + views]
     )
     operands = results + views
-    lanes = _lanes(sizes, strides, operands, len(lines)) if device == "cuda" else 1
+    lanes = _lanes(sizes, strides, len(results), operands, len(lines)) if device == "cuda" else 1
     axes = [tuple(map(_axis, walk, _inner_first(walk))) for walk in strides]
     reach = max(
         sum((n - 1) * s for n, s in zip(sizes, walk, strict=True)) * ITEMSIZE[view.code]
@@ -214,9 +214,18 @@ def _axis(stride: int, innermost: bool) -> int:
     return UNIT if stride == 1 and innermost else STRIDED
 
 
-def _lanes(sizes: Ints, strides: list[Ints], operands: list[View], length: int) -> int:
-    """How many neighbours one thread can move at once: 16 bytes of the narrowest operand."""
-    if any(walk[-1] not in (0, 1) for walk in strides):
+# elements between neighbours up to which one thread reads several of them, from one cache line
+NEAR = 8
+
+
+def _lanes(sizes: Ints, strides: list[Ints], stores: int, operands: list[View], length: int) -> int:
+    """How many neighbours one thread can move at once: 16 bytes of the narrowest operand.
+
+    stores: how many of the operands, the first, are results.
+    """
+    if any(walk[-1] not in (0, 1) for walk in strides[:stores]):
+        return 1
+    if any(walk[-1] > NEAR for walk in strides):
         return 1
     lanes = min(8, 16 // min(ITEMSIZE[view.code] for view in operands))
     while lanes > 1 and lanes * length > 256:  # compile time grows with the body

@@ -122,6 +122,18 @@ def test_a_row_broadcast_keeps_wide_accesses():
     assert compile_ptx(source_of(piece.plan), CAPABILITY).count("ld.global.v4.f32") == 2
 
 
+def test_neighbours_that_are_near_are_read_by_one_thread():
+    """Every second element: as many loads in flight as lanes, and wide stores."""
+    out = view("f32", 64, 128)
+    for step, lanes in ((2, 4), (8, 4), (9, 1)):
+        gapped = view("f32", 64, 128, stride=(128 * step, step))
+        program = Program((Step(OPS["add"], (~0, ~1), "f32", out),), (gapped, out), ())
+        (piece,) = make_pieces(program, (0,), "cuda")
+        assert piece.plan.lanes == lanes
+        ptx = compile_ptx(source_of(piece.plan), CAPABILITY)
+        assert ("st.global.v4.f32" in ptx) == ("ld.global.v4.f32" in ptx) == (lanes == 4)
+
+
 def test_64_bit_indices_where_they_are_needed():
     big = view("f32", 1 << 16, 1 << 16)
     program = Program((Step(OPS["neg"], (~0,), "f32", big),), (big,), ())

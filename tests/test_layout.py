@@ -1,5 +1,6 @@
 """Shapes and strides against TensorIterator itself, over random layouts."""
 
+import itertools
 import warnings
 
 import pytest
@@ -162,3 +163,21 @@ def test_strides_of_every_op_and_its_gradient(k, device, monkeypatch):
                 strides.append(torch.autograd.grad(y, leaf, seed)[0].stride())
             results.append(strides)
         assert results[0] == results[1], name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64],
+                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("device", DEVICES)
+def test_elements_with_gaps(dtype, device):
+    """Every n-th element of rows, with any beginning and any end, beside dense and equal ones."""
+
+    def f(x, y, b):
+        return x + y, x * 3 - b
+
+    for columns, step, begin in itertools.product((4, 30, 64, 257), (2, 3, 8, 9), (0, 1)):
+        base = (torch.randn(6, columns * step + 1, device=device) * 40).to(dtype)
+        for x in (base[:, begin::step][:, :columns], base.view(-1)[begin::step]):
+            y = (torch.randn(x.shape, device=device) * 40).to(dtype)
+            b = y[..., :1] if x.ndim == 2 else y[:1]
+            got = f(autofuse.wrap(x), autofuse.wrap(y), b)
+            assert_same(got, f(x, y, b), None, f"{columns} {step} {begin}")
