@@ -78,7 +78,7 @@ def plain(program, x, z, p):
 def assert_whole(recorder):
     """What recording relies on."""
     open_, tip = recorder.chain, recorder.chain.tip
-    assert recorder.ident and open_.into is None
+    assert recorder.ident and open_.into is None and not recorder.lock._is_owned()
     assert len(open_) == tip.index + 1 and len(open_.consts) == len(tip.consts)
     assert len(open_.inputs) == len(open_.slots) == len(tip.inputs) == len(open_.marks) / 2
     nodes = [shell._af for shell in open_]
