@@ -163,7 +163,7 @@ class _Place:
 
 
 _lent: dict[int, int] = {}  # id of a tensor that fused calls have wrapped -> how many of them
-_lending = threading.Lock()
+_lending = threading.RLock()  # a signal handler may call a fused function too
 
 
 class _Entry:
@@ -221,13 +221,16 @@ class _Entry:
         """Make the arguments plain again."""
         with _lending:
             while self.lent:
-                tensor = self.lent.pop()
-                count = _lent.pop(id(tensor)) - 1
+                tensor = self.lent[-1]
+                count = _lent[id(tensor)] - 1
                 if count:
                     _lent[id(tensor)] = count
-                elif isinstance(tensor, Tensor):  # concrete: nothing is pending after a flush
-                    tensor.__dict__.pop("_af", None)
-                    tensor.__class__ = torch.Tensor
+                else:
+                    del _lent[id(tensor)]
+                    if isinstance(tensor, Tensor):  # concrete: nothing is pending after a flush
+                        tensor.__dict__.pop("_af", None)
+                        tensor.__class__ = torch.Tensor
+                del self.lent[-1]
 
     def leave_arguments(self) -> None:
         """Make plain what the function left in its containers."""
@@ -300,7 +303,8 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     # by module (its class has one forward for all): how many calls in a row have launched
     # nothing; negative while stepping aside
     barren: dict[int, int] = {}
-    places: list[_Place] = []
+    # in and outside inference mode, which decides what a check of torch's guards accepts
+    places: tuple[list[_Place], list[_Place]] = [], []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -314,7 +318,8 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
                 _chain.counts.eager[function.__qualname__, ASIDE] += 1
             return function(*args, **kwargs)
         before = launches()
-        result = _call(function, args, kwargs, places)
+        inference = torch.is_inference_mode_enabled()
+        result = _call(function, args, kwargs, places[inference])
         if launches() != before or rests():
             barren.pop(owner, None)
         else:

@@ -188,7 +188,8 @@ def likely_meta(tensor: torch.Tensor, place: Place) -> Meta | None:
     """`plain_meta`, in one call (0.2 us instead of 1.4) for what was met twice in a row at `place`.
 
     torch.compile's guards test class, dispatch keys, dtype, device, sizes, strides and
-    requires_grad, so that no flag that `plain_meta` looks at can be another.
+    requires_grad, and so every flag that `plain_meta` looks at; but for inference tensors, which
+    they tell only where the mode is that of their making: a place belongs to one inference mode.
     """
     likely = place.likely
     if likely is not None and likely[0](tensor):

@@ -562,6 +562,7 @@ def _composite(compose: Handler, func: Handler) -> Handler:
 def _inplace(choose: Handler, func: Handler) -> Handler:
     """The in-place form: recorded on a pending tensor, and with what is pending; else immediate."""
     known = _Known(func)
+    known.reason = (known.name, "a write with nothing pending to fuse it with")
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         settled = self.__class__ is Tensor and _is_settled(self)

@@ -361,3 +361,36 @@ def test_a_fused_call_without_tensors_leaves_fused_calls_inside_outermost():
 
     loop(3)
     assert autofuse.stats().ops_recorded == 9 and autofuse.stats().kernels_launched == 3
+
+
+def test_a_fused_call_knows_inference_tensors_after_calls_in_inference_mode():
+    """What a check that was made in one mode says holds in that mode only."""
+
+    def f(x, y):
+        x.add_(y * 2.0)
+        return x
+
+    fused = autofuse.fuse(f)
+    with torch.inference_mode():
+        inference = torch.zeros(8)
+    x, y = torch.zeros(8), torch.ones(8)
+    with torch.inference_mode():
+        for _ in range(4):
+            fused(x, y)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            fused(inference, y)
+        for _ in range(4):
+            fused(x, y)
+    with torch.inference_mode():
+        assert torch.equal(fused(inference, y), torch.full((8,), 4.0))  # torch raises afterwards
+    assert torch.equal(x, torch.full((8,), 16.0))
+
+
+def test_a_signal_handler_may_call_a_fused_function():
+    """In the middle of another fused call, whose arguments are being wrapped."""
+    import autofuse.api as api
+
+    fused = autofuse.fuse(lambda x: x * 2.0 + 1.0)
+    with api._lending:
+        assert torch.equal(fused(torch.ones(4)), torch.full((4,), 3.0))
