@@ -76,18 +76,15 @@ def _flush_first(
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        flush(reason)
-        return original(*args, **kwargs)
-
-    @functools.wraps(original)
-    def ending(*args: Any, **kwargs: Any) -> Any:
         try:
             flush(reason)
-        finally:
-            result = original(*args, **kwargs)
-        return result
+        except BaseException:
+            if anyway:
+                original(*args, **kwargs)
+            raise
+        return original(*args, **kwargs)
 
-    _replace(owner, name, ending if anyway else call)
+    _replace(owner, name, call)
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:

@@ -56,7 +56,7 @@ from .shell import (
     raw_version_of,
     requires_grad_of,
 )
-from .trie import Node, eager_node, extend, make_eager
+from .trie import Node, eager_node, extend, make_eager, needed_by
 
 _Parameter = torch.nn.Parameter
 _storage_of = torch.Tensor.untyped_storage
@@ -909,9 +909,7 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
     """A function of the Inputs, Consts and `bumps` that runs the ops; dead values go early."""
     space: dict[str, Any] = {"bump": torch.autograd.graph.increment_version}
     lines = []
-    needed = set(live)
-    for node in reversed(nodes):
-        needed.update(node.args if node.index in needed else ())
+    needed = needed_by(nodes, live)
     last = {ref: node.index for node in nodes if node.index in needed for ref in node.args}
     for index, node in enumerate(nodes):
         assert node.op is not None

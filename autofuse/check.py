@@ -30,13 +30,13 @@ from .compile import capturing
 from .config import config, watch
 from .dtypes import CODES
 from .errors import MismatchError
-from .observe import Flush, Observer
+from .observe import Flush, Observer, spelled
 from .op import Op
 from .plan import CONST
 from .position import shown, user_position
 from .rules import Torch
 from .shell import Held, NoTorchFunction
-from .trie import Node
+from .trie import Node, needed_by
 
 Known = list[tuple[torch.Tensor, str]]  # with the expression that code has for each
 # (op, type it computes in, what it gives, its operands, a number of it) -> what it is to give
@@ -89,9 +89,7 @@ class _Forward:
         return [_plain(real) for real in reals]
 
     def eager(self, nudge: Nudge | None = None) -> list[torch.Tensor]:
-        needed = set(self.live)
-        for node in reversed(self.nodes):
-            needed.update(node.args if node.index in needed else ())
+        needed = needed_by(self.nodes, self.live)
         values: dict[int, torch.Tensor] = {}
         for node in self.nodes:
             if node.index in needed:
@@ -371,9 +369,7 @@ def _message(case: _Case, got: list[torch.Tensor], found: str) -> str:
 
 
 def _listed(inputs: list[torch.Tensor]) -> str:
-    return ", ".join(
-        f"{str(x.dtype).removeprefix('torch.')}[{', '.join(map(str, x.shape))}]" for x in inputs
-    )
+    return ", ".join(map(spelled, inputs))
 
 
 def _program(path: str, code: list[str]) -> str:

@@ -266,7 +266,7 @@ def _place(flush: Flush | None, source: Source) -> Position | None:
 # --- words ----------------------------------------------------------------------------------------
 
 
-def spelled(meta: Meta) -> str:
+def spelled(meta: Meta | torch.Tensor) -> str:
     """`float32[8, 16]`."""
     return f"{str(meta.dtype).removeprefix('torch.')}[{', '.join(map(str, meta.shape))}]"
 

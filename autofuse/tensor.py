@@ -587,9 +587,7 @@ def _is_settled(x: Tensor) -> bool:
 
 def _write_now(func: Handler, known: _Known, target: Tensor, args: Any, kwargs: Any) -> Tensor:
     """Run an in-place op of the table on concrete operands, at once."""
-    for recorder in _local.recorders.values():
-        if recorder.chain:
-            flush(recorder, known.name)
+    flush_thread(known.name)
     counts.eager[known.reason] += 1
     with NoTorchFunction():
         func(target, *args, **kwargs)

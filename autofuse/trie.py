@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,15 @@ class Node:
         return Program(
             tuple(steps), tuple(meta.view for meta in self.inputs), self.consts, self.relaxed
         )
+
+
+def needed_by(nodes: Sequence[Node], live: Iterable[int]) -> set[int]:
+    """Indices of the nodes of a program that its values `live` follow from, and theirs."""
+    needed = set(live)
+    for node in reversed(nodes):
+        if node.index in needed:
+            needed.update(node.args)
+    return needed
 
 
 def make_eager(node: Node, reason: str) -> None:

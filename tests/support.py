@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,22 @@ def outcome(fn: Callable[..., Any], args: Any) -> tuple[Any, BaseException | Non
         return result, None
     except Exception as error:  # compared with eager's by the caller
         return None, error
+
+
+def elsewhere(work: Callable[[], object]) -> Exception | None:
+    """Run `work` in another thread; the error it ended with, if any."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # the caller's to judge
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return errors[0] if errors else None
 
 
 def assert_same_as_eager(
