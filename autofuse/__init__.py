@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import boundaries, check, logs
+from . import boundaries, check, logs, native
 from .api import disabled, fuse, is_pending, materialize, unwrap, wrap
 from .compile import no_compile, wait
 from .config import config
@@ -58,6 +58,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+native.install()
 boundaries.install()
 check.install()
 logs.install()

@@ -34,10 +34,11 @@ from .chain import (
     reopen_thread,
 )
 from .config import config, watch
+from .eager import EXPORTS
 from .errors import warn_once
 from .load import keep_modules
 from .shell import Tensor
-from .tensor import EXPORTS, HANDLERS, OPTIONS
+from .tensor import HANDLERS, OPTIONS
 
 _installed = False
 

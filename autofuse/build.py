@@ -157,7 +157,7 @@ def _own_machine() -> Any:
     return target_machine()
 
 
-def target_machine() -> Any:
+def target_machine(opt: int = 3) -> Any:
     """LLVM's description of this machine; an engine made with it takes it over."""
     from llvmlite import binding as llvm
 
@@ -165,7 +165,7 @@ def target_machine() -> Any:
     return llvm.Target.from_default_triple().create_target_machine(
         cpu=cpu,
         features=features,
-        opt=3,
+        opt=opt,
         reloc="static" if platform.machine().lower() in ("x86_64", "amd64", "i686") else "default",
         codemodel="jitdefault",
         jit=True,

@@ -112,9 +112,18 @@ class Chain(list):  # type: ignore[type-arg]
 class Recorder:
     """What one thread records on one device."""
 
+    __slots__ = ("acquire", "chain", "closed", "device", "enter", "error", "exit", "grad",
+                 "guarded", "home", "ident", "inference", "last_wait", "launches", "lock", "off",
+                 "release", "resting", "roots", "runners", "size", "spare", "stream",
+                 "waits")  # fmt: skip
+
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.ident, self.off = device, ident, off
-        self.lock = threading.RLock()
+        self.relock()
+        self.error: object = None  # that `native` has kept for later
+        self.guarded = False  # `native` runs an eager op, with torch functions off
+        modes = NoTorchFunction()
+        self.enter, self.exit = modes.__enter__, modes.__exit__
         self.stream = stream_reader(device)
         enter_context(device)
         self.closed = Node(self, None, None)  # nothing is ever recorded after it
@@ -126,6 +135,11 @@ class Recorder:
         self.size = 0  # nodes in the trie
         self.runners: list[Runner] = []
         self.open()
+
+    def relock(self) -> None:
+        """Have a lock that nobody holds."""
+        self.lock = threading.RLock()
+        self.acquire, self.release = self.lock.acquire, self.lock.release
 
     def open(self) -> None:
         """Start an empty chain where the modes of this moment say: the trie is theirs alone."""
@@ -620,7 +634,7 @@ def flush(recorder: Recorder, reason: str) -> None:
                     runner.run(chain)
                 elif runner.live:
                     _without_modes(runner.run, recorder, chain)
-                runner.runs += 1
+                runner.others += 1
                 if runner.pieces:  # also if they wait for their kernels
                     recorder.launches += 1
             except Exception as error:
@@ -974,6 +988,11 @@ def _annotated(runner: Runner) -> None:
     runner.run = ranged
 
 
+def hold(shell: Tensor, value: torch.Tensor) -> None:
+    """Keep the value of a shell beside it: C++ does not let it become concrete."""
+    _shell._set(shell, "_af", Held(value))
+
+
 def flush_tensor(tensor: Tensor, reason: str) -> None:
     """Make `tensor` concrete."""
     state = tensor._af
@@ -1116,7 +1135,7 @@ def forget_threads() -> None:
     ident = get_ident()
     _all_recorders[:] = [recorder for recorder in _all_recorders if recorder.ident == ident]
     for recorder in _all_recorders:
-        recorder.lock = threading.RLock()  # another thread may have held it
+        recorder.relock()  # another thread may have held it
 
 
 watch(wake)

@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from threading import get_ident
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .chain import Chain
     from .trie import Node
 
+_CONST_KINDS = {"f32": 0, "f64": 1, "i64": 2, "i32": 2}  # as `native.launched` tells them apart
 _FORMATS = {"u64": "Q", "i64": "q", "i32": "i4x", "f32": "f4x", "f64": "d"}
 
 
@@ -78,6 +79,7 @@ class Runner:
     bare: Callable[[Chain], None] | None = None  # `run` without the range a profiler sees
     attach: Callable[..., None] | None = None  # takes inputs, consts and what `made` names
     packs: tuple[tuple[int, ...], ...] = ()  # live-outs that share one tensor, one after another
+    program: Program | None = None  # `run` for the machine code of `native`
     recorded = True  # its ops were recorded, not made by autograd
     saved_bytes = 0  # kept for backward
     waiting = False  # for kernels
@@ -98,10 +100,15 @@ class Runner:
         self.owners = [nodes[index] for index in (live[:-1] if into else live)]
         self.visible = self.owners  # those that have a shell to settle
         self.pieces, self.kernels = pieces, kernels
-        self.runs = 0
+        self.others = 0  # runs but those of `program`
         dead = [node for node in nodes if node.index not in set(live)]
         self.elided = len(dead) + into
         self.elided_bytes = sum(node.meta.nbytes for node in dead if node.meta is not None)
+
+    @property
+    def runs(self) -> int:
+        """How often it ran."""
+        return self.others + (0 if self.program is None else self.program.runs)
 
     def made(self) -> list[int]:
         """The owners in order, a pack by its first."""
@@ -188,6 +195,23 @@ def runner_class(device: torch.device) -> type[CudaRunner] | type[CpuRunner]:
 # --- CUDA ----------------------------------------------------------------------------------------
 
 
+class Program:
+    """A run as data, for `native.launched`: words, some of them addresses of objects."""
+
+    __slots__ = ("address", "attach", "kept", "words")
+
+    def __init__(self, words: list[int], kept: list[object], attach: object) -> None:
+        self.words = (ctypes.c_int64 * len(words))(*words)
+        self.address = ctypes.addressof(self.words)
+        self.kept = kept  # the objects whose addresses are among the words
+        self.attach = attach
+
+    @property
+    def runs(self) -> int:
+        """How often it ran."""
+        return self.words[0]
+
+
 class _Slots:
     """The parameters of one launch: a buffer of 8-byte slots and the array that points at them."""
 
@@ -235,6 +259,13 @@ class _Streams(dict):  # type: ignore[type-arg]
 _streams = _Streams()
 
 
+@cache
+def launch_pointer() -> int:
+    """Where the driver has cuLaunchKernel."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 class CudaRunner(Runner):
     """Runs a program's kernels through the CUDA driver."""
 
@@ -243,6 +274,7 @@ class CudaRunner(Runner):
         from cuda.bindings import driver
 
         self._launch = driver.cuLaunchKernel
+        self._entry = launch_pointer()
         self._scalar: dict[int, tuple[Any, _Slots, Kernel]] = {}  # pieces without alignment
         self._orders: dict[int, Order] = {}  # of their kernels
         self._parts = [
@@ -257,7 +289,57 @@ class CudaRunner(Runner):
             *self._generate_check(),
         ]
         self.run = self._generate("run(chain)", head, self._generate_settling)
+        self.program = self._programmed()
         return self
+
+    def _programmed(self) -> Program | None:
+        """`run` as a Program, in the order in which `native.launched` reads it."""
+        made = self.made()
+        if not {owner.index for owner in self.visible} <= {*made}:
+            return None
+        if self.into and len(self.pieces) > 1:  # nothing may be written before all can be
+            return None
+        kept: list[Any] = []
+
+        def kept_at(value: object) -> int:
+            kept.append(value)
+            return id(value)
+
+        counts = dict.fromkeys(made, 1) | {pack[0]: len(pack) for pack in self.packs}
+        metas = {owner.index: owner.meta for owner in self.owners}
+        inner = {pack[0]: pack for pack in self.packs}
+        places: dict[int, int] = {~k: k for k in range(len(self.inputs))}  # among the pointers
+        for index in made:
+            for value in inner.get(index, (index,)):
+                places[value] = len(places)
+        if self.into:
+            places[self.live[-1]] = len(places)
+        room = [(ctypes.c_int64 * n)() for n in (len(made) + 2, len(places), len(made))]
+        device = self.device.index if torch.cuda.device_count() > 1 else -1
+        words = [0, len(self.inputs), *map(ctypes.addressof, room), device, self._entry]
+        words += [not meta.inference for meta in self.inputs]
+        words.append(len(self.visible))
+        for owner in self.visible:
+            words += [owner.index, kept_at(owner), kept_at(owner.meta), made.index(owner.index)]
+        words.append(len(made))
+        for index in made:
+            meta = metas[index]
+            assert meta is not None
+            arguments = (*_packed(meta, counts[index]), meta.dtype)
+            words += [kept_at(_empty_strided), kept_at(arguments), counts[index], meta.nbytes]
+        words.append(len(self.pieces))
+        for (entry, slots), piece in zip(self._parts, self.pieces, strict=True):
+            words += [int(entry), slots.blocks, slots.address, ctypes.addressof(slots.buffer)]
+            aligned = _wide(piece)
+            refs = [*piece.loads, *piece.stores]
+            words.append(len(refs))
+            for ref, wide in zip(refs, aligned, strict=True):
+                words += [places[ref], 15 if wide and piece.plan.lanes > 1 else 0]
+            words.append(len(piece.consts))
+            codes = slots.formats[len(refs) :]
+            for const, code in zip(piece.consts, codes, strict=True):
+                words += [const, _CONST_KINDS[code]]
+        return Program([*map(int, words)], [*kept, room, self._parts], self.attach)
 
     def answering(
         self, given: list[Ref | None], numbers: list[str], places: list[tuple[int, int]]
@@ -271,7 +353,7 @@ class CudaRunner(Runner):
             return [
                 "inputs = (*incoming, *saved)",
                 "if get_ident() not in entered: enter()",
-                "stream = streams[current()]; runner.runs += 1",
+                "stream = streams[current()]; runner.others += 1",
                 f"consts = ({''.join(text + ', ' for text in numbers)})",
                 *(f"p{k} = address(inputs[{n}]) + {at}" for k, (n, at) in enumerate(places)),
             ]
@@ -432,9 +514,14 @@ def _addresses(piece: Piece) -> list[str]:
 
 def _aligned(piece: Piece) -> list[str]:
     """Those of them that the kernel moves 16 bytes of at a time."""
+    names = zip(_addresses(piece), _wide(piece), strict=True)
+    return [name for name, wide in names if wide]
+
+
+def _wide(piece: Piece) -> list[bool]:
+    """Whether a kernel with several lanes moves 16 bytes at a time, by operand."""
     operands = [*piece.plan.loads, *(operand for _, operand in piece.plan.stores)]
-    names = zip(_addresses(piece), operands, strict=True)
-    return [name for name, operand in names if operand.axes[-1] == UNIT]
+    return [operand.axes[-1] == UNIT for operand in operands]
 
 
 def _empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -490,7 +577,7 @@ class CpuRunner(Runner):
             with NoTorchFunction():
                 addresses = [address_of(inputs[n]) + at for n, at in places]
                 values = self._compute(addresses, consts_of(consts), None)
-            self.runs += 1
+            self.others += 1
             return pick(inputs, values)
 
         return answer

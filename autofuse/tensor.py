@@ -35,11 +35,11 @@ from .chain import (
     relieve,
     withdraw,
 )
+from .eager import FEEDS, IN_C, Known, known_of
 from .errors import KernelError, LostGradientError
 from .op import OPS, Op
 from .shell import (
     UNKNOWN,
-    Check,
     Held,
     Lost,
     Meta,
@@ -58,6 +58,8 @@ Handler = Callable[..., Any]
 
 HANDLERS: dict[Any, Handler] = {}  # torch function -> what to call instead, arguments by position
 OPTIONS: dict[Any, Handler] = {}  # the same for calls with keywords
+# (function of `native`, the one here that it stands for, what it is given of that)
+HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
 
 
 # --- ops that autofuse does not record ------------------------------------------------------
@@ -79,28 +81,6 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-class _Known:
-    """What `run_eager` has to know of a function."""
-
-    __slots__ = ("feeds", "in_c", "likely", "name", "reason", "splits", "writes")
-
-    def __init__(self, func: Handler) -> None:
-        self.name = getattr(func, "__name__", "function")
-        self.reason = (self.name, "not in the table")
-        self.in_c = func in _LIKE_C or (func.__class__ in _IN_C and self.name not in _EXACT_CLASS)
-        self.writes = _writes(self.name, func)
-        self.feeds = self.name in _FEEDS
-        self.splits = self.name in _SPLITS
-        self.likely: tuple[Check, Meta] | None = None  # of its result
-
-
-# fresh results that usually begin a chain: their Meta is read at once, while that is cheap
-_FEEDS = {"mm", "matmul", "bmm", "addmm", "linear", "__matmul__", "__rmatmul__", "conv1d", "conv2d",
-          "layer_norm", "group_norm"}  # fmt: skip
-_SPLITS = {"chunk", "split", "unbind", "tensor_split"}
-# Python functions that only pass their tensors on to C
-_LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss}
-_known: dict[Any, _Known] = {}
 _SIMPLE = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, _Plain,
            torch.nn.Parameter}  # fmt: skip
 _OPERANDS = {int, float, bool, _Plain, torch.nn.Parameter}  # of ops in the table
@@ -114,11 +94,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     Pending arguments become concrete. A Python function finds every wrapped argument to be an
     ordinary `torch.Tensor`, the same object, so that it meets nothing it does not know.
     """
-    known = _known.get(func)
-    if known is None:
-        known = _Known(func)
-        if func.__class__ in _IN_C or known.in_c:  # others may be made by the thousand
-            _known[func] = known
+    known = known_of(func)
     if known.writes or not known.in_c or (kwargs and not kwargs.keys().isdisjoint(_TARGETS)):
         return _run_any(func, known, args, kwargs)
     recorder = _local.current
@@ -139,13 +115,19 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     counts.eager[known.reason] += 1
     with NoTorchFunction():
         result = func(*args, **kwargs) if kwargs else func(*args)
-    if known.feeds and result.__class__ is _Plain:
+    if known.feeds:
+        return _fed(result, known)
+    return _lifted_split(result) if known.splits else _lifted(result)
+
+
+def _fed(result: Any, known: Known) -> Any:
+    """Wrap a fresh result that usually begins a chain."""
+    if result.__class__ is _Plain:
         meta = likely_meta(result, known)
         result.__class__ = Tensor
         if meta is not None:
             result.__dict__["_af"] = meta
-        return result
-    return _lifted_split(result) if known.splits else _lifted(result)
+    return result
 
 
 def run_short(func: Handler, node: Any, *operands: Any) -> Any:
@@ -172,7 +154,7 @@ def _keep_order(recorder: Any, args: Any) -> None:
         flush(recorder, "order of gradients")
 
 
-def _run_any(func: Handler, known: _Known, args: Any, kwargs: Any) -> Any:
+def _run_any(func: Handler, known: Known, args: Any, kwargs: Any) -> Any:
     """`run_eager` for nested arguments, keywords, Python functions and writes."""
     name = known.name
     recorder = _local.current
@@ -211,11 +193,6 @@ def _run_any(func: Handler, known: _Known, args: Any, kwargs: Any) -> Any:
     return _lifted(result)
 
 
-# C functions do not look at the class once torch functions are off; Python ones may. Changing the
-# class of a tensor that another thread uses at the same time is best kept rare.
-_IN_C = {type(torch.add), type(_Plain.add), type(_Plain.__getitem__),
-         type(_Plain.shape.__get__)}  # type: ignore[attr-defined]  # fmt: skip
-_EXACT_CLASS = {"numpy", "tolist", "_make_subclass", "as_subclass"}
 _COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
 
 
@@ -228,20 +205,6 @@ def _released(value: Any) -> Any:
     if value.__class__ is dict:
         return {key: _released(item) for key, item in value.items()}
     return value
-
-
-EXPORTS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage",
-           "from_dlpack", "to_dlpack")  # fmt: skip
-
-
-def _writes(name: str, func: Handler) -> bool:
-    """Whether `func`, or who gets hold of memory by it, may write to its arguments."""
-    if name in EXPORTS:
-        return True
-    if name.endswith("_") and (not name.endswith("__") or name[:3] == "__i" or "set" in name):
-        return name not in ("__index__", "__int__", "__invert__")
-    module = getattr(func, "__module__", None) or ""
-    return "batch_norm" in name or module.startswith("torch._ops")
 
 
 def _lifted(result: Any) -> Any:
@@ -494,6 +457,7 @@ def _generate(
     exec(_handler_code(template, form), space)
     handler = space["handler"]
     handler.__name__ = getattr(func, "__name__", row.name)
+    HOT.append(("handler", handler, (row, len(row.names))))
     return handler
 
 
@@ -561,7 +525,7 @@ def _composite(compose: Handler, func: Handler) -> Handler:
 
 def _inplace(choose: Handler, func: Handler) -> Handler:
     """The in-place form: recorded on a pending tensor, and with what is pending; else immediate."""
-    known = _Known(func)
+    known = Known(func)
     known.reason = (known.name, "a write with nothing pending to fuse it with")
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -577,6 +541,7 @@ def _inplace(choose: Handler, func: Handler) -> Handler:
             return self
         return run_eager(func, (self, *args), kwargs)
 
+    HOT.append(("writing", call, (func, known)))
     return call
 
 
@@ -585,7 +550,7 @@ def _is_settled(x: Tensor) -> bool:
     return state.__class__ is Meta or state is UNKNOWN
 
 
-def _write_now(func: Handler, known: _Known, target: Tensor, args: Any, kwargs: Any) -> Tensor:
+def _write_now(func: Handler, known: Known, target: Tensor, args: Any, kwargs: Any) -> Tensor:
     """Run an in-place op of the table on concrete operands, at once."""
     flush_thread(known.name)
     counts.eager[known.reason] += 1
@@ -596,13 +561,13 @@ def _write_now(func: Handler, known: _Known, target: Tensor, args: Any, kwargs: 
     return target
 
 
-def _plain_method(func: Handler) -> Handler:
-    """A method that is not recorded, without the way through `__torch_function__` (0.8 us)."""
+def _eager(func: Handler) -> Handler:
+    """`func` as eager PyTorch; as a method, without `__torch_function__` in between (0.8 us)."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_eager(func, (self, *args), kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run_eager(func, args, kwargs)
 
-    return functools.wraps(func)(method)
+    return functools.wraps(func)(call)
 
 
 def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handler:
@@ -769,11 +734,19 @@ def _pending_grad(leaf: bool, concrete: Handler) -> Handler:
 
 def _install_methods() -> None:
     """Every other C method of a tensor."""
+    for place in (*_PLACES, _Plain):
+        for name in FEEDS:
+            func = getattr(place, name, None)
+            if func is not None and func not in HANDLERS:
+                HANDLERS[func] = call = _eager(func)
+                HOT.append(("feeding", call, (func, known_of(func), _fed)))
+                if place is _Plain:
+                    setattr(Tensor, name, call)
     for name in dir(torch._C.TensorBase):
         func = getattr(_Plain, name)
         if name in ("__getitem__", "__matmul__", "__rmatmul__") or not name.startswith("_"):
-            if func.__class__ in _IN_C and name not in Tensor.__dict__:
-                setattr(Tensor, name, _plain_method(func))
+            if func.__class__ in IN_C and name not in Tensor.__dict__:
+                setattr(Tensor, name, _eager(func))
 
 
 _install_ops()

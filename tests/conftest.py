@@ -9,6 +9,11 @@ os.environ["AUTOFUSE_CACHE_DIR"] = _cache.name
 
 import autofuse  # noqa: E402
 
+if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+    import launching
+
+    launching.install()
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a CUDA device")

@@ -61,7 +61,7 @@ def test_launch_error(device, monkeypatch, capsys):
         raise autofuse.KernelError("cannot launch")
 
     for runner, _ in runs:
-        runner.run = broken
+        runner.run, runner.program = broken, None
     check(x)
     assert autofuse.stats().replays == 1
     for runner, run in runs:

@@ -9,9 +9,10 @@ PACKAGE = Path(autofuse.__file__).parent
 # each module may import only what stands before it
 ORDER = [
     "errors", "position", "progress", "cache", "worker", "background", "source", "polynomials",
-    "targets", "lower", "emit", "build", "toolchain", "kinds", "config", "dtypes", "layout", "op",
-    "activations", "special", "ops", "coverage", "plan", "codegen", "load", "compile", "shell",
-    "launch", "trie", "rules", "autograd", "chain", "tensor", "boundaries", "api", "report",
+    "targets", "lower", "emit", "build", "machine", "c", "toolchain", "kinds", "config", "dtypes",
+    "layout", "op", "activations", "special", "ops", "coverage", "plan", "codegen", "load",
+    "compile", "shell", "launch", "trie", "rules", "autograd", "eager", "chain", "tensor",
+    "native_record", "native_flush", "native_call", "native", "boundaries", "api", "report",
     "diagnosis", "observe", "logs", "check", "reads", "holders", "wording", "explaining",
     "__init__", "__main__",
 ]  # fmt: skip

@@ -1,0 +1,85 @@
+"""What machine code may name: what `machine` builds in, C functions, and what `native` gives it.
+
+Nothing here can be called from Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .machine import GIVEN, C
+
+load: Any = GIVEN  # (address): the word there
+load32: Any = GIVEN  # its lower half
+store: Any = GIVEN  # (address, word)
+store_double: Any = GIVEN  # (address, double)
+store_float: Any = GIVEN  # the same rounded to float
+call_pointer: Any = GIVEN  # (address, words...): what the C function there returns
+room: Any = GIVEN  # (count): the address of words that live until the function returns
+
+PyDict_Clear = C("void", 1)
+PyDict_GetItemWithError = C("word", 2)
+PyDict_SetItem = C("int", 3)
+PyDict_Size = C("word", 1)
+PyErr_Clear = C("void", 0)
+PyErr_ExceptionMatches = C("int", 1)
+PyErr_Fetch = C("void", 3)
+PyErr_Occurred = C("word", 0)
+PyErr_Restore = C("void", 3)
+PyEval_RestoreThread = C("void", 1)
+PyEval_SaveThread = C("word", 0)
+PyFloat_AsDouble = C("double", 1)
+PyList_Append = C("int", 2)
+PyList_GetItem = C("word", 2)  # borrowed
+PyList_New = C("word", 1)
+PyList_SetItem = C("int", 3)
+PyList_SetSlice = C("int", 4)
+PyList_Size = C("word", 1)
+PyLong_AsLong = C("word", 1)
+PyLong_AsVoidPtr = C("word", 1)
+PyLong_FromLong = C("word", 1)
+PyLong_FromVoidPtr = C("word", 1)
+PyObject_Call = C("word", 3)
+PyObject_CallNoArgs = C("word", 1)
+PyObject_CallOneArg = C("word", 2)
+PyObject_GenericSetAttr = C("int", 3)
+PyObject_GetAttr = C("word", 2)
+PyObject_Vectorcall = C("word", 4)
+PyThread_get_thread_ident = C("word", 0)
+PyTuple_New = C("word", 1)
+PyTuple_Size = C("word", 1)
+Py_DecRef = C("void", 1)
+Py_IncRef = C("void", 1)
+
+COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
+ITEMS = 24  # where a tuple has its first item
+AF, CURRENT, OBSERVER, PROGRAM, CLASS, FLUSHES, EAGER, RECORDERS = (
+    "_af", "current", "observer", "program", "__class__", "flushes", "eager", "recorders"
+)  # fmt: skip
+
+# objects of `chain` and torch
+Plain: Any = GIVEN  # torch.Tensor
+Parameter: Any = GIVEN
+local: Any = GIVEN
+counts: Any = GIVEN
+ranges: Any = GIVEN
+chain_names: Any = GIVEN  # the globals of `chain`
+withdraw: Any = GIVEN
+relieve: Any = GIVEN
+hold: Any = GIVEN
+is_grad_enabled: Any = GIVEN
+increment_version: Any = GIVEN
+get_device: Any = GIVEN
+
+PYTHON: Any = GIVEN  # (function, args, flags, names): what functions do by themselves
+
+# C functions behind attributes of a tensor: (tensor, closure), or (tensor, 0) for a method
+VERSION_GETTER: Any = GIVEN
+VERSION_CLOSURE: Any = GIVEN
+GRAD_GETTER: Any = GIVEN
+GRAD_CLOSURE: Any = GIVEN
+ADDRESS_METHOD: Any = GIVEN
+USERS_METHOD: Any = GIVEN
+
+WEAKREFS: Any = GIVEN  # where a tensor has its weak references
+COUNTED: Any = GIVEN  # what `chain.flush` counts above an object's reference count

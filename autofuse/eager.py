@@ -1,0 +1,67 @@
+"""Functions that autofuse does not record: what has to be known of each to run it safely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .shell import Check, Meta
+
+_Plain = torch.Tensor
+
+# C functions do not look at the class once torch functions are off; Python ones may. Changing the
+# class of a tensor that another thread uses at the same time is best kept rare.
+IN_C = {type(torch.add), type(_Plain.add), type(_Plain.__getitem__),
+         type(_Plain.shape.__get__)}  # type: ignore[attr-defined]  # fmt: skip
+_EXACT_CLASS = {"numpy", "tolist", "_make_subclass", "as_subclass"}
+# fresh results that usually begin a chain: their Meta is read at once, while that is cheap
+FEEDS = {"mm", "matmul", "bmm", "addmm", "linear", "__matmul__", "__rmatmul__", "conv1d", "conv2d",
+          "layer_norm", "group_norm"}  # fmt: skip
+_SPLITS = {"chunk", "split", "unbind", "tensor_split"}
+# Python functions that only pass their tensors on to C
+_LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss}
+
+
+class Known:
+    """What `run_eager` has to know of a function."""
+
+    __slots__ = ("feeds", "in_c", "likely", "name", "reason", "splits", "writes")
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.name = getattr(func, "__name__", "function")
+        self.reason = (self.name, "not in the table")
+        self.in_c = func in _LIKE_C or (func.__class__ in IN_C and self.name not in _EXACT_CLASS)
+        self.writes = _writes(self.name, func)
+        self.feeds = self.name in FEEDS
+        self.splits = self.name in _SPLITS
+        self.likely: tuple[Check, Meta] | None = None  # of its result
+
+
+_known: dict[Any, Known] = {}
+
+
+def known_of(func: Callable[..., Any]) -> Known:
+    """What is known of `func`."""
+    known = _known.get(func)
+    if known is None:
+        known = Known(func)
+        if known.in_c or func.__class__ in IN_C:  # others may be made by the thousand
+            _known[func] = known
+    return known
+
+
+EXPORTS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage",
+           "from_dlpack", "to_dlpack")  # fmt: skip
+
+
+def _writes(name: str, func: Callable[..., Any]) -> bool:
+    """Whether `func`, or who gets hold of memory by it, may write to its arguments."""
+    if name in EXPORTS:
+        return True
+    if name.endswith("_") and (not name.endswith("__") or name[:3] == "__i" or "set" in name):
+        return name not in ("__index__", "__int__", "__invert__")
+    module = getattr(func, "__module__", None) or ""
+    return "batch_norm" in name or module.startswith("torch._ops")

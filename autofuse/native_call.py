@@ -1,0 +1,243 @@
+"""Eager ops between two chains, as machine code: torch functions, what begins chains, writes."""
+
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from .c import (
+    AF,
+    CLASS,
+    COUNT,
+    CURRENT,
+    EAGER,
+    ITEMS,
+    RECORDERS,
+    Parameter,
+    Plain,
+    Py_DecRef,
+    Py_IncRef,
+    PyDict_GetItemWithError,
+    PyDict_SetItem,
+    PyDict_Size,
+    PyErr_Fetch,
+    PyErr_Occurred,
+    PyErr_Restore,
+    PyLong_AsLong,
+    PyLong_FromLong,
+    PyObject_Call,
+    PyObject_CallNoArgs,
+    PyObject_CallOneArg,
+    PyObject_GenericSetAttr,
+    PyObject_GetAttr,
+    PyObject_Vectorcall,
+    PyThread_get_thread_ident,
+    PyTuple_Size,
+    counts,
+    is_grad_enabled,
+    load,
+    local,
+    room,
+)
+from .eager import Known
+from .native_flush import flushed
+from .native_record import ask2, class_of, python, state_of
+from .shell import UNKNOWN, Meta, Tensor
+from .trie import Node
+
+if TYPE_CHECKING:
+    from .chain import Chain, Recorder
+
+
+def torch_function(entry, function, args, flags, names):
+    """`Tensor.__torch_function__`; entry: the handlers by torch function."""
+    count = flags & COUNT
+    if names == 0 and (count == 3 or count == 4):
+        options = None
+        if count == 4:
+            options = load(args + 24)
+        types = load(args + 8)
+        if options is None or class_of(options) is dict and PyDict_Size(options) == 0:
+            if (
+                class_of(types) is tuple
+                and PyTuple_Size(types) == 1
+                and load(types + ITEMS) is Tensor
+            ):
+                known = PyDict_GetItemWithError(load(entry), load(args))
+                if known != 0:
+                    return PyObject_Call(known, load(args + 16), 0)
+                if PyErr_Occurred() != 0:
+                    return 0
+    return python(function, args, flags, names)
+
+
+def feeding(entry, function, args, flags, names):
+    """`run_eager` for a function that begins chains.
+
+    entry: the function, what is known of it, what wraps its result.
+    """
+    count = flags & COUNT
+    if names == 0:
+        recorder: Recorder = PyObject_GetAttr(local, CURRENT)
+        if recorder == 0:
+            return 0
+        Py_DecRef(recorder)
+        if recorder is not None and is_everyday(recorder, load(entry + 8), args, count) != 0:
+            return fed(recorder, entry, load(entry + 8), args, count)
+        if PyErr_Occurred() != 0:
+            return 0
+    return python(function, args, flags, names)
+
+
+def are_watched():
+    """Whether somebody is told of every eager op: Python does that."""
+    eager = PyObject_GetAttr(counts, EAGER)
+    if eager == 0:
+        return 1
+    Py_DecRef(eager)
+    return class_of(eager) is not Counter
+
+
+def is_everyday(recorder: Recorder, known: Known, args, count):
+    """Whether Python has nothing to do for these arguments; pending ones are flushed."""
+    chain: Chain = recorder.chain
+    tip: Node = chain.tip
+    if recorder.guarded is True or tip.holds_grad is True or are_watched() != 0:
+        return 0
+    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+        return 0
+    k = 0
+    while k < count:
+        x = load(args + 8 * k)
+        kind = class_of(x)
+        if kind is Tensor:
+            state: Node = state_of(x)
+            if class_of(state) is Node:
+                if state.recorder is not recorder:
+                    return 0
+                if flushed(recorder, known.name) != 1:
+                    return 0
+            elif class_of(state) is not Meta and state is not UNKNOWN:
+                return 0
+        elif kind is not Plain and kind is not Parameter and x is not None:
+            if kind is tuple:
+                if PyTuple_Size(x) != 0 and class_of(load(x + ITEMS)) is not int:
+                    return 0
+            elif kind is not int and kind is not float and kind is not bool:
+                return 0
+        k += 1
+    return 1
+
+
+def called(recorder: Recorder, function, known: Known, args, count, names):
+    """What an eager function returns, with torch functions off; 0 after an error."""
+    eager = PyObject_GetAttr(counts, EAGER)
+    if eager == 0:
+        return 0
+    before = PyDict_GetItemWithError(eager, known.reason)
+    number = 1
+    if before != 0:
+        number += PyLong_AsLong(before)
+    counted = PyLong_FromLong(number)
+    PyDict_SetItem(eager, known.reason, counted)
+    Py_DecRef(counted)
+    Py_DecRef(eager)
+    begun = PyObject_CallNoArgs(recorder.enter)
+    if begun == 0:
+        return 0
+    Py_DecRef(begun)
+    recorder.guarded = True
+    result = PyObject_Vectorcall(function, args, count, names)
+    recorder.guarded = False
+    error = room(3)
+    if result == 0:
+        PyErr_Fetch(error, error + 8, error + 16)
+    ended = PyObject_CallNoArgs(recorder.exit)
+    Py_DecRef(ended)
+    if result == 0:
+        PyErr_Restore(load(error), load(error + 8), load(error + 16))
+    return result
+
+
+def writing(entry, function, args, flags, names):
+    """An in-place op on concrete operands with nothing pending; entry: as for `feeding`."""
+    count = flags & COUNT
+    recorder: Recorder = PyObject_GetAttr(local, CURRENT)
+    if recorder == 0:
+        return 0
+    Py_DecRef(recorder)
+    every = count
+    if names != 0:
+        every += PyTuple_Size(names)
+    if recorder is not None and are_settled(recorder, load(entry + 8), args, every) != 0:
+        result = called(recorder, load(entry), load(entry + 8), args, count, names)
+        if result == 0:
+            return 0
+        Py_DecRef(result)
+        target = load(args)
+        grad = PyObject_CallNoArgs(is_grad_enabled)
+        if grad == 0:
+            return 0
+        Py_DecRef(grad)
+        if grad is True:  # it may require grad now
+            PyObject_GenericSetAttr(target, AF, UNKNOWN)
+        Py_IncRef(target)
+        return target
+    if PyErr_Occurred() != 0:
+        return 0
+    return python(function, args, flags, names)
+
+
+def are_settled(recorder: Recorder, known: Known, args, count):
+    """Whether an in-place op on these can run at once; what else is pending is flushed."""
+    if recorder.guarded is True or count == 0 or class_of(load(args)) is not Tensor:
+        return 0
+    if are_watched() != 0:
+        return 0
+    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+        return 0
+    k = 0
+    while k < count:
+        x = load(args + 8 * k)
+        kind = class_of(x)
+        if kind is Tensor:
+            state = state_of(x)
+            if class_of(state) is not Meta and state is not UNKNOWN:
+                return 0
+        elif kind is not float and kind is not int and kind is not bool:
+            if kind is not Plain and kind is not Parameter:
+                return 0
+        k += 1
+    recorders = PyObject_GetAttr(local, RECORDERS)
+    if recorders == 0:
+        return 0
+    number = PyDict_Size(recorders)
+    Py_DecRef(recorders)
+    if number != 1:
+        return 0
+    return flushed(recorder, known.name) == 1
+
+
+def fed(recorder: Recorder, entry, known: Known, args, count):
+    """What the function returns, as a wrapped tensor."""
+    result = called(recorder, load(entry), known, args, count, 0)
+    if result == 0:
+        return 0
+    likely = known.likely
+    if class_of(result) is Plain and likely is not None:
+        Py_IncRef(likely)
+        same = PyObject_CallOneArg(load(likely + ITEMS), result)
+        if same is True:
+            PyObject_GenericSetAttr(result, CLASS, Tensor)
+            PyObject_GenericSetAttr(result, AF, load(likely + ITEMS + 8))
+        Py_DecRef(likely)
+        if same == 0:
+            Py_DecRef(result)
+            return 0
+        Py_DecRef(same)
+        if same is True:
+            return result
+    wrapped = ask2(load(entry + 16), result, known)
+    Py_DecRef(result)
+    return wrapped

@@ -1,0 +1,462 @@
+"""Flushing a chain, as machine code: `chain.flush` where its kernels are there."""
+
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .c import (
+    ADDRESS_METHOD,
+    AF,
+    CLASS,
+    COUNT,
+    COUNTED,
+    FLUSHES,
+    ITEMS,
+    OBSERVER,
+    PROGRAM,
+    USERS_METHOD,
+    VERSION_CLOSURE,
+    VERSION_GETTER,
+    WEAKREFS,
+    Py_DecRef,
+    Py_IncRef,
+    PyDict_Clear,
+    PyDict_GetItemWithError,
+    PyDict_SetItem,
+    PyErr_Clear,
+    PyErr_ExceptionMatches,
+    PyErr_Fetch,
+    PyErr_Occurred,
+    PyErr_Restore,
+    PyEval_RestoreThread,
+    PyEval_SaveThread,
+    PyFloat_AsDouble,
+    PyList_GetItem,
+    PyList_New,
+    PyList_SetItem,
+    PyList_SetSlice,
+    PyList_Size,
+    PyLong_AsLong,
+    PyLong_AsVoidPtr,
+    PyLong_FromLong,
+    PyObject_Call,
+    PyObject_CallNoArgs,
+    PyObject_CallOneArg,
+    PyObject_GenericSetAttr,
+    PyObject_GetAttr,
+    PyObject_Vectorcall,
+    PyThread_get_thread_ident,
+    PyTuple_New,
+    call_pointer,
+    chain_names,
+    counts,
+    get_device,
+    hold,
+    increment_version,
+    load,
+    load32,
+    ranges,
+    room,
+    store,
+    store_double,
+    store_float,
+)
+from .launch import Program
+from .native_record import python, state_of, told2
+from .shell import Tensor, swap
+from .source import THREADS_PER_BLOCK
+from .trie import Node
+
+if TYPE_CHECKING:
+    from .chain import Chain, Recorder
+
+
+def flush(entry, function, args, flags, names):
+    """`chain.flush`."""
+    if names == 0 and flags & COUNT == 2:
+        done = flushed(load(args), load(args + 8))
+        if done > 0:
+            Py_IncRef(None)
+            return None
+        if done < 0:
+            return 0
+    return python(function, args, flags, names)
+
+
+def flushed(recorder: Recorder, reason):
+    """1 if it is done, 0 if Python has to do it, -1 after an interrupt."""
+    chain: Chain = recorder.chain
+    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+        return 0
+    size = PyList_Size(chain)
+    if size == 0:
+        return 1
+    if recorder.guarded is True:
+        return 0
+    into = chain.into is not None
+    if PyDict_GetItemWithError(chain_names, OBSERVER) is not None or PyList_Size(ranges) != 0:
+        return 0  # somebody looks
+    tip: Node = chain.tip
+    alive = PyTuple_New(size + into)
+    if alive == 0:
+        return -1
+    if into != 0:
+        store(alive + ITEMS, PyLong_FromLong(-2))
+    k = 0
+    while k < size:
+        held = PyLong_FromLong(load32(PyList_GetItem(chain, k)) + COUNTED)
+        store(alive + ITEMS + 8 * (into + k), held)
+        k += 1
+    runner = PyDict_GetItemWithError(tip.runners, alive)
+    Py_DecRef(alive)
+    if runner == 0:
+        return 0
+    program = PyObject_GetAttr(runner, PROGRAM)
+    if program == 0:
+        return -1
+    if program is None:
+        Py_DecRef(program)
+        return 0
+    done = 0
+    taken = PyObject_CallNoArgs(recorder.acquire)  # may wait for a flush by another thread
+    if taken == 0:
+        done = -1
+    else:
+        Py_DecRef(taken)
+        if recorder.chain is chain and PyList_Size(chain) == size:
+            Py_IncRef(chain)
+            done = ran(recorder, chain, size, program, reason)
+            Py_DecRef(chain)
+        freed = PyObject_CallNoArgs(recorder.release)
+        Py_DecRef(freed)
+    Py_DecRef(program)
+    if done == -2:
+        raise_kept(recorder)
+        return -1
+    return done
+
+
+def keep_error(recorder: Recorder):
+    """Set the exception at hand aside."""
+    t = room(3)
+    PyErr_Fetch(t, t + 8, t + 16)
+    k = 0
+    kept = PyTuple_New(3)
+    while k < 3:
+        item = load(t + 8 * k)
+        if item == 0:
+            item = None
+            Py_IncRef(item)
+        store(kept + ITEMS + 8 * k, item)
+        k += 1
+    recorder.error = kept
+    Py_DecRef(kept)
+
+
+def raise_kept(recorder: Recorder):
+    kept = recorder.error
+    t = room(3)
+    k = 0
+    while k < 3:
+        item = load(kept + ITEMS + 8 * k)
+        if item is None:
+            item = 0
+        else:
+            Py_IncRef(item)
+        store(t + 8 * k, item)
+        k += 1
+    PyErr_Restore(load(t), load(t + 8), load(t + 16))
+    recorder.error = None
+
+
+def ran(recorder: Recorder, chain: Chain, size, program: Program, reason):
+    """Run the chain with the lock held: as `flushed`, -2 with the exception kept."""
+    spare: Chain = recorder.spare
+    if spare is None:
+        spare = PyObject_CallOneArg(Chain, recorder.home)
+        if spare == 0:
+            PyErr_Clear()
+            return 0
+    else:
+        Py_IncRef(spare)
+        spare.tip = recorder.home
+    ident = recorder.ident
+    Py_IncRef(ident)
+    zero = PyLong_FromLong(0)
+    recorder.ident = zero  # a finalizer must not record now
+    recorder.chain = spare
+    recorder.spare = None
+    done = 0
+    begun = PyObject_CallNoArgs(recorder.enter)
+    if begun != 0:
+        Py_DecRef(begun)
+        done = launched(recorder, chain, program)
+        ended = PyObject_CallNoArgs(recorder.exit)
+        Py_DecRef(ended)
+    if done <= 0:
+        recorder.chain = chain
+        recorder.spare = spare
+        recorder.ident = ident
+    else:
+        flushes = PyObject_GetAttr(counts, FLUSHES)
+        count = 1
+        before = PyDict_GetItemWithError(flushes, reason)
+        if before != 0:
+            count += PyLong_AsLong(before)
+        counted = PyLong_FromLong(count)
+        PyDict_SetItem(flushes, reason, counted)
+        Py_DecRef(counted)
+        Py_DecRef(flushes)
+        counted = PyLong_FromLong(PyLong_AsLong(recorder.launches) + 1)
+        recorder.launches = counted
+        Py_DecRef(counted)
+        k = 0
+        while k < size:
+            shell = PyList_GetItem(chain, k)
+            if shell is not None:
+                if load(shell + WEAKREFS) != 0:
+                    state: Node = state_of(shell)
+                    state.shell = None  # the weak reference dies with the shell
+            k += 1
+        recorder.ident = ident
+        PyList_SetSlice(chain, 0, size, 0)
+        if load32(chain) == 1:
+            chain.inputs = emptied(chain.inputs)
+            Py_DecRef(chain.inputs)
+            chain.consts = emptied(chain.consts)
+            Py_DecRef(chain.consts)
+            chain.into = None
+            chain.bumps = None
+            PyList_SetSlice(chain.marks, 0, PyList_Size(chain.marks), 0)
+            PyDict_Clear(chain.slots)
+            chain.pinned = zero
+            recorder.spare = chain
+    Py_DecRef(zero)
+    Py_DecRef(spare)
+    Py_DecRef(ident)
+    return done
+
+
+def emptied(items):
+    """A new reference to a list without items: this one if nobody else has it."""
+    if load32(items) == 1:
+        PyList_SetSlice(items, 0, PyList_Size(items), 0)
+        Py_IncRef(items)
+        return items
+    return PyList_New(0)
+
+
+def given_up(words, made):
+    """After an error in the middle: forget it and the outputs."""
+    if PyErr_Occurred() != 0:
+        PyErr_Clear()
+    outputs = load(words + 32)
+    while made > 0:
+        made -= 1
+        Py_DecRef(load(outputs + 8 * made))
+    return 0
+
+
+def launched(recorder: Recorder, chain: Chain, program: Program):
+    """Launch the kernels and give the live shells their values, as `CudaRunner` does in Python."""
+    words = PyLong_AsVoidPtr(program.address)
+    count = load(words + 8)
+    pointers = load(words + 24)
+    outputs = load(words + 32)
+    if load(words + 40) >= 0:
+        device = PyObject_CallNoArgs(get_device)
+        if device == 0:
+            return given_up(words, 0)
+        number = PyLong_AsLong(device)
+        Py_DecRef(device)
+        if number != load(words + 40):
+            return 0
+    at = words + 56
+    k = 0
+    while k < count:  # Inputs: whether they have a version
+        x = PyList_GetItem(chain.inputs, k)
+        if load(at) != 0:
+            version = call_pointer(VERSION_GETTER, x, VERSION_CLOSURE)
+            if version == 0:
+                return given_up(words, 0)
+            now = PyLong_AsLong(version)
+            Py_DecRef(version)
+            if now != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k)):
+                return 0
+        address = call_pointer(ADDRESS_METHOD, x, 0)
+        if address == 0:
+            return given_up(words, 0)
+        pointer = PyLong_AsLong(address)
+        Py_DecRef(address)
+        if pointer != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k + 1)):
+            return 0
+        store(pointers + 8 * k, pointer)
+        at += 8
+        k += 1
+    shells = load(at)  # live shells: index, node, Meta, which output
+    at += 8
+    visible = at
+    k = 0
+    while k < shells:
+        users = call_pointer(USERS_METHOD, PyList_GetItem(chain, load(at)), 0)
+        if users == 0:
+            return given_up(words, 0)
+        number = PyLong_AsLong(users)
+        Py_DecRef(users)
+        if number != 1:
+            return 0
+        at += 32
+        k += 1
+    further = load(at)
+    at += 8
+    made = 0
+    place = pointers + 8 * count
+    while made < further:  # what to allocate: the arguments, for how many values of which bytes
+        output = PyObject_Call(load(at), load(at + 8), 0)
+        if output == 0:
+            return given_up(words, made)
+        store(outputs + 8 * made, output)
+        made += 1
+        address = call_pointer(ADDRESS_METHOD, output, 0)
+        if address == 0:
+            return given_up(words, made)
+        pointer = PyLong_AsLong(address)
+        Py_DecRef(address)
+        inner = load(at + 16)
+        while inner > 0:
+            store(place, pointer)
+            place += 8
+            pointer += load(at + 24)
+            inner -= 1
+        at += 32
+    if chain.into is not None:
+        address = call_pointer(ADDRESS_METHOD, chain.into, 0)
+        if address == 0:
+            return given_up(words, made)
+        store(place, PyLong_AsLong(address))
+        Py_DecRef(address)
+    pieces = load(at)
+    at += 8
+    while pieces > 0:
+        entry = load(at)
+        blocks = load(at + 8)
+        parameters = load(at + 16)
+        slot = load(at + 24)
+        bits = 0
+        operands = load(at + 32)
+        at += 40
+        while operands > 0:  # pointers: which, and 15 if the kernel moves 16 bytes at a time
+            pointer = load(pointers + 8 * load(at))
+            bits = bits | (pointer & load(at + 8))
+            store(slot, pointer)
+            slot += 8
+            at += 16
+            operands -= 1
+        if bits != 0:
+            return given_up(words, made)
+        operands = load(at)
+        at += 8
+        while operands > 0:  # Consts: which, and as what
+            const = PyList_GetItem(chain.consts, load(at))
+            kind = load(at + 8)
+            if kind == 0:
+                store_float(slot, PyFloat_AsDouble(const))
+            elif kind == 1:
+                store_double(slot, PyFloat_AsDouble(const))
+            else:
+                store(slot, PyLong_AsLong(const))
+            slot += 8
+            at += 16
+            operands -= 1
+        if PyErr_Occurred() != 0:
+            return given_up(words, made)
+        stream = PyLong_AsVoidPtr(chain.stream)
+        # the launch may wait for room in the device's queue
+        thread = PyEval_SaveThread()
+        error = call_pointer(load(words + 48), entry, blocks, 1, 1, THREADS_PER_BLOCK, 1, 1, 0,
+                             stream, parameters, 0)  # fmt: skip
+        PyEval_RestoreThread(thread)
+        if error & 0xFFFFFFFF != 0:
+            return given_up(words, made)
+        pieces -= 1
+    if chain.into is not None:
+        bumped(chain.into)
+    if chain.bumps is not None:
+        count_writes(chain, words, visible, shells)
+    if program.attach is not None:
+        args = load(words + 16)
+        store(args, chain.inputs)
+        store(args + 8, chain.consts)
+        k = 0
+        while k < made:
+            store(args + 16 + 8 * k, load(outputs + 8 * k))
+            k += 1
+        attached = PyObject_Vectorcall(program.attach, args, 2 + made, 0)
+        if attached == 0:
+            if PyErr_ExceptionMatches(Exception) != 0:
+                return given_up(words, made)
+            keep_error(recorder)
+            given_up(words, made)
+            return -2
+        Py_DecRef(attached)
+    return settled(chain, words, visible, shells, made)
+
+
+def count_writes(chain: Chain, words, at, shells):
+    """Give outputs the versions that in-place ops on their handles made, before they are saved."""
+    outputs = load(words + 32)
+    while shells > 0:
+        number = PyLong_FromLong(load(at))
+        times = PyDict_GetItemWithError(chain.bumps, number)
+        Py_DecRef(number)
+        if times != 0:
+            times = PyLong_AsLong(times)
+        while times > 0:
+            bumped(load(outputs + 8 * load(at + 24)))
+            times -= 1
+        at += 32
+        shells -= 1
+
+
+def bumped(tensor):
+    """Let the version counter of `tensor` go up."""
+    done = PyObject_CallOneArg(increment_version, tensor)
+    if done == 0:
+        PyErr_Clear()
+    else:
+        Py_DecRef(done)
+
+
+def settled(chain: Chain, words, at, shells, made):
+    """Let each live shell become its output, which then serves as its node's shell."""
+    outputs = load(words + 32)
+    args = room(2)
+    k = 0
+    while k < shells:
+        index = load(at)
+        node: Node = load(at + 8)
+        shell = PyList_GetItem(chain, index)
+        output = load(outputs + 8 * load(at + 24))
+        store(args, shell)
+        store(args + 8, output)
+        swapped = PyObject_Vectorcall(swap, args, 2, 0)
+        if swapped == 0:  # C++ has a weak reference
+            PyErr_Clear()
+            told2(hold, shell, output)
+            node.shell = None
+        else:
+            Py_DecRef(swapped)
+            PyObject_GenericSetAttr(shell, AF, load(at + 16))
+            PyObject_GenericSetAttr(output, CLASS, Tensor)
+            PyObject_GenericSetAttr(output, AF, node)
+            node.shell = output
+        Py_IncRef(None)
+        PyList_SetItem(chain, index, None)
+        at += 32
+        k += 1
+    while made > 0:
+        made -= 1
+        Py_DecRef(load(outputs + 8 * made))
+    store(words, load(words) + 1)
+    return 1

@@ -1,0 +1,347 @@
+"""Recording an op, as machine code: `chain.record`, and the handlers in front of it."""
+
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .c import (
+    ADDRESS_METHOD,
+    AF,
+    COUNT,
+    CURRENT,
+    GRAD_CLOSURE,
+    GRAD_GETTER,
+    ITEMS,
+    PYTHON,
+    VERSION_CLOSURE,
+    VERSION_GETTER,
+    Parameter,
+    Plain,
+    Py_DecRef,
+    Py_IncRef,
+    PyDict_GetItemWithError,
+    PyDict_SetItem,
+    PyErr_Clear,
+    PyErr_Occurred,
+    PyFloat_AsDouble,
+    PyList_Append,
+    PyList_Size,
+    PyLong_AsLong,
+    PyLong_FromLong,
+    PyLong_FromVoidPtr,
+    PyObject_CallNoArgs,
+    PyObject_CallOneArg,
+    PyObject_GetAttr,
+    PyObject_Vectorcall,
+    PyThread_get_thread_ident,
+    PyTuple_New,
+    PyTuple_Size,
+    call_pointer,
+    is_grad_enabled,
+    load,
+    local,
+    relieve,
+    room,
+    store,
+    withdraw,
+)
+from .shell import Meta, Tensor
+from .trie import Node
+
+if TYPE_CHECKING:
+    from .chain import Chain, Recorder
+
+
+def python(function, args, flags, names):
+    """What the function itself does."""
+    return call_pointer(PYTHON, function, args, flags, names)
+
+
+def handler(entry, function, args, flags, names):
+    """A handler of `tensor`; entry: its op, and how many operands there are."""
+    count = flags & COUNT
+    if names == 0 and count == load(entry + 8):
+        if class_of(load(args)) is Tensor:
+            shell = recorded(load(entry), args, count)
+            if shell != 0:
+                return shell
+            if PyErr_Occurred() != 0:
+                return 0
+    return python(function, args, flags, names)
+
+
+def record(entry, function, args, flags, names):
+    """`chain.record`."""
+    if names == 0 and flags & COUNT == 2:
+        operands = load(args + 8)
+        if class_of(operands) is tuple:
+            shell = recorded(load(args), operands + ITEMS, PyTuple_Size(operands))
+            if shell != 0:
+                return shell
+            if PyErr_Occurred() != 0:
+                return 0
+    return python(function, args, flags, names)
+
+
+def class_of(x):
+    return load(x + 8)
+
+
+def state_of(x):
+    """What `x._af` is, borrowed from x."""
+    state = PyObject_GetAttr(x, AF)
+    if state == 0:
+        PyErr_Clear()
+        return None
+    Py_DecRef(state)
+    return state
+
+
+def slot_of(chain: Chain, x):
+    """~position of the Input x, or 0."""
+    number = PyLong_FromVoidPtr(x)
+    slot = PyDict_GetItemWithError(chain.slots, number)
+    Py_DecRef(number)
+    return slot
+
+
+def recorder_of(operands, count):
+    """The recorder of the first pending operand, or the thread's current one; 0 or None if none."""
+    k = 0
+    while k < count:
+        x = load(operands + 8 * k)
+        if class_of(x) is Tensor:
+            state: Node = state_of(x)
+            if class_of(state) is Node:
+                return state.recorder
+        k += 1
+    recorder = PyObject_GetAttr(local, CURRENT)
+    if recorder != 0:
+        Py_DecRef(recorder)
+    return recorder
+
+
+def recorded(op, operands, count):
+    """A new reference to the shell of `op` over `operands`; 0 where Python has to decide."""
+    recorder: Recorder = recorder_of(operands, count)
+    if recorder == 0 or recorder is None:
+        return 0
+    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+        return 0
+    chain: Chain = recorder.chain
+    tip: Node = chain.tip
+    key = PyTuple_New(count + 1)
+    if key == 0:
+        return 0
+    Py_IncRef(op)
+    store(key + ITEMS, op)
+    consts = 0
+    fresh = 0
+    place = key + ITEMS
+    k = 0
+    while k < count:
+        x = load(operands + 8 * k)
+        item = item_of(recorder, chain, x)
+        if item == 0:
+            Py_DecRef(key)
+            return 0
+        place += 8
+        Py_IncRef(item)
+        store(place, item)
+        if class_of(item) is Meta:
+            earlier = 0
+            while earlier < k:  # the same tensor twice is one Input
+                if load(operands + 8 * earlier) is x:
+                    Py_DecRef(key)
+                    return 0
+                earlier += 1
+            fresh += 1
+        elif class_of(item) is type:
+            consts += 1
+        k += 1
+    node: Node = PyDict_GetItemWithError(tip.next, key)
+    shell = None
+    if node != 0:
+        shell = node.shell
+    if shell is None or consts != 0 and node.limits is not None and fits(node, operands, key) == 0:
+        Py_DecRef(key)
+        return 0
+    if fresh != 0:
+        if added(recorder, chain, operands, key, count) == 0:
+            Py_DecRef(key)
+            return 0
+        pinned = PyLong_FromLong(PyLong_AsLong(chain.pinned) + PyLong_AsLong(node.fresh_bytes))
+        chain.pinned = pinned
+        Py_DecRef(pinned)
+    k = 0
+    while consts != 0:
+        k += 1
+        if class_of(load(key + ITEMS + 8 * k)) is type:
+            PyList_Append(chain.consts, load(operands + 8 * k - 8))
+            consts -= 1
+    Py_DecRef(key)
+    PyList_Append(chain, shell)
+    chain.tip = node
+    if PyErr_Occurred() != 0:  # no memory: Python will say so, if that is still true
+        PyErr_Clear()
+        told2(withdraw, recorder, chain)
+        return 0
+    if recorder.chain is not chain:
+        return 0
+    Py_IncRef(shell)
+    if fresh != 0:
+        if PyLong_AsLong(chain.pinned) > PyLong_AsLong(node.pinned_limit):
+            done = ask2(relieve, recorder, chain)
+            if done == 0:
+                Py_DecRef(shell)
+                return 0
+            Py_DecRef(done)
+    return shell
+
+
+def fits(node: Node, operands, key):
+    """Whether all Consts are within the limits that their op has here."""
+    low = load(node.limits + ITEMS)
+    high = load(node.limits + ITEMS + 8)
+    k = PyTuple_Size(key) - 1
+    while k > 0:
+        if class_of(load(key + ITEMS + 8 * k)) is type:
+            const = load(operands + 8 * k - 8)
+            if not (
+                PyFloat_AsDouble(low) <= PyFloat_AsDouble(const)
+                and PyFloat_AsDouble(const) <= PyFloat_AsDouble(high)
+            ):
+                return 0
+        k -= 1
+    return 1
+
+
+def item_of(recorder: Recorder, chain: Chain, x):
+    """What stands for the operand x in an edge, borrowed; 0 where Python has to decide."""
+    kind = class_of(x)
+    if kind is float or kind is bool:
+        return kind
+    if kind is int:
+        if PyLong_AsLong(x) == -1 and PyErr_Occurred() != 0:
+            PyErr_Clear()
+            return 0
+        return kind
+    if kind is Tensor:
+        state: Node = state_of(x)
+        if class_of(state) is Node:
+            if state.recorder is not recorder:
+                return 0
+            return state.index
+        if class_of(state) is not Meta:
+            return 0
+        slot = slot_of(chain, x)
+        if slot != 0:
+            return slot
+        return on_device(recorder, state)
+    if kind is not Plain and kind is not Parameter:
+        return 0
+    slot = slot_of(chain, x)
+    if slot != 0:
+        return slot
+    tip: Node = chain.tip
+    likely = tip.likely
+    if likely is None:
+        return 0
+    same = PyObject_CallOneArg(load(likely + ITEMS), x)
+    if same == 0:
+        PyErr_Clear()
+        return 0
+    Py_DecRef(same)
+    if same is not True:
+        return 0
+    return on_device(recorder, load(likely + ITEMS + 8))
+
+
+def on_device(recorder: Recorder, meta: Meta):
+    if meta.device is recorder.device:
+        return meta
+    return 0
+
+
+def ask2(function, a, b):
+    """What a Python function returns."""
+    args = room(2)
+    store(args, a)
+    store(args + 8, b)
+    return PyObject_Vectorcall(function, args, 2, 0)
+
+
+def told2(function, a, b):
+    """Call a Python function for what it does; what it raises is nobody's."""
+    result = ask2(function, a, b)
+    if result == 0:
+        PyErr_Clear()
+    else:
+        Py_DecRef(result)
+
+
+def added(recorder: Recorder, chain: Chain, operands, key, count):
+    """`add_inputs` for the operands that are Metas in `key`; 0 where Python has to do it."""
+    grad = PyObject_CallNoArgs(is_grad_enabled)
+    if grad == 0:
+        return 0
+    Py_DecRef(grad)
+    if grad is not recorder.grad or recorder.guarded is True:
+        return 0
+    if PyList_Size(chain.inputs) == 0:
+        stream = PyObject_CallNoArgs(recorder.stream)
+        if stream == 0:
+            return 0
+        chain.stream = stream
+        Py_DecRef(stream)
+    begun = PyObject_CallNoArgs(recorder.enter)
+    if begun == 0:
+        return 0
+    Py_DecRef(begun)
+    known = PyList_Size(chain.inputs)
+    done = 1
+    k = 0
+    while k < count and done != 0:
+        meta = load(key + ITEMS + 8 * k + 8)
+        if class_of(meta) is Meta:
+            done = one_added(recorder, chain, load(operands + 8 * k), meta)
+        k += 1
+    if done == 0 and PyErr_Occurred() != 0:
+        PyErr_Clear()
+    ended = PyObject_CallNoArgs(recorder.exit)
+    Py_DecRef(ended)
+    if done == 0 and PyList_Size(chain.inputs) != known:
+        told2(withdraw, recorder, chain)
+    return done
+
+
+def one_added(recorder: Recorder, chain: Chain, x, meta: Meta):
+    """Make x the next Input; 0, with nothing done, where it is not what its Meta says."""
+    if meta.inference is True:
+        return 0
+    if recorder.grad is True:
+        requires = call_pointer(GRAD_GETTER, x, GRAD_CLOSURE)
+        if requires == 0:
+            return 0
+        Py_DecRef(requires)
+        if requires is not meta.requires_grad:
+            return 0
+    version = call_pointer(VERSION_GETTER, x, VERSION_CLOSURE)
+    if version == 0:
+        return 0
+    address = call_pointer(ADDRESS_METHOD, x, 0)
+    if address == 0:
+        Py_DecRef(version)
+        return 0
+    number = PyLong_FromVoidPtr(x)
+    slot = PyLong_FromLong(~PyList_Size(chain.inputs))
+    PyList_Append(chain.inputs, x)
+    PyList_Append(chain.marks, version)
+    PyList_Append(chain.marks, address)
+    PyDict_SetItem(chain.slots, number, slot)
+    Py_DecRef(version)
+    Py_DecRef(address)
+    Py_DecRef(number)
+    Py_DecRef(slot)
+    return PyErr_Occurred() == 0
