@@ -53,8 +53,8 @@ Py_IncRef = C("void", 1)
 
 COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
 ITEMS = 24  # where a tuple has its first item
-AF, CURRENT, OBSERVER, PROGRAM, CLASS, FLUSHES, EAGER, RECORDERS = (
-    "_af", "current", "observer", "program", "__class__", "flushes", "eager", "recorders"
+AF, CURRENT, OBSERVER, PROGRAM, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY = (
+    "_af", "current", "observer", "program", "__class__", "flushes", "eager", "recorders", ""
 )  # fmt: skip
 
 # objects of `chain` and torch

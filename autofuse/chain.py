@@ -51,6 +51,7 @@ from .shell import (
     concrete_meta,
     fresh_meta,
     likely_meta,
+    make_meta,
     make_shell,
     plain_meta,
     raw_version_of,
@@ -466,7 +467,7 @@ def _miss(recorder: Recorder, chain: Chain, op: Op, key: tuple[Any, ...]) -> Nod
     dtypes_checked = op.result == "bool" and int in key and node.common not in ("f32", "f64")
     if dtypes_checked and node.common not in ("i64", "f16", "bf16"):
         node = eager_node(recorder, tip, op, "an integer that may not fit the dtype")
-    tip.next[key] = node
+    tip.next[key], node.key = node, key
     recorder.size += 1
     return node
 
@@ -532,16 +533,21 @@ def record_write(op: Op, target: Tensor, operands: Sequence[Any], cast: bool = T
     meta = target._af
     if meta.__class__ is not Meta or torch.is_grad_enabled():  # it may require grad by an alias
         meta = concrete_meta(target)
-    if meta is None or meta.requires_grad or meta.inference or torch.is_inference_mode_enabled():
+    if meta is None or meta.inference or torch.is_inference_mode_enabled():
         return False
+    made = meta  # what the op has to make of it
+    if meta.requires_grad:  # a leaf, of whose use under no_grad autograd knows nothing
+        if torch.is_grad_enabled():
+            return False
+        made = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
     for recorder in _local.recorders.values():
         if recorder.chain.tip.holds_grad:
             return False
     result = record(op, operands)
-    if cast and result is not None and result._af.meta is not meta and meta.flat:
+    if cast and result is not None and result._af.meta is not made and meta.flat:
         if result._af.meta.shape == meta.shape and torch.can_cast(result.dtype, meta.dtype):
             result = record(CASTS[meta.dtype], (result,))
-    if result is None or result._af.recorder is None or result._af.meta is not meta:
+    if result is None or result._af.recorder is None or result._af.meta is not made:
         return False
     node = result._af
     recorder = node.recorder

@@ -22,7 +22,8 @@ FEEDS = {"mm", "matmul", "bmm", "addmm", "linear", "__matmul__", "__rmatmul__", 
           "layer_norm", "group_norm"}  # fmt: skip
 _SPLITS = {"chunk", "split", "unbind", "tensor_split"}
 # Python functions that only pass their tensors on to C
-_LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss}
+_LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,
+           F.mish, F.elu, F.softmax, F.log_softmax, F.mse_loss, F.l1_loss, F.dropout}  # fmt: skip
 
 
 class Known:

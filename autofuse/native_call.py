@@ -3,7 +3,6 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from .c import (
@@ -11,7 +10,6 @@ from .c import (
     CLASS,
     COUNT,
     CURRENT,
-    EAGER,
     ITEMS,
     RECORDERS,
     Parameter,
@@ -19,30 +17,23 @@ from .c import (
     Py_DecRef,
     Py_IncRef,
     PyDict_GetItemWithError,
-    PyDict_SetItem,
     PyDict_Size,
-    PyErr_Fetch,
     PyErr_Occurred,
-    PyErr_Restore,
     PyLong_AsLong,
-    PyLong_FromLong,
     PyObject_Call,
     PyObject_CallNoArgs,
     PyObject_CallOneArg,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
-    PyObject_Vectorcall,
     PyThread_get_thread_ident,
     PyTuple_Size,
-    counts,
     is_grad_enabled,
     load,
     local,
-    room,
 )
 from .eager import Known
 from .native_flush import flushed
-from .native_record import ask2, class_of, python, state_of
+from .native_record import are_watched, ask2, called, class_of, python, slot_of, state_of
 from .shell import UNKNOWN, Meta, Tensor
 from .trie import Node
 
@@ -90,27 +81,21 @@ def feeding(entry, function, args, flags, names):
     return python(function, args, flags, names)
 
 
-def are_watched():
-    """Whether somebody is told of every eager op: Python does that."""
-    eager = PyObject_GetAttr(counts, EAGER)
-    if eager == 0:
-        return 1
-    Py_DecRef(eager)
-    return class_of(eager) is not Counter
-
-
 def is_everyday(recorder: Recorder, known: Known, args, count):
     """Whether Python has nothing to do for these arguments; pending ones are flushed."""
     chain: Chain = recorder.chain
     tip: Node = chain.tip
-    if recorder.guarded is True or tip.holds_grad is True or are_watched() != 0:
+    if recorder.guarded is True or are_watched() != 0:
         return 0
+    ordered = tip.holds_grad is True  # then the engine adds up gradients in the order of uses
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
     k = 0
     while k < count:
         x = load(args + 8 * k)
         kind = class_of(x)
+        if ordered != 0 and slot_of(chain, x) != 0:
+            return 0
         if kind is Tensor:
             state: Node = state_of(x)
             if class_of(state) is Node:
@@ -130,36 +115,6 @@ def is_everyday(recorder: Recorder, known: Known, args, count):
     return 1
 
 
-def called(recorder: Recorder, function, known: Known, args, count, names):
-    """What an eager function returns, with torch functions off; 0 after an error."""
-    eager = PyObject_GetAttr(counts, EAGER)
-    if eager == 0:
-        return 0
-    before = PyDict_GetItemWithError(eager, known.reason)
-    number = 1
-    if before != 0:
-        number += PyLong_AsLong(before)
-    counted = PyLong_FromLong(number)
-    PyDict_SetItem(eager, known.reason, counted)
-    Py_DecRef(counted)
-    Py_DecRef(eager)
-    begun = PyObject_CallNoArgs(recorder.enter)
-    if begun == 0:
-        return 0
-    Py_DecRef(begun)
-    recorder.guarded = True
-    result = PyObject_Vectorcall(function, args, count, names)
-    recorder.guarded = False
-    error = room(3)
-    if result == 0:
-        PyErr_Fetch(error, error + 8, error + 16)
-    ended = PyObject_CallNoArgs(recorder.exit)
-    Py_DecRef(ended)
-    if result == 0:
-        PyErr_Restore(load(error), load(error + 8), load(error + 16))
-    return result
-
-
 def writing(entry, function, args, flags, names):
     """An in-place op on concrete operands with nothing pending; entry: as for `feeding`."""
     count = flags & COUNT
@@ -170,8 +125,9 @@ def writing(entry, function, args, flags, names):
     every = count
     if names != 0:
         every += PyTuple_Size(names)
+    known: Known = load(entry + 8)
     if recorder is not None and are_settled(recorder, load(entry + 8), args, every) != 0:
-        result = called(recorder, load(entry), load(entry + 8), args, count, names)
+        result = called(recorder, load(entry), known.reason, args, count, names)
         if result == 0:
             return 0
         Py_DecRef(result)
@@ -221,7 +177,7 @@ def are_settled(recorder: Recorder, known: Known, args, count):
 
 def fed(recorder: Recorder, entry, known: Known, args, count):
     """What the function returns, as a wrapped tensor."""
-    result = called(recorder, load(entry), known, args, count, 0)
+    result = called(recorder, load(entry), known.reason, args, count, 0)
     if result == 0:
         return 0
     likely = known.likely

@@ -3,13 +3,17 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from .c import (
     ADDRESS_METHOD,
     AF,
+    CLASS,
     COUNT,
     CURRENT,
+    EAGER,
+    EMPTY,
     GRAD_CLOSURE,
     GRAD_GETTER,
     ITEMS,
@@ -23,7 +27,9 @@ from .c import (
     PyDict_GetItemWithError,
     PyDict_SetItem,
     PyErr_Clear,
+    PyErr_Fetch,
     PyErr_Occurred,
+    PyErr_Restore,
     PyFloat_AsDouble,
     PyList_Append,
     PyList_Size,
@@ -32,12 +38,14 @@ from .c import (
     PyLong_FromVoidPtr,
     PyObject_CallNoArgs,
     PyObject_CallOneArg,
+    PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyObject_Vectorcall,
     PyThread_get_thread_ident,
     PyTuple_New,
     PyTuple_Size,
     call_pointer,
+    counts,
     is_grad_enabled,
     load,
     local,
@@ -59,11 +67,11 @@ def python(function, args, flags, names):
 
 
 def handler(entry, function, args, flags, names):
-    """A handler of `tensor`; entry: its op, and how many operands there are."""
+    """A handler of `tensor`; entry: its op, how many operands there are, the torch function."""
     count = flags & COUNT
     if names == 0 and count == load(entry + 8):
         if class_of(load(args)) is Tensor:
-            shell = recorded(load(entry), args, count)
+            shell = recorded(load(entry + 16), load(entry), args, count)
             if shell != 0:
                 return shell
             if PyErr_Occurred() != 0:
@@ -76,7 +84,7 @@ def record(entry, function, args, flags, names):
     if names == 0 and flags & COUNT == 2:
         operands = load(args + 8)
         if class_of(operands) is tuple:
-            shell = recorded(load(args), operands + ITEMS, PyTuple_Size(operands))
+            shell = recorded(0, load(args), operands + ITEMS, PyTuple_Size(operands))
             if shell != 0:
                 return shell
             if PyErr_Occurred() != 0:
@@ -122,54 +130,52 @@ def recorder_of(operands, count):
     return recorder
 
 
-def recorded(op, operands, count):
-    """A new reference to the shell of `op` over `operands`; 0 where Python has to decide."""
+def recorded(func, op, operands, count):
+    """A new reference to the result of `op` over `operands`; 0 where Python has to decide.
+
+    func: the torch function, by which an op is run that is better off eager, or 0.
+    """
     recorder: Recorder = recorder_of(operands, count)
-    if recorder == 0 or recorder is None:
+    if recorder == 0 or recorder is None or count > 7:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
     chain: Chain = recorder.chain
     tip: Node = chain.tip
-    key = PyTuple_New(count + 1)
-    if key == 0:
-        return 0
-    Py_IncRef(op)
-    store(key + ITEMS, op)
+    key = room(8)
+    store(key, op)
     consts = 0
     fresh = 0
-    place = key + ITEMS
     k = 0
     while k < count:
         x = load(operands + 8 * k)
         item = item_of(recorder, chain, x)
         if item == 0:
-            Py_DecRef(key)
             return 0
-        place += 8
-        Py_IncRef(item)
-        store(place, item)
         if class_of(item) is Meta:
             earlier = 0
             while earlier < k:  # the same tensor twice is one Input
                 if load(operands + 8 * earlier) is x:
-                    Py_DecRef(key)
                     return 0
                 earlier += 1
             fresh += 1
         elif class_of(item) is type:
             consts += 1
         k += 1
-    node: Node = PyDict_GetItemWithError(tip.next, key)
-    shell = None
-    if node != 0:
-        shell = node.shell
-    if shell is None or consts != 0 and node.limits is not None and fits(node, operands, key) == 0:
-        Py_DecRef(key)
+        store(key + 8 * k, item)
+    node: Node = next_of(tip, key, count + 1)
+    if node == 0:
+        return 0
+    shell = node.shell
+    if shell is None:
+        if func == 0 or node.reason is EMPTY or PyList_Size(chain) != 0:
+            return 0
+        return run_short(recorder, func, node, operands, count)
+    key = node.key + ITEMS
+    if consts != 0 and node.limits is not None and fits(node, operands, key, count) == 0:
         return 0
     if fresh != 0:
         if added(recorder, chain, operands, key, count) == 0:
-            Py_DecRef(key)
             return 0
         pinned = PyLong_FromLong(PyLong_AsLong(chain.pinned) + PyLong_AsLong(node.fresh_bytes))
         chain.pinned = pinned
@@ -177,10 +183,9 @@ def recorded(op, operands, count):
     k = 0
     while consts != 0:
         k += 1
-        if class_of(load(key + ITEMS + 8 * k)) is type:
+        if class_of(load(key + 8 * k)) is type:
             PyList_Append(chain.consts, load(operands + 8 * k - 8))
             consts -= 1
-    Py_DecRef(key)
     PyList_Append(chain, shell)
     chain.tip = node
     if PyErr_Occurred() != 0:  # no memory: Python will say so, if that is still true
@@ -200,13 +205,99 @@ def recorded(op, operands, count):
     return shell
 
 
-def fits(node: Node, operands, key):
+def next_of(tip: Node, key, size):
+    """The node that the edge `key` leads to, 0 if none: mostly the one that followed last time."""
+    node: Node = tip.recent
+    if node is not None:
+        if PyTuple_Size(node.key) == size:
+            k = 0
+            while k < size and load(node.key + ITEMS + 8 * k) == load(key + 8 * k):
+                k += 1
+            if k == size:
+                return node
+    edge = PyTuple_New(size)
+    if edge == 0:
+        return 0
+    k = 0
+    while k < size:
+        Py_IncRef(load(key + 8 * k))
+        store(edge + ITEMS + 8 * k, load(key + 8 * k))
+        k += 1
+    node = PyDict_GetItemWithError(tip.next, edge)
+    Py_DecRef(edge)
+    if node != 0:
+        tip.recent = node
+    return node
+
+
+def run_short(recorder: Recorder, func, node: Node, operands, count):
+    """Run an op that the trie has found better off eager: `tensor.run_short`."""
+    if recorder.guarded is True or are_watched() != 0 or PyLong_AsLong(node.skips) > 100:
+        return 0
+    grad = PyObject_CallNoArgs(is_grad_enabled)
+    if grad == 0:
+        return 0
+    Py_DecRef(grad)
+    if grad is not recorder.grad:
+        return 0
+    skips = PyLong_FromLong(PyLong_AsLong(node.skips) + 1)
+    node.skips = skips
+    Py_DecRef(skips)
+    result = called(recorder, func, node.counted, operands, count, 0)
+    if result == 0:
+        return 0
+    PyObject_GenericSetAttr(result, CLASS, Tensor)
+    if node.meta is not None:
+        PyObject_GenericSetAttr(result, AF, node.meta)
+    return result
+
+
+def are_watched():
+    """Whether somebody is told of every eager op: Python does that."""
+    eager = PyObject_GetAttr(counts, EAGER)
+    if eager == 0:
+        return 1
+    Py_DecRef(eager)
+    return class_of(eager) is not Counter
+
+
+def called(recorder: Recorder, function, reason, args, count, names):
+    """What an eager function returns, with torch functions off; 0 after an error."""
+    eager = PyObject_GetAttr(counts, EAGER)
+    if eager == 0:
+        return 0
+    before = PyDict_GetItemWithError(eager, reason)
+    number = 1
+    if before != 0:
+        number += PyLong_AsLong(before)
+    counted = PyLong_FromLong(number)
+    PyDict_SetItem(eager, reason, counted)
+    Py_DecRef(counted)
+    Py_DecRef(eager)
+    begun = PyObject_CallNoArgs(recorder.enter)
+    if begun == 0:
+        return 0
+    Py_DecRef(begun)
+    recorder.guarded = True
+    result = PyObject_Vectorcall(function, args, count, names)
+    recorder.guarded = False
+    error = room(3)
+    if result == 0:
+        PyErr_Fetch(error, error + 8, error + 16)
+    ended = PyObject_CallNoArgs(recorder.exit)
+    Py_DecRef(ended)
+    if result == 0:
+        PyErr_Restore(load(error), load(error + 8), load(error + 16))
+    return result
+
+
+def fits(node: Node, operands, key, count):
     """Whether all Consts are within the limits that their op has here."""
     low = load(node.limits + ITEMS)
     high = load(node.limits + ITEMS + 8)
-    k = PyTuple_Size(key) - 1
+    k = count
     while k > 0:
-        if class_of(load(key + ITEMS + 8 * k)) is type:
+        if class_of(load(key + 8 * k)) is type:
             const = load(operands + 8 * k - 8)
             if not (
                 PyFloat_AsDouble(low) <= PyFloat_AsDouble(const)
@@ -303,7 +394,7 @@ def added(recorder: Recorder, chain: Chain, operands, key, count):
     done = 1
     k = 0
     while k < count and done != 0:
-        meta = load(key + ITEMS + 8 * k + 8)
+        meta = load(key + 8 * k + 8)
         if class_of(meta) is Meta:
             done = one_added(recorder, chain, load(operands + 8 * k), meta)
         k += 1

@@ -132,7 +132,7 @@ def _fed(result: Any, known: Known) -> Any:
 
 def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     """Run an op of the table, on concrete operands, that the trie has found better off eager."""
-    counts.eager[node.op.name, node.reason] += 1
+    counts.eager[node.counted] += 1
     node.skips += 1
     if node.skips > 100 and node.returns is not None:
         record_again(node)
@@ -457,7 +457,7 @@ def _generate(
     exec(_handler_code(template, form), space)
     handler = space["handler"]
     handler.__name__ = getattr(func, "__name__", row.name)
-    HOT.append(("handler", handler, (row, len(row.names))))
+    HOT.append(("handler", handler, (row, len(row.names), func)))
     return handler
 
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "common", "consts", "fresh_bytes", "graded", "holds_grad", "index",
-                 "inputs", "likely", "limits", "long", "meta", "next", "op", "parent",
-                 "pinned_limit", "reason", "recorder", "relaxed", "returns", "runners", "shell",
-                 "skips")  # fmt: skip
+    __slots__ = ("args", "common", "consts", "counted", "fresh_bytes", "graded",
+                 "holds_grad", "index", "inputs", "key", "likely", "limits", "long", "meta",
+                 "next", "op", "parent", "pinned_limit", "reason", "recent", "recorder",
+                 "relaxed", "returns", "runners", "shell", "skips")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, graded: bool = False
@@ -56,12 +56,15 @@ class Node:
         self.fresh_bytes = 0  # of the Inputs that this op brings
         self.pinned_limit = 0  # bytes that only the chain may keep alive
         self.next: dict[tuple[Any, ...], Node] = {}
+        self.recent: Node | None = None  # the one that followed last time
+        self.key: tuple[Any, ...] = ()  # the edge that leads here
         self.shell: Tensor | None = None  # free unless it stands in the open chain
         self.runners: dict[tuple[int, ...], Any] = {}  # by reference counts, then by live-outs
         self.returns: tuple[Any, ...] | None = None  # of `make_eager`: what it stands for
         self.skips = 0  # how often that was not recorded
         self.long = False  # a chain that begins here has paid as a fused one
         self.reason = ""  # why this op is eager here, if it is
+        self.counted = ("", "")  # what is counted then
 
     def named(self) -> dict[str, Ref]:
         """The operands by the names that the op's rules use, and the result as `out`."""
@@ -105,7 +108,8 @@ def make_eager(node: Node, reason: str) -> None:
     for key, known in tip.next.items():
         if known is node:
             tip.next[key] = eager = eager_node(node.recorder, tip, node.op, reason)
-            eager.meta = node.meta  # what the result is going to be
+            eager.meta, eager.key = node.meta, key  # what the result is going to be
+            tip.recent = None
             eager.returns = (tip, key, node)
             return
 
@@ -114,14 +118,14 @@ def record_again(eager: Node) -> None:
     """End what `make_eager` has begun: longer chains may begin here by now."""
     assert eager.returns is not None
     tip, key, node = eager.returns
-    tip.next[key] = node
+    tip.next[key], tip.recent = node, None
 
 
 def eager_node(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:
     """A node that says: run this op as eager PyTorch."""
     node = Node(recorder, None, op)
     node.index = tip.index
-    node.reason = reason
+    node.reason, node.counted = reason, (op.name, reason)
     return node
 
 
