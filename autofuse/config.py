@@ -123,7 +123,7 @@ class Config:
         where the source and PTX (CPU: LLVM IR) of kernels are kept""")
     native: bool = _row(True, Flag(), """
         record and launch by machine code, where everything is as expected; 0 is Python alone, for
-        debuggers and profilers of Python. Read when autofuse is imported""")
+        debuggers and profilers of Python""")
     nvtx: bool = _row(False, Flag(), """
         make every flush an NVTX range, as `torch.profiler` shows it, for Nsight Systems""")
     # fmt: on

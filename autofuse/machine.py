@@ -134,7 +134,10 @@ class _Body:
 
     def _run(self, body: list[ast.stmt]) -> None:
         for statement in body:
-            getattr(self, f"_{type(statement).__name__}")(statement)
+            write = getattr(self, f"_{type(statement).__name__}", None)
+            if write is None:
+                raise NotImplementedError(ast.unparse(statement))
+            write(statement)
             if self._ended:
                 return
 

@@ -734,7 +734,7 @@ def test_fork_after_use(tmp_path):
 
 def test_a_warm_start_imports_no_compiler(tmp_path):
     text = """
-        assert not [name for name in ("numba", "llvmlite") if name in sys.modules]
+        assert "numba" not in sys.modules
         assert (x * 2 + 1).tolist() == [3.0] * 8
         autofuse.wait()
         known = [name in sys.modules for name in ("numba", "autofuse.emit")]

@@ -1,0 +1,175 @@
+"""The hot path as machine code and as Python: both are there, and do the same."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import autofuse
+from autofuse import chain, native, tensor
+from support import DEVICES
+
+pytestmark = pytest.mark.skipif(not native.active(), reason=f"no machine code: {native.absent}")
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def as_python():
+    autofuse.config.native = False
+    yield
+    autofuse.config.native = True
+
+
+def functions_called(program):
+    """Names of the Python functions of autofuse that run in `program()`."""
+    names = []
+
+    def profile(frame, event, argument):
+        if event == "call" and "autofuse" in frame.f_code.co_filename:
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        program()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def steps(w, v, p):
+    """What machine code does: operators, torch functions, new Inputs, in-place ops, a matmul."""
+    for k in range(3):
+        t = (w * 2.0 + p) * v
+        t = torch.where(t > 0, torch.sin(t), t @ t.t() if k == 9 else t)
+        t.mul_(k + 1)
+        yield autofuse.materialize(t)
+        yield torch.mm(w, v.t()) - 1
+        w.add_(v, alpha=0.5)
+        w.addcmul_(v.exp(), v)
+
+
+def run(device="cpu"):
+    torch.manual_seed(0)
+    x, z = torch.randn(4, 6, device=device), torch.randn(4, 6, device=device)
+    w, v, p = autofuse.wrap(x), autofuse.wrap(z), torch.nn.Parameter(torch.ones(6, device=device))
+    with torch.no_grad():
+        return [t.tolist() for t in steps(w, v, p)] + [w.tolist(), w._version]
+
+
+def test_same_results_and_counters(device):
+    got = []
+    for on in (True, False, True):
+        autofuse.config.native = on
+        assert native.active() is on
+        run(device)
+        autofuse.reset_stats()
+        got.append((run(device), autofuse.stats()))
+    assert got[0][0] == got[1][0] == got[2][0]
+    assert got[0][1] == got[1][1] == got[2][1]
+
+
+def test_recording_runs_no_python():
+    x = autofuse.wrap(torch.randn(8))
+
+    def program():
+        y = torch.sigmoid(x) * 2.0
+        return y - x
+
+    with torch.no_grad():
+        for _ in range(3):
+            program()
+            chain.flush_all("test")
+        assert functions_called(program) == []
+        chain.flush_all("test")
+
+
+def test_python_alone_where_it_is_off(as_python):
+    x = autofuse.wrap(torch.randn(8))
+    assert "handler" in functions_called(lambda: x + 1.0)
+
+
+def test_functions_stay_functions():
+    import inspect
+
+    add = autofuse.Tensor.__add__
+    assert inspect.isfunction(add) and add.__code__ and add.__name__ == "__add__"
+    assert inspect.signature(chain.flush).parameters.keys() == {"recorder", "reason"}
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        add(autofuse.wrap(torch.ones(2)))
+    with pytest.raises(TypeError):
+        tensor._torch_function()
+
+
+def test_errors_of_eager_ops_pass():
+    w = autofuse.wrap(torch.randn(4, 6))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.mm(w, w)
+        with pytest.raises(RuntimeError, match="The size of tensor a"):
+            w.add_(torch.ones(5))
+        assert torch._C._is_torch_function_enabled()
+        assert (w + 1.0).tolist() == (autofuse.unwrap(w) + 1.0).tolist()
+
+
+def test_references_are_given_back(device):
+    """A step that is repeated holds no more objects, and none of them more often."""
+    x, z = torch.randn(16, device=device), torch.randn(16, device=device)
+    w, v, one = autofuse.wrap(x), autofuse.wrap(z), 1234.5
+    matrix = autofuse.wrap(torch.randn(16, 16, device=device))
+
+    def step():
+        t = torch.tanh(w * v + one)
+        u = autofuse.materialize(t - x)
+        with torch.no_grad():
+            w.mul_(0.5)
+            w.add_(v * 2.0)
+            return u @ matrix
+
+    watched = [w, v, x, z, one, matrix, *tensor.HOT[0], tensor._torch_function, autofuse.Tensor,
+               torch.Tensor, None, True, False, float, int, "write", "materialize", 0, 1,
+               chain._local.current, chain.counts]  # fmt: skip
+
+    def held():
+        gc.collect()
+        return [sys.getrefcount(item) for item in watched]
+
+    for _ in range(5):
+        step()
+    chain.flush_all("test")
+    before, objects = held(), len(gc.get_objects())
+    for _ in range(200):
+        step()
+    chain.flush_all("test")
+    grown = [after - first for first, after in zip(before, held(), strict=True)]
+    assert all(abs(count) < 20 for count in grown), grown
+    assert len(gc.get_objects()) - objects < 50
+
+
+# the same programs by Python alone, and by CUDA's way of launching
+@pytest.mark.parametrize(
+    "setting, files",
+    [
+        ("AUTOFUSE_NATIVE=0", "test_tiny test_liveness test_inplace test_interrupts test_keys"),
+        ("AUTOFUSE_TEST_LAUNCH=1", "test_liveness test_inplace test_autograd test_native"),
+    ],
+)
+def test_the_other_way(setting, files):
+    if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        pytest.skip("this is the other way")
+    name, _, value = setting.partition("=")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not cuda",
+               *(str(HERE / f"{file}.py") for file in files.split())]  # fmt: skip
+    done = subprocess.run(
+        command, env={**os.environ, name: value}, cwd=HERE.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout
