@@ -45,6 +45,7 @@ PyObject_CallOneArg = C("word", 2)
 PyObject_GenericSetAttr = C("int", 3)
 PyObject_GetAttr = C("word", 2)
 PyObject_Vectorcall = C("word", 4)
+PySet_Contains = C("int", 2)
 PyThread_get_thread_ident = C("word", 0)
 PyTuple_New = C("word", 1)
 PyTuple_Size = C("word", 1)
@@ -53,6 +54,7 @@ Py_IncRef = C("void", 1)
 
 COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
 ITEMS = 24  # where a tuple has its first item
+LISTED = 24  # where a list has the address of its first item
 AF, CURRENT, OBSERVER, PROGRAM, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY = (
     "_af", "current", "observer", "program", "__class__", "flushes", "eager", "recorders", ""
 )  # fmt: skip
@@ -64,12 +66,14 @@ local: Any = GIVEN
 counts: Any = GIVEN
 ranges: Any = GIVEN
 chain_names: Any = GIVEN  # the globals of `chain`
+chain_flush: Any = GIVEN
 withdraw: Any = GIVEN
 relieve: Any = GIVEN
 hold: Any = GIVEN
 is_grad_enabled: Any = GIVEN
 increment_version: Any = GIVEN
 get_device: Any = GIVEN
+entered: Any = GIVEN  # threads of torch's engine in which a context is current
 
 PYTHON: Any = GIVEN  # (function, args, flags, names): what functions do by themselves
 

@@ -195,21 +195,44 @@ def runner_class(device: torch.device) -> type[CudaRunner] | type[CpuRunner]:
 # --- CUDA ----------------------------------------------------------------------------------------
 
 
+# a Program begins with these words, by their places in bytes
+RUNS, INPUTS, ARGUMENTS, POINTERS, OUTPUTS, PLACES, DEVICE, LAUNCH, MADE, BUSY, FIRST = range(
+    0, 88, 8
+)
+
+
 class Program:
-    """A run as data, for `native.launched`: words, some of them addresses of objects."""
+    """A run as data, for `native_flush`: words, some of them addresses of objects.
 
-    __slots__ = ("address", "attach", "kept", "words")
+    Counters and scratch come first (runs, Inputs, room for arguments, pointers and outputs, how
+    many pointers, the device if there are several, cuLaunchKernel, outputs made, whether it is
+    running), then what is read one after another: Inputs, live shells, outputs, pieces.
+    """
 
-    def __init__(self, words: list[int], kept: list[object], attach: object) -> None:
+    __slots__ = ("address", "attach", "kept", "numbers", "python", "results", "stream", "words")
+
+    def __init__(self, words: list[int], kept: list[object]) -> None:
         self.words = (ctypes.c_int64 * len(words))(*words)
         self.address = ctypes.addressof(self.words)
         self.kept = kept  # the objects whose addresses are among the words
-        self.attach = attach
+        self.attach: object = None  # as the runner's
+        # of an Answer: its Consts from those of the chain, the current stream, which result or
+        # incoming gradient (~k) goes where, and itself in Python
+        self.numbers: Callable[[Any], tuple[Any, ...]] | None = None
+        self.stream: Callable[[], int] | None = None
+        self.results: tuple[int | None, ...] = ()
+        self.python: Answer | None = None
 
     @property
     def runs(self) -> int:
         """How often it ran."""
         return self.words[0]
+
+
+def answer(program: Program, incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
+    """The Answer that `program` stands for."""
+    assert program.python is not None
+    return program.python(incoming, saved, consts)
 
 
 class _Slots:
@@ -293,53 +316,55 @@ class CudaRunner(Runner):
         return self
 
     def _programmed(self) -> Program | None:
-        """`run` as a Program, in the order in which `native.launched` reads it."""
+        """`run` as a Program."""
         made = self.made()
         if not {owner.index for owner in self.visible} <= {*made}:
             return None
         if self.into and len(self.pieces) > 1:  # nothing may be written before all can be
             return None
-        kept: list[Any] = []
+        kept: list[object] = []
+        begin: list[int] = [not meta.inference for meta in self.inputs]
+        begin.append(len(self.visible))
+        for owner in self.visible:
+            kept += [owner, owner.meta]
+            begin += [owner.index, id(owner), id(owner.meta), made.index(owner.index)]
+        program = self._program(begin, kept)
+        program.attach = self.attach
+        return program
 
-        def kept_at(value: object) -> int:
-            kept.append(value)
-            return id(value)
-
-        counts = dict.fromkeys(made, 1) | {pack[0]: len(pack) for pack in self.packs}
+    def _program(self, begin: list[int], kept: list[object]) -> Program:
+        """A Program with what its Inputs and live shells need."""
+        made = self.made()
         metas = {owner.index: owner.meta for owner in self.owners}
-        inner = {pack[0]: pack for pack in self.packs}
+        packs = {pack[0]: pack for pack in self.packs}
         places: dict[int, int] = {~k: k for k in range(len(self.inputs))}  # among the pointers
         for index in made:
-            for value in inner.get(index, (index,)):
+            for value in packs.get(index, (index,)):
                 places[value] = len(places)
         if self.into:
             places[self.live[-1]] = len(places)
         room = [(ctypes.c_int64 * n)() for n in (len(made) + 2, len(places), len(made))]
         device = self.device.index if torch.cuda.device_count() > 1 else -1
-        words = [0, len(self.inputs), *map(ctypes.addressof, room), device, self._entry]
-        words += [not meta.inference for meta in self.inputs]
-        words.append(len(self.visible))
-        for owner in self.visible:
-            words += [owner.index, kept_at(owner), kept_at(owner.meta), made.index(owner.index)]
-        words.append(len(made))
+        words = [0, len(self.inputs), *map(ctypes.addressof, room), len(places), device,
+                 self._entry, 0, 0, *begin, len(made)]  # fmt: skip
         for index in made:
-            meta = metas[index]
+            meta, count = metas[index], len(packs.get(index, (index,)))
             assert meta is not None
-            arguments = (*_packed(meta, counts[index]), meta.dtype)
-            words += [kept_at(_empty_strided), kept_at(arguments), counts[index], meta.nbytes]
+            arguments = (*_packed(meta, count), meta.dtype)
+            kept += [_empty_strided, arguments]
+            words += [id(_empty_strided), id(arguments), count, meta.nbytes]
         words.append(len(self.pieces))
         for (entry, slots), piece in zip(self._parts, self.pieces, strict=True):
             words += [int(entry), slots.blocks, slots.address, ctypes.addressof(slots.buffer)]
-            aligned = _wide(piece)
             refs = [*piece.loads, *piece.stores]
             words.append(len(refs))
-            for ref, wide in zip(refs, aligned, strict=True):
+            for ref, wide in zip(refs, _wide(piece), strict=True):
                 words += [places[ref], 15 if wide and piece.plan.lanes > 1 else 0]
             words.append(len(piece.consts))
             codes = slots.formats[len(refs) :]
             for const, code in zip(piece.consts, codes, strict=True):
                 words += [const, _CONST_KINDS[code]]
-        return Program([*map(int, words)], [*kept, room, self._parts], self.attach)
+        return Program([*map(int, words)], [*kept, room, self._parts])
 
     def answering(
         self, given: list[Ref | None], numbers: list[str], places: list[tuple[int, int]]
@@ -365,7 +390,15 @@ class CudaRunner(Runner):
             )  # fmt: skip
             return [f"return {_answer(given, 'o{}')}"]
 
-        return self._generate("answer(incoming, saved, c)", head({}), end)
+        program = self.program = self._program([number for place in places for number in place], [])
+        program.python = self._generate("answer(incoming, saved, c)", head({}), end)
+        numbers_of = f"lambda c: ({''.join(text + ', ' for text in numbers)})"
+        program.numbers = eval(numbers_of, {"log": log_of})
+        program.stream = stream_reader(self.device)
+        made = self.made()
+        results = [ref if ref is None or ref < 0 else made.index(ref) for ref in given]
+        program.results = (None, *results)
+        return partial(answer, program)
 
     def _prepare(self, k: int) -> None:
         """Make piece k ready for pointers that are not 16-byte aligned."""

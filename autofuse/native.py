@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from . import c, chain, native_call, native_flush, native_record, tensor
+from . import c, chain, launch, native_call, native_flush, native_record, tensor
 from .config import config, watch
 from .machine import Machine
 from .shell import Tensor
@@ -57,6 +57,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
     return [
         ("record", chain.record, ()),
         ("flush", chain.flush, ()),
+        ("answer", launch.answer, ()),
         ("torch_function", tensor._torch_function, (tensor.HANDLERS,)),
         *tensor.HOT,
     ]
@@ -67,11 +68,13 @@ def _given() -> dict[str, Any]:
     return {
         "Chain": chain.Chain, "Recorder": chain.Recorder, "Plain": torch.Tensor,
         "Parameter": torch.nn.Parameter, "local": chain._local, "counts": chain.counts,
-        "ranges": chain._ranges, "chain_names": vars(chain), "withdraw": chain.withdraw,
+        "ranges": chain._ranges, "chain_names": vars(chain),
+        "chain_flush": chain.flush, "withdraw": chain.withdraw,
         "relieve": chain.relieve, "hold": chain.hold, "COUNTED": chain.ALONE - 1,
         "is_grad_enabled": torch.is_grad_enabled,
         "increment_version": torch.autograd.graph.increment_version,
-        "get_device": getattr(torch._C, "_cuda_getDevice", int), **_places(),
+        "entered": launch._entered, "get_device": getattr(torch._C, "_cuda_getDevice", int),
+        **_places(),
     }  # fmt: skip
 
 

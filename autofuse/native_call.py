@@ -32,7 +32,7 @@ from .c import (
     local,
 )
 from .eager import Known
-from .native_flush import flushed
+from .native_flush import flush_now
 from .native_record import are_watched, ask2, called, class_of, python, slot_of, state_of
 from .shell import UNKNOWN, Meta, Tensor
 from .trie import Node
@@ -101,7 +101,7 @@ def is_everyday(recorder: Recorder, known: Known, args, count):
             if class_of(state) is Node:
                 if state.recorder is not recorder:
                     return 0
-                if flushed(recorder, known.name) != 1:
+                if flush_now(recorder, known.name) == 0:
                     return 0
             elif class_of(state) is not Meta and state is not UNKNOWN:
                 return 0
@@ -172,7 +172,7 @@ def are_settled(recorder: Recorder, known: Known, args, count):
     Py_DecRef(recorders)
     if number != 1:
         return 0
-    return flushed(recorder, known.name) == 1
+    return flush_now(recorder, known.name)
 
 
 def fed(recorder: Recorder, entry, known: Known, args, count):

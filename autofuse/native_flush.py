@@ -13,12 +13,16 @@ from .c import (
     COUNTED,
     FLUSHES,
     ITEMS,
+    LISTED,
     OBSERVER,
     PROGRAM,
+    PYTHON,
     USERS_METHOD,
     VERSION_CLOSURE,
     VERSION_GETTER,
     WEAKREFS,
+    Parameter,
+    Plain,
     Py_DecRef,
     Py_IncRef,
     PyDict_Clear,
@@ -46,11 +50,15 @@ from .c import (
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyObject_Vectorcall,
+    PySet_Contains,
     PyThread_get_thread_ident,
     PyTuple_New,
+    PyTuple_Size,
     call_pointer,
+    chain_flush,
     chain_names,
     counts,
+    entered,
     get_device,
     hold,
     increment_version,
@@ -62,8 +70,20 @@ from .c import (
     store_double,
     store_float,
 )
-from .launch import Program
-from .native_record import python, state_of, told2
+from .launch import (
+    ARGUMENTS,
+    BUSY,
+    DEVICE,
+    FIRST,
+    INPUTS,
+    LAUNCH,
+    MADE,
+    OUTPUTS,
+    PLACES,
+    POINTERS,
+    Program,
+)
+from .native_record import class_of, python, state_of, told2
 from .shell import Tensor, swap
 from .source import THREADS_PER_BLOCK
 from .trie import Node
@@ -82,6 +102,21 @@ def flush(entry, function, args, flags, names):
         if done < 0:
             return 0
     return python(function, args, flags, names)
+
+
+def flush_now(recorder: Recorder, reason):
+    """Flush one way or the other; 0 after an error."""
+    done = flushed(recorder, reason)
+    if done == 0:  # Python sees the same counts, and so knows them next time
+        args = room(2)
+        store(args, recorder)
+        store(args + 8, reason)
+        result = call_pointer(PYTHON, chain_flush, args, 2, 0)
+        if result == 0:
+            return 0
+        Py_DecRef(result)
+        return 1
+    return done > 0
 
 
 def flushed(recorder: Recorder, reason):
@@ -247,82 +282,60 @@ def emptied(items):
     return PyList_New(0)
 
 
-def given_up(words, made):
+# --- launching: a Program's words, from the front to the back; see `launch` ------------------
+
+
+def given_up(words):
     """After an error in the middle: forget it and the outputs."""
     if PyErr_Occurred() != 0:
         PyErr_Clear()
-    outputs = load(words + 32)
+    outputs = load(words + OUTPUTS)
+    made = load(words + MADE)
+    store(words + MADE, 0)
     while made > 0:
         made -= 1
         Py_DecRef(load(outputs + 8 * made))
     return 0
 
 
-def launched(recorder: Recorder, chain: Chain, program: Program):
-    """Launch the kernels and give the live shells their values, as `CudaRunner` does in Python."""
-    words = PyLong_AsVoidPtr(program.address)
-    count = load(words + 8)
-    pointers = load(words + 24)
-    outputs = load(words + 32)
-    if load(words + 40) >= 0:
-        device = PyObject_CallNoArgs(get_device)
-        if device == 0:
-            return given_up(words, 0)
-        number = PyLong_AsLong(device)
-        Py_DecRef(device)
-        if number != load(words + 40):
-            return 0
-    at = words + 56
-    k = 0
-    while k < count:  # Inputs: whether they have a version
-        x = PyList_GetItem(chain.inputs, k)
-        if load(at) != 0:
-            version = call_pointer(VERSION_GETTER, x, VERSION_CLOSURE)
-            if version == 0:
-                return given_up(words, 0)
-            now = PyLong_AsLong(version)
-            Py_DecRef(version)
-            if now != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k)):
-                return 0
-        address = call_pointer(ADDRESS_METHOD, x, 0)
-        if address == 0:
-            return given_up(words, 0)
-        pointer = PyLong_AsLong(address)
-        Py_DecRef(address)
-        if pointer != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k + 1)):
-            return 0
-        store(pointers + 8 * k, pointer)
-        at += 8
-        k += 1
-    shells = load(at)  # live shells: index, node, Meta, which output
-    at += 8
-    visible = at
-    k = 0
-    while k < shells:
-        users = call_pointer(USERS_METHOD, PyList_GetItem(chain, load(at)), 0)
-        if users == 0:
-            return given_up(words, 0)
-        number = PyLong_AsLong(users)
-        Py_DecRef(users)
-        if number != 1:
-            return 0
-        at += 32
-        k += 1
+def is_elsewhere(words):
+    """Whether another device than the program's is the current one, where there are several."""
+    if load(words + DEVICE) < 0:
+        return 0
+    device = PyObject_CallNoArgs(get_device)
+    if device == 0:
+        PyErr_Clear()
+        return 1
+    number = PyLong_AsLong(device)
+    Py_DecRef(device)
+    return number != load(words + DEVICE)
+
+
+def address_of(tensor):
+    """The address of a tensor's memory, 0 after an error."""
+    address = call_pointer(ADDRESS_METHOD, tensor, 0)
+    if address == 0:
+        return 0
+    pointer = PyLong_AsLong(address)
+    Py_DecRef(address)
+    return pointer
+
+
+def allocated(words, at, place):
+    """Make the outputs and put their pointers at `place`; where the words go on, 0 if it fails."""
+    outputs = load(words + OUTPUTS)
     further = load(at)
     at += 8
-    made = 0
-    place = pointers + 8 * count
-    while made < further:  # what to allocate: the arguments, for how many values of which bytes
+    while further > 0:  # what allocates, its arguments, for how many values of which bytes
         output = PyObject_Call(load(at), load(at + 8), 0)
         if output == 0:
-            return given_up(words, made)
+            return 0
+        made = load(words + MADE)
         store(outputs + 8 * made, output)
-        made += 1
-        address = call_pointer(ADDRESS_METHOD, output, 0)
-        if address == 0:
-            return given_up(words, made)
-        pointer = PyLong_AsLong(address)
-        Py_DecRef(address)
+        store(words + MADE, made + 1)
+        pointer = address_of(output)
+        if PyErr_Occurred() != 0:
+            return 0
         inner = load(at + 16)
         while inner > 0:
             store(place, pointer)
@@ -330,12 +343,13 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
             pointer += load(at + 24)
             inner -= 1
         at += 32
-    if chain.into is not None:
-        address = call_pointer(ADDRESS_METHOD, chain.into, 0)
-        if address == 0:
-            return given_up(words, made)
-        store(place, PyLong_AsLong(address))
-        Py_DecRef(address)
+        further -= 1
+    return at
+
+
+def sent(words, at, consts, stream):
+    """Launch the pieces, with `consts` as items; whether that went well."""
+    pointers = load(words + POINTERS)
     pieces = load(at)
     at += 8
     while pieces > 0:
@@ -354,11 +368,11 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
             at += 16
             operands -= 1
         if bits != 0:
-            return given_up(words, made)
+            return 0
         operands = load(at)
         at += 8
         while operands > 0:  # Consts: which, and as what
-            const = PyList_GetItem(chain.consts, load(at))
+            const = load(consts + 8 * load(at))
             kind = load(at + 8)
             if kind == 0:
                 store_float(slot, PyFloat_AsDouble(const))
@@ -370,42 +384,177 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
             at += 16
             operands -= 1
         if PyErr_Occurred() != 0:
-            return given_up(words, made)
-        stream = PyLong_AsVoidPtr(chain.stream)
+            return 0
         # the launch may wait for room in the device's queue
         thread = PyEval_SaveThread()
-        error = call_pointer(load(words + 48), entry, blocks, 1, 1, THREADS_PER_BLOCK, 1, 1, 0,
+        error = call_pointer(load(words + LAUNCH), entry, blocks, 1, 1, THREADS_PER_BLOCK, 1, 1, 0,
                              stream, parameters, 0)  # fmt: skip
         PyEval_RestoreThread(thread)
         if error & 0xFFFFFFFF != 0:
-            return given_up(words, made)
+            return 0
         pieces -= 1
+    return 1
+
+
+def launched(recorder: Recorder, chain: Chain, program: Program):
+    """Launch the kernels and give the live shells their values, as `CudaRunner` does in Python."""
+    words = PyLong_AsVoidPtr(program.address)
+    if is_elsewhere(words) != 0:
+        return 0
+    count = load(words + INPUTS)
+    pointers = load(words + POINTERS)
+    at = words + FIRST
+    k = 0
+    while k < count:  # Inputs: whether they have a version
+        x = PyList_GetItem(chain.inputs, k)
+        if load(at) != 0:
+            version = call_pointer(VERSION_GETTER, x, VERSION_CLOSURE)
+            if version == 0:
+                return given_up(words)
+            now = PyLong_AsLong(version)
+            Py_DecRef(version)
+            if now != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k)):
+                return 0
+        pointer = address_of(x)
+        if PyErr_Occurred() != 0:
+            return given_up(words)
+        if pointer != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k + 1)):
+            return 0
+        store(pointers + 8 * k, pointer)
+        at += 8
+        k += 1
+    shells = load(at)  # live shells: index, node, Meta, which output
+    at += 8
+    visible = at
+    k = 0
+    while k < shells:
+        users = call_pointer(USERS_METHOD, PyList_GetItem(chain, load(at)), 0)
+        if users == 0:
+            return given_up(words)
+        number = PyLong_AsLong(users)
+        Py_DecRef(users)
+        if number != 1:
+            return 0
+        at += 32
+        k += 1
+    at = allocated(words, at, pointers + 8 * count)
+    if at == 0:
+        return given_up(words)
+    if chain.into is not None:
+        store(pointers + 8 * load(words + PLACES) - 8, address_of(chain.into))
+        if PyErr_Occurred() != 0:
+            return given_up(words)
+    if sent(words, at, load(chain.consts + LISTED), PyLong_AsVoidPtr(chain.stream)) == 0:
+        return given_up(words)
     if chain.into is not None:
         bumped(chain.into)
     if chain.bumps is not None:
         count_writes(chain, words, visible, shells)
     if program.attach is not None:
-        args = load(words + 16)
+        made = load(words + MADE)
+        args = load(words + ARGUMENTS)
         store(args, chain.inputs)
         store(args + 8, chain.consts)
         k = 0
         while k < made:
-            store(args + 16 + 8 * k, load(outputs + 8 * k))
+            store(args + 16 + 8 * k, load(load(words + OUTPUTS) + 8 * k))
             k += 1
         attached = PyObject_Vectorcall(program.attach, args, 2 + made, 0)
         if attached == 0:
             if PyErr_ExceptionMatches(Exception) != 0:
-                return given_up(words, made)
+                return given_up(words)
             keep_error(recorder)
-            given_up(words, made)
+            given_up(words)
             return -2
         Py_DecRef(attached)
-    return settled(chain, words, visible, shells, made)
+    return settled(chain, words, visible, shells)
+
+
+def answer(entry, function, args, flags, names):
+    """`launch.answer`: gradients by a kernel."""
+    if names == 0 and flags & COUNT == 4:
+        program: Program = load(args)
+        words = PyLong_AsVoidPtr(program.address)
+        if load(words + BUSY) == 0:
+            store(words + BUSY, 1)
+            result = answered(program, words, load(args + 8), load(args + 16), load(args + 24))
+            store(words + BUSY, 0)
+            if result != 0:
+                return result
+            given_up(words)
+    return python(function, args, flags, names)
+
+
+def answered(program: Program, words, incoming, saved, given):
+    """What `Answer` promises; 0 where Python has to do it."""
+    if class_of(incoming) is not tuple or class_of(saved) is not tuple or is_elsewhere(words) != 0:
+        return 0
+    ident = PyLong_FromLong(PyThread_get_thread_ident())
+    known = PySet_Contains(entered, ident)  # threads with a current context
+    Py_DecRef(ident)
+    if known != 1:
+        return 0
+    first = PyTuple_Size(incoming)
+    pointers = load(words + POINTERS)
+    count = load(words + INPUTS)
+    at = words + FIRST
+    k = 0
+    while k < count:  # Inputs: the tensor they lie in, and at which byte
+        x = given_tensor(incoming, saved, first, load(at))
+        if class_of(x) is not Plain and class_of(x) is not Parameter:
+            return 0
+        pointer = address_of(x)
+        if PyErr_Occurred() != 0:
+            return 0
+        store(pointers + 8 * k, pointer + load(at + 8))
+        at += 16
+        k += 1
+    at = allocated(words, at, pointers + 8 * count)
+    if at == 0:
+        return 0
+    consts = PyObject_CallOneArg(program.numbers, given)
+    if consts == 0:
+        return 0
+    stream = PyObject_CallNoArgs(program.stream)
+    if stream == 0:
+        Py_DecRef(consts)
+        return 0
+    went = sent(words, at, consts + ITEMS, PyLong_AsVoidPtr(stream))
+    Py_DecRef(stream)
+    Py_DecRef(consts)
+    if went == 0:
+        return 0
+    at = program.results  # None, a result as k, an incoming gradient as ~k
+    size = PyTuple_Size(at)
+    result = PyTuple_New(size)
+    if result == 0:
+        return 0
+    k = 0
+    while k < size:
+        item = load(at + ITEMS + 8 * k)
+        if item is not None:
+            number = PyLong_AsLong(item)
+            if number >= 0:
+                item = load(load(words + OUTPUTS) + 8 * number)
+            else:
+                item = load(incoming + ITEMS + 8 * ~number)
+        Py_IncRef(item)
+        store(result + ITEMS + 8 * k, item)
+        k += 1
+    given_up(words)  # the results have their references
+    store(words, load(words) + 1)
+    return result
+
+
+def given_tensor(incoming, saved, first, k):
+    if k < first:
+        return load(incoming + ITEMS + 8 * k)
+    return load(saved + ITEMS + 8 * (k - first))
 
 
 def count_writes(chain: Chain, words, at, shells):
     """Give outputs the versions that in-place ops on their handles made, before they are saved."""
-    outputs = load(words + 32)
+    outputs = load(words + OUTPUTS)
     while shells > 0:
         number = PyLong_FromLong(load(at))
         times = PyDict_GetItemWithError(chain.bumps, number)
@@ -428,9 +577,9 @@ def bumped(tensor):
         Py_DecRef(done)
 
 
-def settled(chain: Chain, words, at, shells, made):
+def settled(chain: Chain, words, at, shells):
     """Let each live shell become its output, which then serves as its node's shell."""
-    outputs = load(words + 32)
+    outputs = load(words + OUTPUTS)
     args = room(2)
     k = 0
     while k < shells:
@@ -455,8 +604,6 @@ def settled(chain: Chain, words, at, shells, made):
         PyList_SetItem(chain, index, None)
         at += 32
         k += 1
-    while made > 0:
-        made -= 1
-        Py_DecRef(load(outputs + 8 * made))
+    given_up(words)  # the shells have their references
     store(words, load(words) + 1)
     return 1
