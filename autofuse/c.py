@@ -73,6 +73,9 @@ hold: Any = GIVEN
 is_grad_enabled: Any = GIVEN
 increment_version: Any = GIVEN
 get_device: Any = GIVEN
+NoTorchFunction: Any = GIVEN
+enter: Any = GIVEN  # its methods
+leave: Any = GIVEN
 entered: Any = GIVEN  # threads of torch's engine in which a context is current
 
 PYTHON: Any = GIVEN  # (function, args, flags, names): what functions do by themselves

@@ -27,7 +27,7 @@ import torch
 from . import c, chain, launch, native_call, native_flush, native_record, tensor
 from .config import config, watch
 from .machine import Machine
-from .shell import Tensor
+from .shell import NoTorchFunction, Tensor
 
 _STAGES = (native_record, native_flush, native_call)
 _Function = Callable[..., Any]
@@ -74,7 +74,8 @@ def _given() -> dict[str, Any]:
         "is_grad_enabled": torch.is_grad_enabled,
         "increment_version": torch.autograd.graph.increment_version,
         "entered": launch._entered, "get_device": getattr(torch._C, "_cuda_getDevice", int),
-        **_places(),
+        "NoTorchFunction": NoTorchFunction, **_places(),
+        "enter": vars(NoTorchFunction)["__enter__"], "leave": vars(NoTorchFunction)["__exit__"],
     }  # fmt: skip
 
 

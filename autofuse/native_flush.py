@@ -21,8 +21,7 @@ from .c import (
     VERSION_CLOSURE,
     VERSION_GETTER,
     WEAKREFS,
-    Parameter,
-    Plain,
+    NoTorchFunction,
     Py_DecRef,
     Py_IncRef,
     PyDict_Clear,
@@ -58,10 +57,12 @@ from .c import (
     chain_flush,
     chain_names,
     counts,
+    enter,
     entered,
     get_device,
     hold,
     increment_version,
+    leave,
     load,
     load32,
     ranges,
@@ -477,11 +478,19 @@ def answer(entry, function, args, flags, names):
         words = PyLong_AsVoidPtr(program.address)
         if load(words + BUSY) == 0:
             store(words + BUSY, 1)
+            guard = PyObject_CallNoArgs(NoTorchFunction)  # a leaf of the user's may be wrapped
+            if guard == 0:
+                return 0
+            begun = PyObject_CallOneArg(enter, guard)
             result = answered(program, words, load(args + 8), load(args + 16), load(args + 24))
+            given_up(words)  # what it returns it holds
+            ended = PyObject_CallOneArg(leave, guard)
+            Py_DecRef(begun)
+            Py_DecRef(ended)
+            Py_DecRef(guard)
             store(words + BUSY, 0)
             if result != 0:
                 return result
-            given_up(words)
     return python(function, args, flags, names)
 
 
@@ -500,10 +509,7 @@ def answered(program: Program, words, incoming, saved, given):
     at = words + FIRST
     k = 0
     while k < count:  # Inputs: the tensor they lie in, and at which byte
-        x = given_tensor(incoming, saved, first, load(at))
-        if class_of(x) is not Plain and class_of(x) is not Parameter:
-            return 0
-        pointer = address_of(x)
+        pointer = address_of(given_tensor(incoming, saved, first, load(at)))
         if PyErr_Occurred() != 0:
             return 0
         store(pointers + 8 * k, pointer + load(at + 8))
@@ -541,7 +547,6 @@ def answered(program: Program, words, incoming, saved, given):
         Py_IncRef(item)
         store(result + ITEMS + 8 * k, item)
         k += 1
-    given_up(words)  # the results have their references
     store(words, load(words) + 1)
     return result
 
