@@ -116,7 +116,10 @@ class _Emitter:
             for operand, pointer, place in zip(source.loads, self.pointers, places, strict=False)
         ]
         lanes = self._guarded(full, reads, start)
-        results = [self.element.run(function, [*lane, *consts]) for lane in lanes]
+        lanes = [[*lane, *consts] for lane in lanes]
+        results = []
+        for k in range(0, len(lanes), 2):
+            results += self.element.run(function, lanes[k : k + 2])
         writes = list(
             zip(
                 source.stores,
@@ -185,6 +188,7 @@ class _Emitter:
             for operand, pointer, offset, _ in reads
         ]
         moving = [read for read, value in zip(reads, repeated, strict=True) if value is None]
+        operands = [operand for operand, *_ in moving]
         if full is None:
             bits = [self._load(*read) for read in moving]
         else:
@@ -193,7 +197,7 @@ class _Emitter:
                     fast = [self._load(*read) for read in moving]
                     fast_end = builder.block
                 with otherwise:
-                    slow = [[self._tail(*read, start, k) for k in range(lanes)] for read in moving]
+                    slow = [self._tails(*read, start) for read in moving]
                     slow_end = builder.block
             bits = []
             for whole, tail in zip(fast, slow, strict=True):
@@ -204,7 +208,7 @@ class _Emitter:
                     phi.add_incoming(b, slow_end)
                     merged.append(phi)
                 bits.append(merged)
-        moved = iter(bits)
+        moved = iter([self._items(*pair) for pair in zip(operands, bits, strict=True)])
         columns = []
         for (operand, *_), value in zip(reads, repeated, strict=True):
             column = [value] * lanes if value is not None else next(moved)
@@ -213,6 +217,14 @@ class _Emitter:
 
     def _load_one(self, operand: Operand, pointer: Any, offset: Any) -> Any:
         return self.builder.load(self._at(operand, pointer, offset))
+
+    def _tails(
+        self, operand: Operand, pointer: Any, offset: Any, distance: Any, start: Any
+    ) -> list[Any]:
+        """What `_load` reads, of the last group."""
+        lanes = range(self.source.lanes)
+        items = [self._tail(operand, pointer, offset, distance, start, k) for k in lanes]
+        return self._packed(items) if self._narrow(operand) else items
 
     def _tail(
         self, operand: Operand, pointer: Any, offset: Any, distance: Any, start: Any, lane: int
@@ -230,6 +242,18 @@ class _Emitter:
         phi.add_incoming(value, inside)
         return phi
 
+    def _narrow(self, operand: Operand) -> bool:
+        """Whether lanes of an operand are moved in 32-bit words, which hold several of them."""
+        kind = STORED[operand.code]
+        narrow = isinstance(kind, ir.IntType) and kind.width < 32 and operand.axes[-1] == UNIT
+        return narrow and self.source.lanes > 1 and self._words(operand)[1] > 0
+
+    def _items(self, operand: Operand, loaded: list[Any]) -> list[Any]:
+        """The lanes of what `_load` has read."""
+        if not self._narrow(operand):
+            return loaded
+        return self._unpacked(loaded, STORED[operand.code])
+
     def _words(self, operand: Operand) -> tuple[int, int]:
         """(16-byte or smaller accesses, 4-byte words in each) for one group of lanes."""
         nbytes = self.source.lanes * ITEMSIZE[operand.code]
@@ -240,6 +264,7 @@ class _Emitter:
         return builder.add(offset, builder.mul(distance, self.word(lane)))
 
     def _load(self, operand: Operand, pointer: Any, offset: Any, distance: Any) -> list[Any]:
+        """One value per lane, or words that hold several."""
         lanes, builder = self.source.lanes, self.builder
         if lanes == 1:
             return [self._load_one(operand, pointer, offset)]
@@ -254,12 +279,11 @@ class _Emitter:
         for k in range(accesses):
             at = builder.add(offset, self.word(k * each))
             kind = STORED[operand.code]
-            narrow = words and isinstance(kind, ir.IntType) and kind.width < 32
+            narrow = self._narrow(operand)
             vector = ir.VectorType(I32, words) if narrow else ir.VectorType(kind, each)
             place = builder.bitcast(self._at(operand, pointer, at), self._vector_pointer(vector))
             packed = builder.load(place, align=each * ITEMSIZE[operand.code])
-            items = [builder.extract_element(packed, I32(k)) for k in range(vector.count)]
-            values += self._unpacked(items, kind) if narrow else items
+            values += [builder.extract_element(packed, I32(k)) for k in range(vector.count)]
         return values
 
     def _store(self, operand: Operand, pointer: Any, offset: Any, values: list[Any]) -> None:

@@ -7,7 +7,9 @@ and the primitives of a target; nothing of memory, indices or torch.
 from __future__ import annotations
 
 import ast
+import copy
 import struct
+import sys
 from operator import add, mul, sub, truediv
 from typing import Any
 
@@ -38,41 +40,71 @@ def _single(value: Literal) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
+def _half(value: Literal, code: str) -> int | None:
+    """The bits of a literal as float16 or bfloat16, None if it is neither."""
+    single = "f" if code == "bf16" else "e"
+    try:
+        packed = struct.pack(single, value)
+    except OverflowError:
+        return None
+    (back,) = struct.unpack(single, packed)
+    bits = int.from_bytes(packed, sys.byteorder)
+    if back != value or (code == "bf16" and bits & 0xFFFF):
+        return None
+    return bits >> 16 if code == "bf16" else bits
+
+
 class Element:
-    """Lowers the statements of an element function, for one lane at a time."""
+    """Lowers the statements of an element function, for one lane or a pair of lanes at a time."""
 
     def __init__(self, builder: ir.IRBuilder, target: Cuda | Cpu) -> None:
         self.builder, self.target = builder, target
-        self.names: dict[str, Value] = {}
+        self.lanes: list[dict[str, Value]] = []  # the named values of each lane
+        self.names: dict[str, Value] = {}  # those of the lane at work
         self.stored: dict[str, str] = {}  # the type that the value of a name is rounded to
 
-    def run(self, function: ast.FunctionDef, args: list[Value]) -> list[Value]:
-        """The values that `function` returns for `args`."""
-        params = function.args.args
-        self.names = {arg.arg: value for arg, value in zip(params, args, strict=True)}
-        self.stored = {arg.arg: arg.annotation.id for arg in params}  # type: ignore[union-attr]
+    def run(self, function: ast.FunctionDef, lanes: list[list[Value]]) -> list[list[Value]]:
+        """What `function` returns for the arguments of one lane or of two."""
+        params = [arg.arg for arg in function.args.args]
+        self.lanes = [dict(zip(params, args, strict=True)) for args in lanes]
+        self.stored = {arg.arg: arg.annotation.id for arg in function.args.args}  # type: ignore[union-attr]
         for statement in function.body:
             if isinstance(statement, ast.Return):
                 value = statement.value
                 results = value.elts if isinstance(value, ast.Tuple) else [value]
-                return [self.names[result.id] for result in results]  # type: ignore[union-attr]
+                return [[names[result.id] for result in results] for names in self.lanes]  # type: ignore[union-attr]
             if isinstance(statement, ast.AnnAssign):
                 target, code = statement.target, statement.annotation
                 assert isinstance(target, ast.Name) and isinstance(code, ast.Name)
                 assert statement.value is not None
-                self.names[target.id] = self.op(statement.value, code.id)
-                self.stored[target.id] = code.id
+                self.name(target.id, self.op(statement.value, code.id), code.id)
             else:
                 assert isinstance(statement, ast.Assign)
                 (target,) = statement.targets
                 assert isinstance(target, ast.Name)
-                self.names[target.id] = self.typed(self.eval(statement.value), "f32")
                 match statement.value:
-                    case ast.Call(func=ast.Name(id=code)) if code in STORED:
-                        self.stored[target.id] = code
+                    case ast.Call(func=ast.Name(id=code), args=[tree]) if code in STORED:
+                        self.name(target.id, self.rounded(tree, code), code)
+                    case tree:
+                        self.name(target.id, self.each(tree, "f32"))
         raise AssertionError("an element function returns")
 
-    def op(self, tree: ast.expr, code: str) -> Value:
+    def name(self, name: str, values: list[Value], code: str | None = None) -> None:
+        """Give the values of the lanes a name, and the type that they are rounded to."""
+        for names, value in zip(self.lanes, values, strict=True):
+            names[name] = value
+        if code is not None:
+            self.stored[name] = code
+
+    def each(self, tree: ast.expr, code: str, exact: bool = False) -> list[Value]:
+        """`tree` in every lane; literals are of type `code`."""
+        values = []
+        for names in self.lanes:
+            self.names = names
+            values.append(self.typed(self.eval(tree, exact), code))
+        return values
+
+    def op(self, tree: ast.expr, code: str) -> list[Value]:
         """One op: a lone + - * is exact; anything else contracts within, and ends here."""
         lone = (
             isinstance(tree, ast.BinOp)
@@ -80,14 +112,57 @@ class Element:
             and isinstance(tree.left, ast.Name)
             and isinstance(tree.right, ast.Name)
         )
-        value = self.eval(tree, exact=lone)
         if self.selects(tree, code):  # rounding again would lose the sign of a NaN
-            assert isinstance(value, Value)
-            return value
-        value = self.convert(self.typed(value, carried(code)), code)
-        if value.floating and code not in ("f16", "bf16") and not lone:
-            value = Value(self.target.barrier(value.ir), value.code)
-        return value
+            return self.each(tree, code)
+        values = self.rounded(tree, code, lone)
+        if values[0].floating and code not in ("f16", "bf16") and not lone:
+            values = [Value(self.target.barrier(value.ir), value.code) for value in values]
+        return values
+
+    def rounded(self, tree: ast.expr, code: str, exact: bool = False) -> list[Value]:
+        """`tree` in every lane, as type `code`."""
+        if len(self.lanes) == 1 or not self.target.pairs(code):
+            return [self.convert(value, code) for value in self.each(tree, carried(code), exact)]
+        assert isinstance(self.target, Cuda)
+        tree = _Roundings(self).visit(copy.deepcopy(tree))
+        match tree:
+            case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() as op, left=left, right=right):
+                pass
+            case ast.UnaryOp(op=ast.USub(), operand=right):
+                op, left = ast.Mult(), ast.Constant(-1)
+            case _:
+                op, left, right = None, tree, tree
+        if op is not None and self.packs(left, code) and self.packs(right, code):
+            name = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul"}[type(op)]
+            word = self.target.pair(name, self.packed(left, code), self.packed(right, code), code)
+        else:
+            low, high = (
+                self.convert(value, carried(code)) for value in self.each(tree, carried(code))
+            )
+            word = self.target.round_pair(low.ir, high.ir, code)
+        high = self.builder.lshr(word, I32(16))
+        return [self.loaded(self.builder.trunc(half, I16), code) for half in (word, high)]
+
+    def packs(self, tree: ast.expr, code: str) -> bool:
+        """Whether the value of `tree` is one of type `code`, exactly."""
+        match tree:
+            case ast.Constant(value=int() | float() as value):
+                return _half(value, code) is not None
+            case ast.Name(id=name):
+                return self.stored.get(name) == code
+        return False
+
+    def packed(self, tree: ast.expr, code: str) -> Any:
+        """The 16 bits of `tree` in two lanes, as one word."""
+        if isinstance(tree, ast.Constant):
+            assert isinstance(tree.value, (int, float))
+            half = _half(tree.value, code)
+            assert half is not None
+            return I32(half << 16 | half)
+        low, high = (
+            self.builder.zext(self.storable(value, code), I32) for value in self.each(tree, code)
+        )
+        return self.builder.or_(low, self.builder.shl(high, I32(16)))
 
     def selects(self, tree: ast.expr, code: str) -> bool:
         """Whether the value of `tree` is one of others that are rounded to `code`."""
@@ -295,9 +370,10 @@ class Element:
         """The carried value of what was read from memory."""
         builder = self.builder
         if code == "bf16":
-            return Value(builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32), "f32")
+            word = builder.shl(builder.zext(bits, I32), I32(16))
+            return Value(builder.bitcast(word, F32), "f32", bits)
         if code == "f16":
-            return Value(self.target.from_half(bits), "f32")
+            return Value(self.target.from_half(bits), "f32", bits)
         if code == "b1":
             return Value(builder.icmp_unsigned("!=", bits, I8(0)), "b1")
         return Value(bits, code)
@@ -305,8 +381,26 @@ class Element:
     def storable(self, value: Value, code: str) -> Any:
         """The bits to write for a carried value that is already rounded to `code`."""
         builder = self.builder
+        if value.bits is not None:
+            return value.bits
         if code == "bf16":
             return builder.trunc(builder.lshr(builder.bitcast(value.ir, I32), I32(16)), I16)
         if code == "f16":
             return self.target.to_half(value.ir)
         return builder.zext(value.ir, I8) if code == "b1" else value.ir
+
+
+class _Roundings(ast.NodeTransformer):
+    """Gives the 16-bit roundings inside an expression names."""
+
+    def __init__(self, element: Element) -> None:
+        self.element = element
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        assert isinstance(node.func, ast.Name)
+        if not self.element.target.pairs(node.func.id):
+            return self.generic_visit(node)  # type: ignore[return-value]
+        name = f"{node.func.id}({ast.unparse(node.args[0])})"
+        values = self.element.rounded(node.args[0], node.func.id)
+        self.element.name(name, values, node.func.id)
+        return ast.Name(name, ast.Load())

@@ -16,6 +16,7 @@ I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64, F16, VOID = ir.FloatType(), ir.DoubleType(), ir.HalfType(), ir.VoidType()
 CARRIED = {"f64": F64, "f32": F32, "i64": I64, "i32": I32, "i16": I16, "i8": I8, "u8": I8, "b1": I1}
 STORED = {**CARRIED, "f16": I16, "bf16": I16, "b1": I8}
+ONES = {"f16": 0x3C00, "bf16": 0x3F80}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Value:
 
     ir: Any
     code: str
+    bits: Any = None  # i16 of a value that is rounded to 16 bits, where they are at hand
 
     @property
     def floating(self) -> bool:
@@ -113,6 +115,31 @@ class Cuda:
         )
         return builder.bitcast(word, F32)
 
+    def pairs(self, code: str) -> bool:
+        """Whether the arithmetic of `code` comes in pairs: two 16-bit values in a register."""
+        return code in ONES and self.capability >= (8, 0)
+
+    def round_pair(self, low: Any, high: Any, code: str) -> Any:
+        """Two float32 values rounded to `code`, as one word."""
+        signature = ir.FunctionType(I32, [F32, F32])
+        return self.builder.asm(
+            signature, f"cvt.rn.{code}x2.f32 $0, $2, $1;", "=r,f,f", [low, high], False
+        )
+
+    def pair(self, name: str, a: Any, b: Any, code: str) -> Any:
+        """add, sub or mul of two pairs, with the bits that float32 gives once it is rounded.
+
+        float32 has more than twice the bits of either type and two to spare, so that its own
+        rounding is never seen; a NaN becomes the canonical one here too.
+        """
+        halves = (ONES[code], ONES[code] | 1 << 15, 1 << 15)
+        one, minus_one, minus_zero = (I32(half << 16 | half) for half in halves)
+        args = {"add": (a, one, b), "sub": (b, minus_one, a), "mul": (a, b, minus_zero)}[name]
+        signature = ir.FunctionType(I32, [I32] * 3)
+        return self.builder.asm(
+            signature, f"fma.rn.{code}x2 $0, $1, $2, $3;", "=r,r,r,r", list(args), False
+        )
+
     def to_half(self, value: Any) -> Any:
         return self.builder.asm(
             ir.FunctionType(I16, [F32]), "cvt.rn.f16.f32 $0, $1;", "=h,f", [value], False
@@ -163,6 +190,9 @@ class Cpu:
 
     def barrier(self, value: Any) -> Any:
         return value
+
+    def pairs(self, code: str) -> bool:
+        return False
 
     def opaque(self, value: Any) -> Any:
         return value

@@ -1,6 +1,7 @@
 """The generated source and, without a GPU, the PTX of every op's CUDA kernel."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,6 +105,42 @@ def test_contraction_inside_an_op():
     (alone,) = ptx_of(chain_of("exp"), (0,))
     (inside,) = ptx_of(chain_of("sigmoid"), (0,))
     assert inside.count("fma.rn.f32") == alone.count("fma.rn.f32") + 4
+
+
+@pytest.mark.parametrize("code", ["bf16", "f16"])
+def test_16_bit_arithmetic_is_done_on_pairs(code):
+    """One instruction for two lanes: nothing is converted, and products stay apart from sums."""
+    (ptx,) = ptx_of(chain_of("mul", "add", "neg", "sub", "square", code=code), (4,))
+    assert ptx.count(f"fma.rn.{code}x2") == 5 * 4  # 8 lanes
+    assert "cvt.rn" not in ptx and "cvt.f32" not in ptx
+    (ptx,) = ptx_of(chain_of("tanh_backward", code=code), (0,))  # rounds on the way
+    assert ptx.count(f"fma.rn.{code}x2") == 3 * 4 and "cvt.rn" not in ptx
+    (ptx,) = ptx_of(chain_of("exp", "mul", code=code), (1,))  # two results in one rounding
+    assert ptx.count(f"cvt.rn.{code}x2.f32") == 4
+
+
+def test_scalars_are_not_rounded_to_16_bits():
+    """A Python scalar stays float32, and with it the product."""
+    x = view("bf16")
+    program = Program((Step(OPS["mul"], (~0, CONST), "bf16", x),), (x,), (float,))
+    (ptx,) = ptx_of(program)
+    assert "bf16x2 " not in ptx.replace("cvt.rn.bf16x2.f32 ", "")
+    assert ptx.count("mul.rn.f32") == 8
+
+
+def test_a_relaxed_16_bit_chain_rounds_at_the_end():
+    program = replace(chain_of("sigmoid", "mul", code="bf16"), relaxed=True)
+    (ptx,) = ptx_of(program, (1,))
+    assert "fma.rn.bf16x2" not in ptx and ptx.count("cvt.rn.bf16x2.f32") == 4
+
+
+def test_literals_of_16_bits():
+    from autofuse.lower import _half
+
+    assert _half(1, "bf16") == 0x3F80 and _half(-2.0, "f16") == 0xC000
+    assert _half(0.1, "bf16") is _half(0.1, "f16") is None
+    assert _half(257, "bf16") is None and _half(257, "f16") is not None
+    assert _half(1e9, "f16") is _half(1e300, "bf16") is None
 
 
 def test_contiguous_path_has_wide_stores_too():
