@@ -21,7 +21,15 @@ plain(
     accepts="fi",
     grad="threshold_backward(out, g)",
 )
-plain("silu", "x", "x / (1 + exp(-x))", eager=F.silu, grad="silu_backward(g, x)")
+plain(
+    "silu",
+    "x",
+    "x / (1 + exp(-x))",
+    f16="d = 1 + exp(-x); r = rcp(d); q = x * r; z = fma(fma(-d, q, x), r, q); z if z == z else q",
+    bf16="x * rcp(fma(ex2(x * -1.4426950408889634), 0.0625, 0.0625)) * 0.0625",
+    eager=F.silu,
+    grad="silu_backward(g, x)",
+)
 plain("mish", "x", "x * tanh(log1p(exp(x)))", eager=F.mish, grad="mish_backward(g, x)")
 plain(
     "hardswish",

@@ -94,7 +94,8 @@ def _statements(plan: Plan, index: int, line: Line) -> list[str]:
             text.append(f"    v{index}_{name} = {target}({value})")
             value = f"v{index}_{name}"
         names[name] = value
-    *parts, result = parse(op.expression(common, plan.device))
+    scalars = any(ref >= CONST for ref in line.refs)
+    *parts, result = parse(op.expression(common, plan.device, scalars))
     for part in parts:
         assert isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name)
         target = part.targets[0].id

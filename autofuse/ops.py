@@ -48,17 +48,33 @@ _UNARY_GRADS = {
     "erf": "1.1283791670955126 * exp(-pow_2(x)) * g",
     "erfc": "-1.1283791670955126 * exp(-pow_2(x)) * g",
 }
+_BF16 = {
+    "tanh": "x if abs(x) < 0.0625 else fma(rcp(ex2(x * 2.8853900817779268) + 1), -2, 1)",
+}
 for _name, _grad in _UNARY_GRADS.items():
     _alias = "arc" + _name[1:]
     _aliases = (_alias,) if hasattr(torch, _alias) else ()
-    plain(_name, "x", f"{_name}(x)", *_aliases, result="float", accepts="fib", grad=_grad)
+    plain(
+        _name,
+        "x",
+        f"{_name}(x)",
+        *_aliases,
+        result="float",
+        accepts="fib",
+        bf16=_BF16.get(_name, ""),
+        grad=_grad,
+    )
 
-plain("reciprocal", "x", "1 / x", result="float", accepts="fib", grad="-g * (out * out)")
+plain(
+    "reciprocal", "x", "1 / x", f16="rcp(x)", result="float", accepts="fib", grad="-g * (out * out)"
+)
 plain(
     "sigmoid",
     "x",
     "1 / (1 + exp(-x))",
     "expit",
+    f16="d = 1 + exp(-x); r = rcp(d); z = fma(fma(-d, r, 1), r, r); z if z == z else r",
+    bf16="rcp(fma(ex2(x * -1.4426950408889634), 0.0625, 0.0625)) * 0.0625",
     result="float",
     accepts="fib",
     grad="sigmoid_backward(g, out)",
@@ -223,6 +239,7 @@ plain(
     "x / y",
     "divide",
     "true_divide",
+    f16="r = rcp(y); q = x * r; z = fma(fma(-y, q, x), r, q); z if z == z else q",
     scalar="opmath",
     cpu_scalar="opmath",
     result="float",

@@ -44,11 +44,27 @@ class Cuda:
         **{(op, "f64"): f"d{op}_rn" for op in ("add", "sub", "mul")},
     }
 
+    # good to some 22 bits; one instruction where subnormals may be taken for 0
+    APPROXIMATE = {
+        "ex2": "ex2.approx.ftz",
+        "rcp": "rcp.approx.ftz",
+    }
+
     def __init__(self, builder: ir.IRBuilder, capability: tuple[int, int]) -> None:
         self.builder, self.capability = builder, capability
 
     def call(self, name: str, args: list[Value]) -> Any:
         code = args[0].code
+        if name in self.APPROXIMATE:
+            values = [arg.ir for arg in args]
+            places = ", ".join(f"${k}" for k in range(len(values) + 1))
+            return self.builder.asm(
+                ir.FunctionType(F32, [F32] * len(values)),
+                f"{self.APPROXIMATE[name]}.f32 {places};",
+                "=f" + ",f" * len(values),
+                values,
+                False,
+            )
         symbol = self.ROUNDED.get((name, code))
         if symbol is None:
             symbol = self.FUNCTIONS.get(name, name) + ("f" if code == "f32" else "")

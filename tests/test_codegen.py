@@ -119,6 +119,28 @@ def test_16_bit_arithmetic_is_done_on_pairs(code):
     assert ptx.count(f"cvt.rn.{code}x2.f32") == 4
 
 
+def test_16_bit_ops_have_expressions_of_their_own():
+    """Approximations good enough for 16 bits; float32 and relaxed kernels keep theirs."""
+    for name, code in (("sigmoid", "bf16"), ("silu", "bf16"), ("silu", "f16"), ("div", "f16")):
+        (ptx,) = ptx_of(chain_of(name, code=code), (0,))
+        assert ptx.count("rcp.approx.ftz.f32") == 8 and ".rn.f32 " not in ptx.replace(
+            "fma.rn.f32 ", ""
+        ).replace("mul.rn.f32 ", "")
+    (ptx,) = ptx_of(chain_of("tanh", code="bf16"), (0,))
+    assert ptx.count("fma.rn.f32") == 8  # no polynomial
+    for program in (chain_of("sigmoid"), replace(chain_of("sigmoid", code="bf16"), relaxed=True)):
+        (ptx,) = ptx_of(program, (0,))
+        assert "rcp.approx" not in ptx and "rcp.rn.f32" in ptx
+
+
+def test_expressions_for_16_bits_are_for_tensors_alone():
+    """A Python scalar is float32, of which there are too many to have walked them all."""
+    div = OPS["div"]
+    assert div.expression("f16", "cuda") == div.f16 != div.expr
+    assert div.expression("f16", "cuda", scalars=True) == div.expr
+    assert div.expression("f16", "cpu") == div.expression("bf16", "cuda") == div.expr
+
+
 def test_scalars_are_not_rounded_to_16_bits():
     """A Python scalar stays float32, and with it the product."""
     x = view("bf16")
