@@ -25,8 +25,12 @@ plain(
     "silu",
     "x",
     "x / (1 + exp(-x))",
-    f16="d = 1 + exp(-x); r = rcp(d); q = x * r; z = fma(fma(-d, q, x), r, q); z if z == z else q",
-    bf16="x * rcp(fma(ex2(x * -1.4426950408889634), 0.0625, 0.0625)) * 0.0625",
+    # as `div`: q where x is 0 or infinite, and below -87.3, where d exceeds 2^126, r is flushed to
+    # 0 and the quotient rounds to the zero that q is (NaN of -inf)
+    f16="d = 1 + exp(-x); r = rcp(d); q = x * r; z = fma(fma(-d, q, x), r, q);"
+    "z if abs(z) > 0 else q",
+    # x by the whole of sigmoid's: x * rcp(..) is up to 16 x and would overflow
+    bf16="x * (rcp(fma(ex2(x * -1.4426950408889634), 0.0625, 0.0625)) * 0.0625)",
     eager=F.silu,
     grad="silu_backward(g, x)",
 )

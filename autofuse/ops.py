@@ -239,7 +239,10 @@ plain(
     "x / y",
     "divide",
     "true_divide",
-    f16="r = rcp(y); q = x * r; z = fma(fma(-y, q, x), r, q); z if z == z else q",
+    # z is q corrected by what is left of x. Operands that are finite and not 0 lie in 2^-24 to
+    # 2^16: nothing underflows, and z is neither 0 nor NaN. Otherwise q has eager's bits: x = 0,
+    # where z can be +0 for a q of -0, and y = 0 or either infinite, where z is NaN
+    f16="r = rcp(y); q = x * r; z = fma(fma(-y, q, x), r, q); z if abs(z) > 0 else q",
     scalar="opmath",
     cpu_scalar="opmath",
     result="float",
