@@ -62,6 +62,9 @@ row(
     "gelu_tanh",
     "x",
     "0.5 * x * (1 + tanh(0.79788456080286535588 * (x + 0.044715 * (x * x * x))))",
+    bf16="u = 0.79788456080286535588 * (x + 0.044715 * (x * x * x));"
+    "t = fma(rcp(ex2(abs(u) * 2.8853900817779268) + 1), -2, 1);"
+    "0.5 * x * (1 + copysign(t, u))",
     eager=partial(F.gelu, approximate="tanh"),
     grad="gelu_tanh_backward(g, x)",
 )

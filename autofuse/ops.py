@@ -48,8 +48,11 @@ _UNARY_GRADS = {
     "erf": "1.1283791670955126 * exp(-pow_2(x)) * g",
     "erfc": "-1.1283791670955126 * exp(-pow_2(x)) * g",
 }
-_BF16 = {
-    "tanh": "x if abs(x) < 0.0625 else fma(rcp(ex2(x * 2.8853900817779268) + 1), -2, 1)",
+_SHORT = {
+    "log": {"bf16": "lg2_wide(x) * 0.69314718055994530942"},
+    "log2": {"bf16": "lg2_wide(x)"},
+    "sqrt": {"f16": "sqrt_wide(x)", "bf16": "sqrt_wide(x)"},
+    "tanh": {"bf16": "x if abs(x) < 0.0625 else fma(rcp(ex2(x * 2.8853900817779268) + 1), -2, 1)"},
 }
 for _name, _grad in _UNARY_GRADS.items():
     _alias = "arc" + _name[1:]
@@ -61,12 +64,19 @@ for _name, _grad in _UNARY_GRADS.items():
         *_aliases,
         result="float",
         accepts="fib",
-        bf16=_BF16.get(_name, ""),
         grad=_grad,
+        **_SHORT.get(_name, {}),
     )
 
 plain(
-    "reciprocal", "x", "1 / x", f16="rcp(x)", result="float", accepts="fib", grad="-g * (out * out)"
+    "reciprocal",
+    "x",
+    "1 / x",
+    f16="rcp(x)",
+    bf16="rcp_wide(x)",
+    result="float",
+    accepts="fib",
+    grad="-g * (out * out)",
 )
 plain(
     "sigmoid",
@@ -243,6 +253,7 @@ plain(
     # 2^16: nothing underflows, and z is neither 0 nor NaN. Otherwise q has eager's bits: x = 0,
     # where z can be +0 for a q of -0, and y = 0 or either infinite, where z is NaN
     f16="r = rcp(y); q = x * r; z = fma(fma(-y, q, x), r, q); z if abs(z) > 0 else q",
+    bf16="div_wide(x, y)",  # quotients of 8-bit significands lie 2^-18 from a tie, or on it
     scalar="opmath",
     cpu_scalar="opmath",
     result="float",

@@ -44,10 +44,15 @@ class Cuda:
         **{(op, "f64"): f"d{op}_rn" for op in ("add", "sub", "mul")},
     }
 
-    # good to some 22 bits; one instruction where subnormals may be taken for 0
+    # float32 to some 22 bits; ex2 and rcp take subnormals for 0 and are one instruction, the wide
+    # ones are some four
     APPROXIMATE = {
         "ex2": "ex2.approx.ftz",
         "rcp": "rcp.approx.ftz",
+        "rcp_wide": "rcp.approx",
+        "div_wide": "div.full",
+        "sqrt_wide": "sqrt.approx",
+        "lg2_wide": "lg2.approx",
     }
 
     def __init__(self, builder: ir.IRBuilder, capability: tuple[int, int]) -> None:
