@@ -20,12 +20,20 @@ from functools import cache
 from .plan import CONST, Line, Plan
 from .source import Source, carried, walk
 
+# where the short expressions of 16-bit ops gave eager's bits for all operands: NVIDIA bounds the
+# errors of the approximate instructions that they are made of, but specifies no bits. To prove
+# another target: bench/exhaustive.py --short
+PROVEN = frozenset({"sm_90"})
 
-def source_of(plan: Plan) -> Source:
-    """What the compiler gets to see of `plan`."""
+
+def source_of(plan: Plan, target: str = "") -> Source:
+    """What the compiler gets to see of `plan`.
+
+    target: what it is compiled for, as `sm_90`; what is made without one is right for all.
+    """
     return Source(
         name=plan.name,
-        text=render(plan),
+        text=render(plan, target),
         device=plan.device,
         loads=plan.loads,
         stores=tuple(operand for _, operand in plan.stores),
@@ -37,8 +45,8 @@ def source_of(plan: Plan) -> Source:
     )
 
 
-def render(plan: Plan) -> str:
-    """The kernel's source text; the same for equal Plans."""
+def render(plan: Plan, target: str = "") -> str:
+    """The kernel's source text; the same for equal Plans and targets."""
     params = [f"x{k}: {load.code}" for k, load in enumerate(plan.loads)]
     params += [f"c{k}: {const_code(plan, k)}" for k in range(len(plan.consts))]
     width = "64" if plan.wide else "32"
@@ -48,7 +56,7 @@ def render(plan: Plan) -> str:
     ]
     text += [f"    # x{k} {walk(load.axes)}" for k, load in enumerate(plan.loads) if plan.rank > 1]
     for index, line in enumerate(plan.lines):
-        text += _statements(plan, index, line)
+        text += _statements(plan, index, line, target)
     results = []
     for line, operand in plan.stores:
         free = _code(plan, line) != operand.code
@@ -74,7 +82,7 @@ def _code(plan: Plan, line: int) -> str:
     return carried(result) if plan.relaxed and isinstance(op.result, str) else result
 
 
-def _statements(plan: Plan, index: int, line: Line) -> list[str]:
+def _statements(plan: Plan, index: int, line: Line, target: str) -> list[str]:
     op = line.op
     own = carried(line.common)
     common = own if plan.relaxed else line.common
@@ -85,23 +93,23 @@ def _statements(plan: Plan, index: int, line: Line) -> list[str]:
             value, code = f"c{ref - CONST}", const_code(plan, ref - CONST)
             exact = op.scalar if plan.device == "cuda" else op.cpu_scalar
             keep = role == "opmath" or (role == "promote" and exact == "opmath")
-            target = own if keep else common
+            wanted = own if keep else common
         else:
             value = f"v{ref}" if ref >= 0 else f"x{~ref}"
             code = _code(plan, ref) if ref >= 0 else plan.loads[~ref].code
-            target = code if role == "bool" else common
-        if code != target:
-            text.append(f"    v{index}_{name} = {target}({value})")
+            wanted = code if role == "bool" else common
+        if code != wanted:
+            text.append(f"    v{index}_{name} = {wanted}({value})")
             value = f"v{index}_{name}"
         names[name] = value
-    scalars = any(ref >= CONST for ref in line.refs)
-    *parts, result = parse(op.expression(common, plan.device, scalars))
+    short = target in PROVEN and all(ref < CONST for ref in line.refs)
+    *parts, result = parse(op.expression(common, plan.device, short))
     for part in parts:
         assert isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name)
-        target = part.targets[0].id
+        name = part.targets[0].id
         value = _substituted(part.value, names, common, plan.device)
-        names[target] = f"v{index}_{target}"
-        text.append(f"    {names[target]} = {value}")
+        names[name] = f"v{index}_{name}"
+        text.append(f"    {names[name]} = {value}")
     assert isinstance(result, ast.Expr)
     value = _substituted(result.value, names, common, plan.device)
     code = _code(plan, index)

@@ -165,7 +165,7 @@ def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> Kernel | Non
             return kernel
         request = _requests.get((plan, device))
         if request is None:
-            source = source_of(plan)
+            source = source_of(plan, target_of(device))
             request = Request(plan, source, key_of(source, device), device)
             binary = _cache().get(request.key)
             if binary is not None:
@@ -197,7 +197,7 @@ def _told(plan: Plan, device: torch.device, counted: bool) -> Kernel | None:
         return kernel
     finally:
         now = time.perf_counter()
-        source = source_of(plan) if kernel is None else kernel.source
+        source = source_of(plan, target_of(device)) if kernel is None else kernel.source
         asked = begun if request is None else request.begun
         for listener in list(listeners):
             if kernel is not None and outcome != "hit":

@@ -42,8 +42,8 @@ class Op:
     integer, boolean: the expressions for integers and for bool, where they are others; integer `/`
         and `%` truncate as in C, and on the CPU, where they raise, the op is eager.
     narrow: the expression for float16 and bfloat16, where PyTorch's kernel rounds on the way.
-    f16, bf16: expressions of fewer instructions for one of the two on CUDA, where they give the
-        same bits for all that 16-bit operands can be; a scalar can be more.
+    f16, bf16: short expressions for one of the two on CUDA, which give the same bits for all that
+        16-bit operands can be, though not for a scalar, which is more; see `codegen.PROVEN`.
     double: the expression for float64, where PyTorch has another.
     cpu: the expression on the CPU, where PyTorch has another.
     grad: the derivative rules, one per operand, separated by `;`, with PyTorch's own formulas
@@ -121,10 +121,10 @@ class Op:
         """Whether torch's kernel takes Python scalars beside its operands, not as 0-d ones."""
         return self.name.startswith(("clamp", "hardtanh", "pow"))
 
-    def expression(self, common: str, device: str, scalars: bool = False) -> str:
+    def expression(self, common: str, device: str, short: bool = False) -> str:
         """The expression for operands of type code `common` on a device type.
 
-        scalars: whether there are Python scalars among the operands.
+        short: whether it may be one of `f16` and `bf16`.
         """
         if common == "b1":
             return self.boolean or self.integer or self.expr
@@ -133,8 +133,8 @@ class Op:
         if device == "cpu" and self.cpu:
             return self.cpu
         if common in ("f16", "bf16"):
-            short = self.f16 if common == "f16" else self.bf16
-            return (device == "cuda" and not scalars and short) or self.narrow or self.expr
+            own = self.f16 if common == "f16" else self.bf16
+            return (own if short else "") or self.narrow or self.expr
         return self.double or self.expr if common == "f64" else self.expr
 
     def divides(self, common: str) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autofuse import layout
-from autofuse.build import assemble, compile_ptx
+from autofuse.build import assemble, capability_of, compile_ptx
 from autofuse.codegen import render, source_of
 from autofuse.dtypes import CODES
 from autofuse.ops import CASTS, OPS
@@ -48,9 +48,10 @@ def single(op, dtype):
     return Program((step,), tuple(inputs), tuple(consts))
 
 
-def ptx_of(program, live=(0,)):
+def ptx_of(program, live=(0,), target="sm_90"):
     pieces = make_pieces(program, live, "cuda")
-    return [compile_ptx(source_of(piece.plan), CAPABILITY) for piece in pieces]
+    sources = [source_of(piece.plan, target) for piece in pieces]
+    return [compile_ptx(source, capability_of(target)) for source in sources]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -119,26 +120,44 @@ def test_16_bit_arithmetic_is_done_on_pairs(code):
     assert ptx.count(f"cvt.rn.{code}x2.f32") == 4
 
 
-def test_16_bit_ops_have_expressions_of_their_own():
-    """Approximations good enough for 16 bits; float32 and relaxed kernels keep theirs."""
-    for name, code in (("sigmoid", "bf16"), ("silu", "bf16"), ("silu", "f16"), ("div", "f16")):
-        (ptx,) = ptx_of(chain_of(name, code=code), (0,))
-        assert ptx.count("rcp.approx.ftz.f32") == 8 and ".rn.f32 " not in ptx.replace(
-            "fma.rn.f32 ", ""
-        ).replace("mul.rn.f32 ", "")
-    (ptx,) = ptx_of(chain_of("tanh", code="bf16"), (0,))
-    assert ptx.count("fma.rn.f32") == 8  # no polynomial
-    for program in (chain_of("sigmoid"), replace(chain_of("sigmoid", code="bf16"), relaxed=True)):
-        (ptx,) = ptx_of(program, (0,))
-        assert "rcp.approx" not in ptx and "rcp.rn.f32" in ptx
+SHORT = [(n, code) for n, op in OPS.items() for code in ("f16", "bf16") if getattr(op, code)]
+APPROXIMATE = re.compile(r"(?:ex2|rcp|sqrt|lg2)\.approx|div\.full")
 
 
-def test_expressions_for_16_bits_are_for_tensors_alone():
-    """A Python scalar is float32, of which there are too many to have walked them all."""
-    div = OPS["div"]
-    assert div.expression("f16", "cuda") == div.f16 != div.expr
-    assert div.expression("f16", "cuda", scalars=True) == div.expr
-    assert div.expression("f16", "cpu") == div.expression("bf16", "cuda") == div.expr
+def text_of(program, target="sm_90", device="cuda"):
+    (piece,) = make_pieces(program, (len(program.steps) - 1,), device)
+    return source_of(piece.plan, target).text
+
+
+@pytest.mark.parametrize(("name", "code"), SHORT)
+def test_short_expressions_of_16_bit_ops(name, code):
+    """They stand where they were proven, and only there."""
+    program = chain_of(name, code=code)
+    assert text_of(program) != text_of(program, "")
+    for target, device in (("sm_80", "cuda"), ("sm_100", "cuda"), ("cpu", "cpu")):
+        assert text_of(program, target, device) == text_of(program, "", device)
+    for other in (replace(program, relaxed=True), chain_of(name)):
+        assert text_of(other) == text_of(other, "")
+    (ptx,) = ptx_of(program)
+    assert len(APPROXIMATE.findall(ptx)) in (8, 16)
+    assert not re.search(r"(?:div|rcp|sqrt)\.rn", ptx)
+
+
+def test_pairs_of_lanes_need_no_proof():
+    """Their arithmetic is IEEE's, where the exact expressions stand too."""
+    (ptx,) = ptx_of(chain_of("sigmoid", "mul", code="bf16"), (1,), "sm_80")
+    assert "fma.rn.bf16x2" in ptx and "rcp.rn.f32" in ptx and "rcp.approx" not in ptx
+    (ptx,) = ptx_of(chain_of("sigmoid", "mul", code="bf16"), (1,), "sm_75")
+    assert "fma.rn.bf16x2" not in ptx
+
+
+@pytest.mark.parametrize("code", ["bf16", "f16"])
+def test_a_scalar_is_more_than_16_bits(code):
+    """It stays float32, of which there are too many to have walked all pairs."""
+    x = view(code)
+    for args in ((~0, CONST), (CONST, ~0)):
+        program = Program((Step(OPS["div"], args, code, x),), (x,), (float,))
+        assert text_of(program) == text_of(program, "")
 
 
 def test_scalars_are_not_rounded_to_16_bits():
