@@ -4,6 +4,10 @@ import pytest
 import torch
 
 import autofuse
+from autofuse.codegen import PROVEN, source_of
+from autofuse.compile import clear_kernels, kernels, target_of
+from autofuse.dtypes import CODES
+from autofuse.ops import OPS
 from cases import (
     ARITHMETIC,
     FLOAT_CALLS,
@@ -16,7 +20,15 @@ from cases import (
     TRIPLE_CALLS,
     WIDE_CALLS,
 )
-from support import DEVICES, FLOATS, INTS, assert_same_as_eager, outcome, random_tensor
+from support import (
+    DEVICES,
+    FLOATS,
+    INTS,
+    assert_same_as_eager,
+    needs_cuda,
+    outcome,
+    random_tensor,
+)
 
 RTOL = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -140,6 +152,26 @@ def test_of_an_integer_that_an_optimiser_knows(name, device):
     for function in (lambda x: call(x >= x), lambda x: call(x ^ x)):
         if all(error is None for _, error in want):
             assert_same_as_eager(function, x, rtol=1e-5)
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.f16 or op.bf16])
+def test_short_expressions_of_16_bit_ops(name, dtype):
+    """All values of one operand; for quotients all by 64, and 64 by all."""
+    clear_kernels()
+    every = torch.arange(-(1 << 15), 1 << 15, device="cuda").to(torch.int16).view(dtype)
+    if name in FLOAT_CALLS:
+        assert_same_as_eager(FLOAT_CALLS[name], every, fused=True)
+    else:
+        x = every.repeat(64)
+        y = random_tensor((64,), dtype, "cuda", wild=True).repeat_interleave(len(every))
+        assert_same_as_eager(PAIR_CALLS[name], x, y, fused=True)
+        assert_same_as_eager(PAIR_CALLS[name], y, x, fused=True)
+    short = bool(getattr(OPS[name], CODES[dtype])) and target_of(every.device) in PROVEN
+    (kernel,) = kernels()
+    assert (kernel.source != source_of(kernel.plan)) == short
 
 
 @pytest.mark.cuda
