@@ -1,7 +1,7 @@
 """Every fused spelling against eager over whole input spaces: bits on CUDA, ulp on the CPU.
 
     python bench/exhaustive.py [--device cuda] [--ops exp,add] [--dtypes float32,bfloat16]
-        [--log2 32] [--seconds 600] [--out DIR] [--commit HASH]
+        [--log2 32] [--seconds 600] [--short] [--out DIR] [--commit HASH]
 
 The cases are the tables of tests/cases.py. A space of at most 32 bits is walked whole: every value
 of 8 to 32 bits, every pair of 8 and 16 bits. Beyond that come random bits (2^32 pairs of float32,
@@ -9,6 +9,9 @@ of 8 to 32 bits, every pair of 8 and 16 bits. Beyond that come random bits (2^32
 CUDA a mismatch is a different bit pattern, NaNs being equal; on the CPU it is a different value,
 and the largest difference in units in the last place is given, over 2^24 patterns spread evenly.
 `--log2` bounds the size of a space. That a case ran fused is read off autofuse's counters.
+
+The short expressions of 16-bit ops are in use on the targets of `autofuse.codegen.PROVEN` alone. A
+run with `--short --dtypes float16,bfloat16` that finds no difference proves those of this GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from pathlib import Path
 import torch
 
 import autofuse
+from autofuse import codegen
+from autofuse.compile import target_of
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
@@ -413,12 +418,16 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Result]]:
     parser.add_argument("--dtypes", default="", help="names, with commas")
     parser.add_argument("--log2", type=int, help="of the largest space, 8 at least")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time")
+    parser.add_argument("--short", action="store_true", help="16-bit expressions, proven or not")
     parser.add_argument("--commit", default="", help="for the head; git is asked if not given")
     parser.add_argument("--out", type=Path, help="directory for exhaustive.md and .json")
     args = parser.parse_args(arguments)
     # or eager would be compared with itself
     autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
     head = versions(args.device, args.commit)
+    if args.short and args.device == "cuda":
+        codegen.PROVEN |= {target_of(torch.device("cuda"))}
+        head += ", short expressions"
     print(head)
     groups: dict[str, list[Result]] = {}
     try:

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from exhaustive import FAR, differing, main, measure, moderate, space, ulps
 
 import cases
+from autofuse.ops import OPS
 from support import DEVICES, FLOATS, INTS
 
 
@@ -134,6 +135,20 @@ def test_every_table_is_walked():
     tables = {name for name in vars(cases) if name.startswith("INT_") or name.endswith("_CALLS")}
     walked = [calls for _, calls, _, _ in sys.modules["exhaustive"].GROUPS]
     assert all(any(vars(cases)[name] is calls for calls in walked) for name in tables)
+
+
+def test_every_short_expression_is_walked():
+    """Over all values of one operand and all pairs of two, or --short would prove nothing."""
+    short = {(name, len(op.names)) for name, op in OPS.items() if op.f16 or op.bf16}
+    walked = {
+        (name, count)
+        for _, calls, count, dtypes in sys.modules["exhaustive"].GROUPS
+        for name in calls
+        if {torch.float16, torch.bfloat16} <= set(dtypes)
+    }
+    assert short and short <= walked
+    for dtype in (torch.float16, torch.bfloat16):
+        assert [space(dtype, count, 32, "cpu")[0] for count in (1, 2)] == ["all 2^16", "all 2^32"]
 
 
 def test_table(tmp_path, capsys):
