@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from exhaustive import FAR, differing, main, measure, moderate, space, ulps
 
+import autofuse
 import cases
 from autofuse.ops import OPS
 from support import DEVICES, FLOATS, INTS
@@ -151,7 +152,8 @@ def test_every_short_expression_is_walked():
         assert [space(dtype, count, 32, "cpu")[0] for count in (1, 2)] == ["all 2^16", "all 2^32"]
 
 
-def test_table(tmp_path, capsys):
+def test_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", False)  # `main` sets it
     main(["--device", "cpu", "--log2", "8", "--ops", "sigmoid,add,lerp,to_uint8,bitwise_not",
           "--dtypes", "float32,float16,int32", "--out", str(tmp_path)])  # fmt: skip
     out = capsys.readouterr().out
