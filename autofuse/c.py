@@ -18,7 +18,9 @@ call_pointer: Any = GIVEN  # (address, words...): what the C function there retu
 room: Any = GIVEN  # (count): the address of words that live until the function returns
 
 PyDict_Clear = C("void", 1)
+PyDict_DelItem = C("int", 2)
 PyDict_GetItemWithError = C("word", 2)
+PyDict_New = C("word", 0)
 PyDict_SetItem = C("int", 3)
 PyDict_Size = C("word", 1)
 PyErr_Clear = C("void", 0)
@@ -44,6 +46,7 @@ PyObject_CallNoArgs = C("word", 1)
 PyObject_CallOneArg = C("word", 2)
 PyObject_GenericSetAttr = C("int", 3)
 PyObject_GetAttr = C("word", 2)
+PyObject_RichCompareBool = C("int", 3)
 PyObject_Vectorcall = C("word", 4)
 PySet_Contains = C("int", 2)
 PyThread_get_thread_ident = C("word", 0)
@@ -54,9 +57,11 @@ Py_IncRef = C("void", 1)
 
 COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
 ITEMS = 24  # where a tuple has its first item
+EQUAL = 2  # Py_EQ
 LISTED = 24  # where a list has the address of its first item
-AF, CURRENT, OBSERVER, PROGRAM, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY = (
-    "_af", "current", "observer", "program", "__class__", "flushes", "eager", "recorders", ""
+AF, CURRENT, OBSERVER, PROGRAM, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE = (
+    "_af", "current", "observer", "program", "__class__", "flushes", "eager", "recorders", "",
+    "write",
 )  # fmt: skip
 
 # objects of `chain` and torch

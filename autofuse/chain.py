@@ -539,7 +539,7 @@ def record_write(op: Op, target: Tensor, operands: Sequence[Any], cast: bool = T
     if meta.requires_grad:  # a leaf, of whose use under no_grad autograd knows nothing
         if torch.is_grad_enabled():
             return False
-        made = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
+        made = meta.ungraded = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
     for recorder in _local.recorders.values():
         if recorder.chain.tip.holds_grad:
             return False

@@ -2,8 +2,8 @@
 
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
-the interpreter: nothing interrupts it, and other threads run only where it says so. What it is made
-of stands in `native_record`, `native_flush` and `native_call`, in the language of `machine`.
+the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
+`native_record`, `native_flush`, `native_call` and `native_write`, in the language of `machine`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from . import c, chain, launch, native_call, native_flush, native_record, tensor
+from . import c, chain, launch, native_call, native_flush, native_record, native_write, tensor
 from .config import config, watch
 from .machine import Machine
 from .shell import NoTorchFunction, Tensor
 
-_STAGES = (native_record, native_flush, native_call)
+_STAGES = (native_record, native_flush, native_call, native_write)
 _Function = Callable[..., Any]
 
 
@@ -56,6 +56,8 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
     """(machine function, the Python function it stands for, what it is given of that)."""
     return [
         ("record", chain.record, ()),
+        ("record_inplace", chain.record_inplace, ()),
+        ("record_write", chain.record_write, ()),
         ("flush", chain.flush, ()),
         ("answer", launch.answer, ()),
         ("torch_function", tensor._torch_function, (tensor.HANDLERS,)),

@@ -11,7 +11,6 @@ from .c import (
     COUNT,
     CURRENT,
     ITEMS,
-    RECORDERS,
     Parameter,
     Plain,
     Py_DecRef,
@@ -21,13 +20,11 @@ from .c import (
     PyErr_Occurred,
     PyLong_AsLong,
     PyObject_Call,
-    PyObject_CallNoArgs,
     PyObject_CallOneArg,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyThread_get_thread_ident,
     PyTuple_Size,
-    is_grad_enabled,
     load,
     local,
 )
@@ -113,66 +110,6 @@ def is_everyday(recorder: Recorder, known: Known, args, count):
                 return 0
         k += 1
     return 1
-
-
-def writing(entry, function, args, flags, names):
-    """An in-place op on concrete operands with nothing pending; entry: as for `feeding`."""
-    count = flags & COUNT
-    recorder: Recorder = PyObject_GetAttr(local, CURRENT)
-    if recorder == 0:
-        return 0
-    Py_DecRef(recorder)
-    every = count
-    if names != 0:
-        every += PyTuple_Size(names)
-    known: Known = load(entry + 8)
-    if recorder is not None and are_settled(recorder, load(entry + 8), args, every) != 0:
-        result = called(recorder, load(entry), known.reason, args, count, names)
-        if result == 0:
-            return 0
-        Py_DecRef(result)
-        target = load(args)
-        grad = PyObject_CallNoArgs(is_grad_enabled)
-        if grad == 0:
-            return 0
-        Py_DecRef(grad)
-        if grad is True:  # it may require grad now
-            PyObject_GenericSetAttr(target, AF, UNKNOWN)
-        Py_IncRef(target)
-        return target
-    if PyErr_Occurred() != 0:
-        return 0
-    return python(function, args, flags, names)
-
-
-def are_settled(recorder: Recorder, known: Known, args, count):
-    """Whether an in-place op on these can run at once; what else is pending is flushed."""
-    if recorder.guarded is True or count == 0 or class_of(load(args)) is not Tensor:
-        return 0
-    if are_watched() != 0:
-        return 0
-    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
-        return 0
-    k = 0
-    while k < count:
-        x = load(args + 8 * k)
-        kind = class_of(x)
-        if kind is Tensor:
-            state = state_of(x)
-            if class_of(state) is not Meta and state is not UNKNOWN:
-                return 0
-        elif kind is not float and kind is not int and kind is not bool:
-            if kind is not Plain and kind is not Parameter:
-                return 0
-        k += 1
-    recorders = PyObject_GetAttr(local, RECORDERS)
-    if recorders == 0:
-        return 0
-    number = PyDict_Size(recorders)
-    Py_DecRef(recorders)
-    if number != 1:
-        return 0
-    return flush_now(recorder, known.name)
 
 
 def fed(recorder: Recorder, entry, known: Known, args, count):

@@ -71,7 +71,7 @@ def handler(entry, function, args, flags, names):
     count = flags & COUNT
     if names == 0 and count == load(entry + 8):
         if class_of(load(args)) is Tensor:
-            shell = recorded(load(entry + 16), load(entry), args, count)
+            shell = recorded(load(entry + 16), load(entry), args, count, 0)
             if shell != 0:
                 return shell
             if PyErr_Occurred() != 0:
@@ -84,7 +84,7 @@ def record(entry, function, args, flags, names):
     if names == 0 and flags & COUNT == 2:
         operands = load(args + 8)
         if class_of(operands) is tuple:
-            shell = recorded(0, load(args), operands + ITEMS, PyTuple_Size(operands))
+            shell = recorded(0, load(args), operands + ITEMS, PyTuple_Size(operands), 0)
             if shell != 0:
                 return shell
             if PyErr_Occurred() != 0:
@@ -130,10 +130,11 @@ def recorder_of(operands, count):
     return recorder
 
 
-def recorded(func, op, operands, count):
+def recorded(func, op, operands, count, wanted):
     """A new reference to the result of `op` over `operands`; 0 where Python has to decide.
 
-    func: the torch function, by which an op is run that is better off eager, or 0.
+    func: the torch function, by which an op is run that is better off eager, or 0. wanted: the Meta
+    that the result has to have, or 0.
     """
     recorder: Recorder = recorder_of(operands, count)
     if recorder == 0 or recorder is None or count > 7:
@@ -171,6 +172,8 @@ def recorded(func, op, operands, count):
         if func == 0 or node.reason is EMPTY or PyList_Size(chain) != 0:
             return 0
         return run_short(recorder, func, node, operands, count)
+    if wanted != 0 and node.meta is not wanted:
+        return 0
     key = node.key + ITEMS
     if consts != 0 and node.limits is not None and fits(node, operands, key, count) == 0:
         return 0

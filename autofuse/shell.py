@@ -39,7 +39,7 @@ class Meta:
     """What is known of a concrete tensor without reading its values; one object per content."""
 
     __slots__ = ("checks", "device", "dtype", "flat", "inference", "nbytes", "ndim",
-                 "requires_grad", "shape", "stride", "view")  # fmt: skip
+                 "requires_grad", "shape", "stride", "ungraded", "view")  # fmt: skip
     recorder = None  # a concrete tensor belongs to no chain
     index = -1
 
@@ -61,6 +61,7 @@ class Meta:
         for size in shape:
             self.nbytes *= size
         self.view = View(CODES[dtype], tuple(shape), tuple(stride))
+        self.ungraded: Meta | None = None  # the same of a result made under no_grad, once needed
         self.checks: dict[type, Check] = {}  # tests for this content, see `likely_meta`
 
 

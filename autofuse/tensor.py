@@ -523,8 +523,11 @@ def _composite(compose: Handler, func: Handler) -> Handler:
     return call
 
 
-def _inplace(choose: Handler, func: Handler) -> Handler:
-    """The in-place form: recorded on a pending tensor, and with what is pending; else immediate."""
+def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler:
+    """The in-place form: recorded on a pending tensor, and with what is pending; else immediate.
+
+    plain: the op that it is without options, if that is one and the same.
+    """
     known = Known(func)
     known.reason = (known.name, "a write with nothing pending to fuse it with")
 
@@ -537,11 +540,15 @@ def _inplace(choose: Handler, func: Handler) -> Handler:
                     break
         if settled:
             return _write_now(func, known, self, args, kwargs)
+        return pending(self, *args, **kwargs)
+
+    def pending(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _write(_chosen(choose, (self, *args), kwargs), self):
             return self
         return run_eager(func, (self, *args), kwargs)
 
-    HOT.append(("writing", call, (func, known)))
+    arity = 0 if plain is None else len(plain.names)
+    HOT.append(("writing", call, (func, known, plain, arity, pending)))
     return call
 
 
@@ -616,7 +623,7 @@ def _install_ops() -> None:
         _override(name, _spelled(op.SPELLINGS[row], getattr(_Plain, name)))
     for name, row in ops.INPLACE_OPERATORS.items():
         if hasattr(_Plain, name):
-            _override(name, _inplace(choices[row], getattr(_Plain, name)))
+            _override(name, _inplace(choices[row], getattr(_Plain, name), op.PLAIN.get(row)))
     for name, dtype in ops.CAST_METHODS.items():
         _override(name, _cast(dtype, getattr(_Plain, name)))
     for name, (tensor_row, scalar_row) in ops.REFLECTED_OPERATORS.items():
@@ -627,17 +634,17 @@ def _install_ops() -> None:
 
 def _install(name: str, choose: Handler, inplace: bool = False) -> None:
     """Handlers for the functions and the method called `name`."""
-    plain = op.PLAIN.get(name)
+    plain = op.PLAIN.get(name.removesuffix("_") if inplace else name)
     for place in (*_PLACES, _Plain):
         func = getattr(place, name, None)
         if not callable(func) or func in HANDLERS:
             continue
         choose = op.METHODS.get(name.rstrip("_"), choose) if place is _Plain else choose
         with_options = (
-            _inplace(choose, func) if inplace else _spelled(choose, func, place is _Plain)
+            _inplace(choose, func, plain) if inplace else _spelled(choose, func, place is _Plain)
         )
         handler = with_options
-        if plain is not None:
+        if plain is not None and not inplace:
             template = _UNARY if len(plain.names) == 1 else _BINARY
             takes_options = name in op.SPELLINGS and place is _Plain
             form = "options" if takes_options else "function"

@@ -166,7 +166,8 @@ def test_the_other_way(setting, files):
     if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
         pytest.skip("this is the other way")
     name, _, value = setting.partition("=")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not cuda",
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
+               "-k", "not cuda",
                *(str(HERE / f"{file}.py") for file in files.split())]  # fmt: skip
     done = subprocess.run(
         command, env={**os.environ, name: value}, cwd=HERE.parent, capture_output=True, text=True

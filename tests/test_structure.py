@@ -12,9 +12,9 @@ ORDER = [
     "targets", "lower", "emit", "build", "machine", "c", "toolchain", "kinds", "config", "dtypes",
     "layout", "op", "activations", "special", "ops", "coverage", "plan", "codegen", "load",
     "compile", "shell", "launch", "trie", "rules", "autograd", "eager", "chain", "tensor",
-    "native_record", "native_flush", "native_call", "native", "boundaries", "api", "report",
-    "diagnosis", "observe", "logs", "check", "reads", "holders", "wording", "explaining",
-    "__init__", "__main__",
+    "native_record", "native_flush", "native_call", "native_write", "native", "boundaries", "api",
+    "report", "diagnosis", "observe", "logs", "check", "reads", "holders", "wording",
+    "explaining", "__init__", "__main__",
 ]  # fmt: skip
 EXCEPTIONS = {("boundaries", "api")}  # inside a function: unwrap is public vocabulary
 
