@@ -59,9 +59,9 @@ COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
 ITEMS = 24  # where a tuple has its first item
 EQUAL = 2  # Py_EQ
 LISTED = 24  # where a list has the address of its first item
-AF, CURRENT, OBSERVER, PROGRAM, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE = (
+AF, CURRENT, OBSERVER, PROGRAM, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, INPLACE = (
     "_af", "current", "observer", "program", "__class__", "flushes", "eager", "recorders", "",
-    "write",
+    "write", "inplace",
 )  # fmt: skip
 
 # objects of `chain` and torch

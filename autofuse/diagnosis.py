@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from . import native
 from .api import materialize, wrap
 from .build import assemble
 from .cache import DiskCache
@@ -58,6 +59,7 @@ def facts() -> Iterator[tuple[str, str]]:
     else:
         yield "GPU", "none: torch.cuda.is_available() is False"
     yield "CUDA target", cuda_target(capability)
+    yield "machine code", "in use" if native.active() else native.absent or "switched off"
     cache = DiskCache()
     yield "cache", str(cache.directory or "none: no home directory is known")
     yield "kept there", _kept(cache)

@@ -10,6 +10,7 @@ from .c import (
     CLASS,
     COUNT,
     CURRENT,
+    INPLACE,
     ITEMS,
     Parameter,
     Plain,
@@ -46,7 +47,7 @@ def torch_function(entry, function, args, flags, names):
         if count == 4:
             options = load(args + 24)
         types = load(args + 8)
-        if options is None or class_of(options) is dict and PyDict_Size(options) == 0:
+        if options is None or are_none(options) != 0:
             if (
                 class_of(types) is tuple
                 and PyTuple_Size(types) == 1
@@ -58,6 +59,16 @@ def torch_function(entry, function, args, flags, names):
                 if PyErr_Occurred() != 0:
                     return 0
     return python(function, args, flags, names)
+
+
+def are_none(options):
+    """Whether keywords say nothing; torch.nn.functional always passes `inplace` on."""
+    if class_of(options) is not dict:
+        return 0
+    size = PyDict_Size(options)
+    if size == 1 and PyDict_GetItemWithError(options, INPLACE) is False:
+        return 1
+    return size == 0
 
 
 def feeding(entry, function, args, flags, names):

@@ -254,7 +254,7 @@ _LIFT_COUNT = _calibrate()
 def _torch_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if types != _ONLY and not all(issubclass(cls, _KNOWN) or cls is _Plain for cls in types):
         return NotImplemented  # another subclass knows better
-    if kwargs:
+    if kwargs and not (len(kwargs) == 1 and kwargs.get("inplace") is False):  # as torch passes on
         handler = OPTIONS.get(func)
         return run_eager(func, args, kwargs) if handler is None else handler(*args, **kwargs)
     handler = HANDLERS.get(func)
