@@ -112,7 +112,8 @@ class Element:
             and isinstance(tree.left, ast.Name)
             and isinstance(tree.right, ast.Name)
         )
-        if self.selects(tree, code):  # rounding again would lose the sign of a NaN
+        # rounding again would lose the sign of a NaN
+        if not isinstance(tree, ast.Constant) and self.selects(tree, code):
             return self.each(tree, code)
         values = self.rounded(tree, code, lone)
         if values[0].floating and code not in ("f16", "bf16") and not lone:
@@ -169,8 +170,12 @@ class Element:
         match tree:
             case ast.Name(id=name):
                 return self.stored.get(name) == code
+            case ast.Constant(value=int() | float() as value):
+                return code in ("f16", "bf16") and _half(value, code) is not None
             case ast.IfExp():
                 return self.selects(tree.body, code) and self.selects(tree.orelse, code)
+            case ast.Call(func=ast.Name(id="fmax" | "fmin"), args=args):
+                return all(self.selects(arg, code) for arg in args)
         return False
 
     def eval(self, tree: ast.expr, exact: bool = False) -> Value | Literal:

@@ -175,7 +175,7 @@ def test_short_expressions_of_16_bit_ops(name, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif("cuda" not in DEVICES, reason="on the CPU a NaN's sign is not eager's")
+@needs_cuda  # on the CPU a NaN's sign is not eager's
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_sign_of_a_nan_reaches_the_next_op(dtype):
     """copysign shows it; rounding to 16 bits, for one, would lose it."""
