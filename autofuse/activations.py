@@ -133,6 +133,7 @@ row(
     "softshrink",
     "x l:common",
     "x if x != x else x - l if x > l else x + l if x < -l else 0",
+    narrow="x if x != x else rnd(x - l) if x > l else rnd(x + l) if x < -l else 0",
     eager=F.softshrink,
     grad="shrink_backward(g, x, l); none",
 )

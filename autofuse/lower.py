@@ -176,6 +176,8 @@ class Element:
                 return self.selects(tree.body, code) and self.selects(tree.orelse, code)
             case ast.Call(func=ast.Name(id="fmax" | "fmin"), args=args):
                 return all(self.selects(arg, code) for arg in args)
+            case ast.Call(func=ast.Name(id=name)):  # rounded inside
+                return name == code
         return False
 
     def eval(self, tree: ast.expr, exact: bool = False) -> Value | Literal:

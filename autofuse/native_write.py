@@ -73,12 +73,12 @@ def writing(entry, function, args, flags, names):
     every = count
     if names != 0:
         every += PyTuple_Size(names)
-    if recorder is None or every == 0 or class_of(load(args)) is not Tensor:
+    if every == 0 or class_of(load(args)) is not Tensor or is_free(recorder) == 0:
         return python(function, args, flags, names)
     target = load(args)
     known: Known = load(entry + 8)
     written = 0
-    if are_settled(recorder, known, args, every) != 0:
+    if are_settled(args, every) != 0 and flush_now(recorder, known.name) != 0:
         written = write_now(recorder, load(entry), known, args, count, names)
     elif names == 0 and load(entry + 16) is not None and count == load(entry + 24):
         if class_of(state_of(target)) is Node:
@@ -93,14 +93,17 @@ def writing(entry, function, args, flags, names):
     return PyObject_Vectorcall(load(entry + 32), args, count, names)
 
 
-def are_settled(recorder: Recorder, known: Known, args, count):
-    """Whether an in-place op on these can run at once; what else is pending is flushed."""
-    if recorder.guarded is True:
-        return 0
-    if are_watched() != 0:
+def is_free(recorder: Recorder):
+    """Whether this thread may use it now, and has no other one."""
+    if recorder is None or recorder == 0 or recorder.guarded is True or are_watched() != 0:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
+    return are_several() == 0
+
+
+def are_settled(args, count):
+    """Whether an in-place op on these can run at once."""
     k = 0
     while k < count:
         x = load(args + 8 * k)
@@ -113,9 +116,7 @@ def are_settled(recorder: Recorder, known: Known, args, count):
             if kind is not Plain and kind is not Parameter:
                 return 0
         k += 1
-    if are_several() != 0:
-        return 0
-    return flush_now(recorder, known.name)
+    return 1
 
 
 def are_several():

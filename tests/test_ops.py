@@ -183,11 +183,14 @@ def test_the_sign_of_a_nan_reaches_the_next_op(dtype):
     rows += [(name, call, 2) for name, call in PAIR_CALLS.items()]
     rows += [(name, call, 3) for name, call in TRIPLE_CALLS.items()]
     rows += [("where", lambda x, y, z: torch.where(z > 0, x, y), 3)]
-    operands = inputs(3, dtype, "cuda")
+    rows = [row for row in rows if row[0] != "trigamma"]  # negates by a product with a sign
+    # finite numbers besides, and one NaN at a time: of two an instruction passes on either
+    operands = [torch.nan_to_num(x) for x in inputs(3, dtype, "cuda")]
     for k, x in enumerate(operands):
+        negative = torch.copysign(torch.full_like(x[:25], float("nan")), -torch.ones_like(x[:25]))
         x[100 * k : 100 * k + 100 : 2] = float("nan")
-        x[100 * k + 1 : 100 * k + 100 : 4] = -float("nan")
-        assert x.isnan().any() and torch.copysign(x, x).signbit().any()
+        x[100 * k + 1 : 100 * k + 100 : 4] = negative
+        assert x.isnan().any() and torch.copysign(torch.ones_like(x), x).signbit().any()
     failed = []
     for name, call, count in rows:
         try:
