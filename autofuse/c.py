@@ -56,7 +56,7 @@ Py_DecRef = C("void", 1)
 Py_IncRef = C("void", 1)
 
 COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
-ITEMS = 24  # where a tuple has its first item
+ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python 3.14 on 32
 EQUAL = 2  # Py_EQ
 LISTED = 24  # where a list has the address of its first item
 AF, CURRENT, OBSERVER, PROGRAM, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, INPLACE = (
