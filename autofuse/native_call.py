@@ -47,15 +47,17 @@ def torch_function(entry, function, args, flags, names):
         if count == 4:
             options = load(args + 24)
         types = load(args + 8)
+        operands = load(args + 16)
         if options is None or are_none(options) != 0:
             if (
-                class_of(types) is tuple
+                class_of(operands) is tuple
+                and class_of(types) is tuple
                 and PyTuple_Size(types) == 1
                 and load(types + ITEMS) is Tensor
             ):
                 known = PyDict_GetItemWithError(load(entry), load(args))
                 if known != 0:
-                    return PyObject_Call(known, load(args + 16), 0)
+                    return PyObject_Call(known, operands, 0)
                 if PyErr_Occurred() != 0:
                     return 0
     return python(function, args, flags, names)

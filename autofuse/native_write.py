@@ -73,7 +73,7 @@ def writing(entry, function, args, flags, names):
     every = count
     if names != 0:
         every += PyTuple_Size(names)
-    if every == 0 or class_of(load(args)) is not Tensor or is_free(recorder) == 0:
+    if count == 0 or class_of(load(args)) is not Tensor or is_free(recorder) == 0:
         return python(function, args, flags, names)
     target = load(args)
     known: Known = load(entry + 8)

@@ -1,5 +1,6 @@
 """The hot path as machine code and as Python: both are there, and do the same."""
 
+import functools
 import gc
 import os
 import subprocess
@@ -107,6 +108,20 @@ def test_functions_stay_functions():
         add(autofuse.wrap(torch.ones(2)))
     with pytest.raises(TypeError):
         tensor._torch_function()
+
+
+def from_c(function):
+    """`function`, called from C: Python 3.11 runs the bodies of others by itself."""
+    return functools.partial(function)
+
+
+def test_calls_by_hand():
+    w = autofuse.wrap(torch.ones(4))
+    torch_function = from_c(autofuse.Tensor.__torch_function__)
+    add_ = from_c(autofuse.Tensor.add_)
+    for _ in range(3):
+        assert torch_function(torch.add, (autofuse.Tensor,), [w, 1.0]).tolist() == [2.0] * 4
+        assert add_(self=w, other=0.0) is w
 
 
 def test_errors_of_eager_ops_pass():
