@@ -122,21 +122,33 @@ def flush_now(recorder: Recorder, reason):
 
 def flushed(recorder: Recorder, reason):
     """1 if it is done, 0 if Python has to do it, -1 after an interrupt."""
-    chain: Chain = recorder.chain
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
-    size = PyList_Size(chain)
-    if size == 0:
+    if PyList_Size(recorder.chain) == 0:
         return 1
     if recorder.guarded is True:
         return 0
-    into = chain.into is not None
     if PyDict_GetItemWithError(chain_names, OBSERVER) is not None or PyList_Size(ranges) != 0:
         return 0  # somebody looks
+    if recorder.spare is None:  # what may run Python comes before anything is looked at
+        spare = PyObject_CallOneArg(Chain, recorder.home)
+        if spare == 0:
+            return -1
+        recorder.spare = spare
+        Py_DecRef(spare)
+    chain: Chain = recorder.chain
     tip: Node = chain.tip
-    alive = PyTuple_New(size + into)
+    size = PyList_Size(chain)
+    into = chain.into is not None
+    Py_IncRef(chain)
+    alive = PyTuple_New(size + into)  # up to Python 3.11 this runs finalizers, which may flush
+    same = recorder.chain is chain and chain.tip is tip and recorder.spare is not None
+    Py_DecRef(chain)
     if alive == 0:
         return -1
+    if same == 0:
+        Py_DecRef(alive)
+        return 0
     if into != 0:
         store(alive + ITEMS, PyLong_FromLong(-2))
     k = 0
@@ -155,17 +167,14 @@ def flushed(recorder: Recorder, reason):
         Py_DecRef(program)
         return 0
     done = 0
-    taken = PyObject_CallNoArgs(recorder.acquire)  # may wait for a flush by another thread
-    if taken == 0:
-        done = -1
-    else:
-        Py_DecRef(taken)
-        if recorder.chain is chain and PyList_Size(chain) == size:
-            Py_IncRef(chain)
-            done = ran(recorder, chain, size, program, reason)
-            Py_DecRef(chain)
+    taken = PyObject_CallOneArg(recorder.acquire, False)  # waiting, the counts would grow stale
+    if taken is True:
+        Py_IncRef(chain)
+        done = ran(recorder, chain, size, program, reason)
+        Py_DecRef(chain)
         freed = PyObject_CallNoArgs(recorder.release)
         Py_DecRef(freed)
+    Py_DecRef(taken)
     Py_DecRef(program)
     if done == -2:
         raise_kept(recorder)
@@ -209,14 +218,8 @@ def raise_kept(recorder: Recorder):
 def ran(recorder: Recorder, chain: Chain, size, program: Program, reason):
     """Run the chain with the lock held: as `flushed`, -2 with the exception kept."""
     spare: Chain = recorder.spare
-    if spare is None:
-        spare = PyObject_CallOneArg(Chain, recorder.home)
-        if spare == 0:
-            PyErr_Clear()
-            return 0
-    else:
-        Py_IncRef(spare)
-        spare.tip = recorder.home
+    Py_IncRef(spare)
+    spare.tip = recorder.home
     ident = recorder.ident
     Py_IncRef(ident)
     zero = PyLong_FromLong(0)

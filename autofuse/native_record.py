@@ -164,7 +164,7 @@ def recorded(func, op, operands, count, wanted):
             consts += 1
         k += 1
         store(key + 8 * k, item)
-    node: Node = next_of(tip, key, count + 1)
+    node: Node = next_of(recorder, chain, tip, key, count + 1)
     if node == 0:
         return 0
     shell = node.shell
@@ -208,7 +208,7 @@ def recorded(func, op, operands, count, wanted):
     return shell
 
 
-def next_of(tip: Node, key, size):
+def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
     """The node that the edge `key` leads to, 0 if none: mostly the one that followed last time."""
     node: Node = tip.recent
     if node is not None:
@@ -218,18 +218,26 @@ def next_of(tip: Node, key, size):
                 k += 1
             if k == size:
                 return node
-    edge = PyTuple_New(size)
+    k = 0
+    while k < size:
+        Py_IncRef(load(key + 8 * k))
+        k += 1
+    Py_IncRef(chain)
+    edge = PyTuple_New(size)  # up to Python 3.11 this runs finalizers, which may record and flush
+    same = recorder.chain is chain and chain.tip is tip
+    Py_DecRef(chain)
     if edge == 0:
         return 0
     k = 0
     while k < size:
-        Py_IncRef(load(key + 8 * k))
         store(edge + ITEMS + 8 * k, load(key + 8 * k))
         k += 1
-    node = PyDict_GetItemWithError(tip.next, edge)
+    node = 0
+    if same != 0:
+        node = PyDict_GetItemWithError(tip.next, edge)
+        if node != 0:
+            tip.recent = node
     Py_DecRef(edge)
-    if node != 0:
-        tip.recent = node
     return node
 
 

@@ -5,6 +5,9 @@ import gc
 import os
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -167,6 +170,95 @@ def test_references_are_given_back(device):
     grown = [after - first for first, after in zip(before, held(), strict=True)]
     assert all(abs(count) < 20 for count in grown), grown
     assert len(gc.get_objects()) - objects < 50
+
+
+def collected_within(program, value):
+    """What `program()` returns, where the garbage collector and a finalizer run in the middle."""
+
+    class Reading:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            value.tolist()
+
+    held = [(k, k + 1, k + 2) for k in range(3000)]  # Python keeps no tuple of this size in reserve
+    before = gc.get_threshold()
+    Reading()
+    gc.set_threshold(1)
+    try:
+        return program()
+    finally:
+        gc.set_threshold(*before)
+        del held
+
+
+def test_finalizers_that_flush():
+    """Up to Python 3.11 they run wherever a tuple is made, and so within machine code."""
+    w, matrix = autofuse.wrap(torch.ones(4, 4)), torch.eye(4)
+    inputs = [autofuse.wrap(torch.full((4, 4), float(k))) for k in range(12)]
+
+    def many():
+        t = w
+        for x in inputs:
+            t = (t + x) * 1.0
+        return t
+
+    with torch.no_grad():
+        want = (many() - inputs[9]).tolist()
+        for k in range(3):
+            torch.mm(many(), matrix)
+            many() - inputs[9 - k]
+        for _ in range(3):
+            t = many()
+            assert collected_within(lambda t=t: torch.mm(t, matrix), t).tolist() == t.tolist()
+            t = many()
+            assert collected_within(lambda t=t: t - inputs[9], t).tolist() == want
+
+
+def test_values_that_finalizers_record(monkeypatch):
+    """They may run in every Python function, also in one that machine code calls."""
+    w, matrix, made = autofuse.wrap(torch.ones(4, 4)), torch.eye(4), []
+    begin = chain.Chain.__init__
+
+    def init(self, tip):
+        if not made:
+            made.append(w + 1.0)
+        begin(self, tip)
+
+    with torch.no_grad():
+        for k in range(4):
+            t = w * 2.0
+            if k == 3:
+                t._af.recorder.spare = None
+                monkeypatch.setattr(chain.Chain, "__init__", init)
+            assert torch.mm(t, matrix).tolist() == [[2.0] * 4] * 4
+    assert made[0].tolist() == [[2.0] * 4] * 4
+
+
+def test_values_that_come_alive_while_another_thread_has_the_lock():
+    w, matrix, got = autofuse.wrap(torch.ones(4, 4)), torch.eye(4), []
+    with torch.no_grad():
+        for k in range(4):
+            t = w * 2.0
+            seen = weakref.ref(t)
+            recorder, t = t._af.recorder, t + 1.0
+            locked = threading.Event()
+
+            def look(recorder=recorder, seen=seen, locked=locked):
+                with recorder.lock:
+                    locked.set()
+                    time.sleep(0.1)
+                    got.append(seen())
+
+            thread = threading.Thread(target=look)
+            if k == 3:
+                thread.start()
+                locked.wait()
+            assert torch.mm(t, matrix).tolist() == [[3.0] * 4] * 4
+            if k == 3:
+                thread.join()
+    assert got[0].tolist() == [[2.0] * 4] * 4
 
 
 # the same programs by Python alone, and by CUDA's way of launching
