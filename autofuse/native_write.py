@@ -20,8 +20,8 @@ from .c import (
     PyDict_DelItem,
     PyDict_GetItemWithError,
     PyDict_New,
+    PyDict_Next,
     PyDict_SetItem,
-    PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
     PyList_GetItem,
@@ -39,6 +39,8 @@ from .c import (
     is_grad_enabled,
     load,
     local,
+    room,
+    store,
 )
 from .eager import Known
 from .native_flush import address_of, flush_now
@@ -94,12 +96,12 @@ def writing(entry, function, args, flags, names):
 
 
 def is_free(recorder: Recorder):
-    """Whether this thread may use it now, and has no other one."""
+    """Whether this thread may use it now, and has nothing pending on another device."""
     if recorder is None or recorder == 0 or recorder.guarded is True or are_watched() != 0:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
-    return are_several() == 0
+    return is_pending_elsewhere(recorder) == 0
 
 
 def are_settled(args, count):
@@ -119,13 +121,19 @@ def are_settled(args, count):
     return 1
 
 
-def are_several():
-    """Whether this thread records on several devices."""
+def is_pending_elsewhere(recorder: Recorder):
+    """Whether this thread has something pending on another device."""
     recorders = PyObject_GetAttr(local, RECORDERS)
     if recorders == 0:
         return 1
     Py_DecRef(recorders)
-    return PyDict_Size(recorders) != 1
+    place = room(3)  # the position, a key, a value
+    store(place, 0)
+    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
+        other: Recorder = load(place + 16)
+        if other is not recorder and PyList_Size(other.chain) != 0:
+            return 1
+    return 0
 
 
 def write_now(recorder: Recorder, function, known: Known, args, count, names):
@@ -231,7 +239,9 @@ def wrote(op, target, operands, count):
     Py_DecRef(grad)
     if grad is True or recorder.grad is True or recorder.guarded is True:
         return 0
-    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident() or are_several() != 0:
+    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+        return 0
+    if is_pending_elsewhere(recorder) != 0:
         return 0
     if meta.inference is True or recorder.inference is True or meta.flat is not True:
         return 0

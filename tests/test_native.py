@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import operator
 import os
 import subprocess
 import sys
@@ -94,6 +95,21 @@ def test_recording_runs_no_python():
             chain.flush_all("test")
         assert functions_called(program) == []
         chain.flush_all("test")
+
+
+def test_another_device_of_the_thread_does_not_matter():
+    """A write stays with machine code where nothing is pending on the thread's other devices."""
+    from autofuse.chain import recorder_for
+
+    w, v = autofuse.wrap(torch.ones(4)), autofuse.wrap(torch.ones(4))
+    (w + 1.0).tolist()
+    recorder_for(torch.device("meta"))
+    try:
+        for _ in range(3):
+            operator.imul(w, v)
+        assert functions_called(lambda: operator.imul(w, v)) == []
+    finally:
+        chain._all_recorders.remove(chain._local.recorders.pop(torch.device("meta")))
 
 
 def test_python_alone_where_it_is_off(as_python):
