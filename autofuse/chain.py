@@ -113,7 +113,7 @@ class Chain(list):  # type: ignore[type-arg]
 class Recorder:
     """What one thread records on one device."""
 
-    __slots__ = ("acquire", "chain", "closed", "device", "enter", "error", "exit", "grad",
+    __slots__ = ("acquire", "chain", "closed", "device", "enter", "exit", "grad",
                  "guarded", "home", "ident", "inference", "last_wait", "launches", "lock", "off",
                  "release", "resting", "roots", "runners", "size", "spare", "stream",
                  "waits")  # fmt: skip
@@ -121,7 +121,6 @@ class Recorder:
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.ident, self.off = device, ident, off
         self.relock()
-        self.error: object = None  # that `native` has kept for later
         self.guarded = False  # `native` runs an eager op, with torch functions off
         modes = NoTorchFunction()
         self.enter, self.exit = modes.__enter__, modes.__exit__

@@ -74,7 +74,7 @@ def _given() -> dict[str, Any]:
         "chain_flush": chain.flush, "withdraw": chain.withdraw,
         "relieve": chain.relieve, "hold": chain.hold, "COUNTED": chain.ALONE - 1,
         "is_grad_enabled": torch.is_grad_enabled,
-        "increment_version": torch.autograd.graph.increment_version,
+        "increment_version": torch._C._increment_version,
         "entered": launch._entered, "get_device": getattr(torch._C, "_cuda_getDevice", int),
         "NoTorchFunction": NoTorchFunction, **_places(),
         "enter": vars(NoTorchFunction)["__enter__"], "leave": vars(NoTorchFunction)["__exit__"],

@@ -28,7 +28,6 @@ from .c import (
     PyDict_GetItemWithError,
     PyDict_SetItem,
     PyErr_Clear,
-    PyErr_ExceptionMatches,
     PyErr_Fetch,
     PyErr_Occurred,
     PyErr_Restore,
@@ -84,7 +83,7 @@ from .launch import (
     POINTERS,
     Program,
 )
-from .native_record import class_of, python, state_of, told2
+from .native_record import class_of, ended, forget_error, python, state_of, told2
 from .shell import Tensor, swap
 from .source import THREADS_PER_BLOCK
 from .trie import Node
@@ -172,51 +171,16 @@ def flushed(recorder: Recorder, reason):
         Py_IncRef(chain)
         done = ran(recorder, chain, size, program, reason)
         Py_DecRef(chain)
-        freed = PyObject_CallNoArgs(recorder.release)
-        Py_DecRef(freed)
+        ended(recorder.release)
     Py_DecRef(taken)
     Py_DecRef(program)
-    if done == -2:
-        raise_kept(recorder)
+    if PyErr_Occurred() != 0:
         return -1
     return done
 
 
-def keep_error(recorder: Recorder):
-    """Set the exception at hand aside."""
-    t = room(3)
-    PyErr_Fetch(t, t + 8, t + 16)
-    k = 0
-    kept = PyTuple_New(3)
-    while k < 3:
-        item = load(t + 8 * k)
-        if item == 0:
-            item = None
-            Py_IncRef(item)
-        store(kept + ITEMS + 8 * k, item)
-        k += 1
-    recorder.error = kept
-    Py_DecRef(kept)
-
-
-def raise_kept(recorder: Recorder):
-    kept = recorder.error
-    t = room(3)
-    k = 0
-    while k < 3:
-        item = load(kept + ITEMS + 8 * k)
-        if item is None:
-            item = 0
-        else:
-            Py_IncRef(item)
-        store(t + 8 * k, item)
-        k += 1
-    PyErr_Restore(load(t), load(t + 8), load(t + 16))
-    recorder.error = None
-
-
 def ran(recorder: Recorder, chain: Chain, size, program: Program, reason):
-    """Run the chain with the lock held: as `flushed`, -2 with the exception kept."""
+    """Run the chain with the lock held; whether that is done, 0 also after an interrupt."""
     spare: Chain = recorder.spare
     Py_IncRef(spare)
     spare.tip = recorder.home
@@ -231,9 +195,8 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason):
     if begun != 0:
         Py_DecRef(begun)
         done = launched(recorder, chain, program)
-        ended = PyObject_CallNoArgs(recorder.exit)
-        Py_DecRef(ended)
-    if done <= 0:
+        ended(recorder.exit)
+    if done == 0:
         recorder.chain = chain
         recorder.spare = spare
         recorder.ident = ident
@@ -290,9 +253,8 @@ def emptied(items):
 
 
 def given_up(words):
-    """After an error in the middle: forget it and the outputs."""
-    if PyErr_Occurred() != 0:
-        PyErr_Clear()
+    """In the middle of it: forget the outputs, and the error unless it is an interrupt."""
+    forget_error()
     outputs = load(words + OUTPUTS)
     made = load(words + MADE)
     store(words + MADE, 0)
@@ -465,11 +427,7 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
             k += 1
         attached = PyObject_Vectorcall(program.attach, args, 2 + made, 0)
         if attached == 0:
-            if PyErr_ExceptionMatches(Exception) != 0:
-                return given_up(words)
-            keep_error(recorder)
-            given_up(words)
-            return -2
+            return given_up(words)
         Py_DecRef(attached)
     return settled(chain, words, visible, shells)
 
@@ -480,20 +438,23 @@ def answer(entry, function, args, flags, names):
         program: Program = load(args)
         words = PyLong_AsVoidPtr(program.address)
         if load(words + BUSY) == 0:
-            store(words + BUSY, 1)
             guard = PyObject_CallNoArgs(NoTorchFunction)  # a leaf of the user's may be wrapped
             if guard == 0:
                 return 0
-            begun = PyObject_CallOneArg(enter, guard)
+            store(words + BUSY, 1)
+            Py_DecRef(PyObject_CallOneArg(enter, guard))
             result = answered(program, words, load(args + 8), load(args + 16), load(args + 24))
             given_up(words)  # what it returns it holds
-            ended = PyObject_CallOneArg(leave, guard)
-            Py_DecRef(begun)
-            Py_DecRef(ended)
+            error = room(3)
+            PyErr_Fetch(error, error + 8, error + 16)
+            Py_DecRef(PyObject_CallOneArg(leave, guard))
+            PyErr_Restore(load(error), load(error + 8), load(error + 16))
             Py_DecRef(guard)
             store(words + BUSY, 0)
             if result != 0:
                 return result
+            if PyErr_Occurred() != 0:
+                return 0
     return python(function, args, flags, names)
 
 
@@ -578,7 +539,11 @@ def count_writes(chain: Chain, words, at, shells):
 
 def bumped(tensor):
     """Let the version counter of `tensor` go up."""
-    done = PyObject_CallOneArg(increment_version, tensor)
+    tensors = PyTuple_New(1)
+    Py_IncRef(tensor)
+    store(tensors + ITEMS, tensor)
+    done = PyObject_CallOneArg(increment_version, tensors)
+    Py_DecRef(tensors)
     if done == 0:
         PyErr_Clear()
     else:
@@ -601,6 +566,7 @@ def settled(chain: Chain, words, at, shells):
         if swapped == 0:  # C++ has a weak reference
             PyErr_Clear()
             told2(hold, shell, output)
+            PyErr_Clear()  # the others have to settle
             node.shell = None
         else:
             Py_DecRef(swapped)

@@ -27,6 +27,7 @@ from .c import (
     PyDict_GetItemWithError,
     PyDict_SetItem,
     PyErr_Clear,
+    PyErr_ExceptionMatches,
     PyErr_Fetch,
     PyErr_Occurred,
     PyErr_Restore,
@@ -292,14 +293,22 @@ def called(recorder: Recorder, function, reason, args, count, names):
     recorder.guarded = True
     result = PyObject_Vectorcall(function, args, count, names)
     recorder.guarded = False
-    error = room(3)
-    if result == 0:
-        PyErr_Fetch(error, error + 8, error + 16)
-    ended = PyObject_CallNoArgs(recorder.exit)
-    Py_DecRef(ended)
-    if result == 0:
-        PyErr_Restore(load(error), load(error + 8), load(error + 16))
+    ended(recorder.exit)
     return result
+
+
+def ended(function):
+    """Call what ends something, with the exception at hand, if any, set aside."""
+    error = room(3)
+    PyErr_Fetch(error, error + 8, error + 16)
+    Py_DecRef(PyObject_CallNoArgs(function))
+    PyErr_Restore(load(error), load(error + 8), load(error + 16))
+
+
+def forget_error():
+    """Forget the exception at hand, if any, unless it is an interrupt."""
+    if PyErr_Occurred() != 0 and PyErr_ExceptionMatches(Exception) != 0:
+        PyErr_Clear()
 
 
 def fits(node: Node, operands, key, count):
@@ -350,9 +359,8 @@ def item_of(recorder: Recorder, chain: Chain, x):
     likely = tip.likely
     if likely is None:
         return 0
-    same = PyObject_CallOneArg(load(likely + ITEMS), x)
+    same = PyObject_CallOneArg(load(likely + ITEMS), x)  # may be a function of Python
     if same == 0:
-        PyErr_Clear()
         return 0
     Py_DecRef(same)
     if same is not True:
@@ -375,10 +383,10 @@ def ask2(function, a, b):
 
 
 def told2(function, a, b):
-    """Call a Python function for what it does; what it raises is nobody's."""
+    """Call a Python function for what it does; of what it raises only an interrupt is left."""
     result = ask2(function, a, b)
     if result == 0:
-        PyErr_Clear()
+        forget_error()
     else:
         Py_DecRef(result)
 
@@ -409,10 +417,9 @@ def added(recorder: Recorder, chain: Chain, operands, key, count):
         if class_of(meta) is Meta:
             done = one_added(recorder, chain, load(operands + 8 * k), meta)
         k += 1
-    if done == 0 and PyErr_Occurred() != 0:
-        PyErr_Clear()
-    ended = PyObject_CallNoArgs(recorder.exit)
-    Py_DecRef(ended)
+    if done == 0:
+        forget_error()
+    ended(recorder.exit)
     if done == 0 and PyList_Size(chain.inputs) != known:
         told2(withdraw, recorder, chain)
     return done
