@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .chain import Chain
     from .trie import Node
 
-_CONST_KINDS = {"f32": 0, "f64": 1, "i64": 2, "i32": 2}  # as `native.launched` tells them apart
+_CONST_KINDS = {"f32": 0, "f64": 1, "i64": 2}  # as `native_flush.sent` tells them apart
 _FORMATS = {"u64": "Q", "i64": "q", "i32": "i4x", "f32": "f4x", "f64": "d"}
 
 

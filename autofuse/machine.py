@@ -1,9 +1,9 @@
 """Machine code from Python functions whose values are all 64-bit words: what one would write in C.
 
 The subset: assignments, arithmetic, comparisons (by word), `if`, `while`, `return`, and calls of
-each other, of C functions by their names (`C`) and of pointers (`call`). A name that is no local
-means what it means in the given namespace: a number itself, any other object its address. A local
-that is annotated with a class that has slots reads an attribute without a new reference, and
+each other, of C functions by their names (`C`) and of pointers (`call_pointer`). A name that is no
+local means what it means in the given namespace: a number itself, any other object its address. A
+local that is annotated with a class that has slots reads an attribute without a new reference, and
 assigns it as Python does. LLVM makes 40 ms of it; nothing here knows what it is used for.
 """
 

@@ -120,7 +120,7 @@ def flush_now(recorder: Recorder, reason):
 
 
 def flushed(recorder: Recorder, reason):
-    """1 if it is done, 0 if Python has to do it, -1 after an interrupt."""
+    """1 or 2 if it is done, 0 if Python has to do it, -1 after an interrupt."""
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
     if PyList_Size(recorder.chain) == 0:
@@ -180,7 +180,7 @@ def flushed(recorder: Recorder, reason):
 
 
 def ran(recorder: Recorder, chain: Chain, size, program: Program, reason):
-    """Run the chain with the lock held; whether that is done, 0 also after an interrupt."""
+    """Run the chain with the lock held: as `launched`."""
     spare: Chain = recorder.spare
     Py_IncRef(spare)
     spare.tip = recorder.home
@@ -210,7 +210,7 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason):
         PyDict_SetItem(flushes, reason, counted)
         Py_DecRef(counted)
         Py_DecRef(flushes)
-        counted = PyLong_FromLong(PyLong_AsLong(recorder.launches) + 1)
+        counted = PyLong_FromLong(PyLong_AsLong(recorder.launches) + (done > 1))
         recorder.launches = counted
         Py_DecRef(counted)
         k = 0
@@ -363,7 +363,10 @@ def sent(words, at, consts, stream):
 
 
 def launched(recorder: Recorder, chain: Chain, program: Program):
-    """Launch the kernels and give the live shells their values, as `CudaRunner` does in Python."""
+    """Launch the kernels and give the live shells their values, as `CudaRunner` does in Python.
+
+    1 if that is done without a kernel, 2 with one; 0 where Python has to do it or is interrupted.
+    """
     words = PyLong_AsVoidPtr(program.address)
     if is_elsewhere(words) != 0:
         return 0
@@ -410,6 +413,7 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
         store(pointers + 8 * load(words + PLACES) - 8, address_of(chain.into))
         if PyErr_Occurred() != 0:
             return given_up(words)
+    done = 1 + (load(at) != 0)
     if sent(words, at, load(chain.consts + LISTED), PyLong_AsVoidPtr(chain.stream)) == 0:
         return given_up(words)
     if chain.into is not None:
@@ -429,7 +433,8 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
         if attached == 0:
             return given_up(words)
         Py_DecRef(attached)
-    return settled(chain, words, visible, shells)
+    settled(chain, words, visible, shells)
+    return done
 
 
 def answer(entry, function, args, flags, names):
@@ -580,4 +585,3 @@ def settled(chain: Chain, words, at, shells):
         k += 1
     given_up(words)  # the shells have their references
     store(words, load(words) + 1)
-    return 1

@@ -244,7 +244,9 @@ def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
 
 def run_short(recorder: Recorder, func, node: Node, operands, count):
     """Run an op that the trie has found better off eager: `tensor.run_short`."""
-    if recorder.guarded is True or are_watched() != 0 or PyLong_AsLong(node.skips) > 100:
+    if recorder.guarded is True or are_watched() != 0:
+        return 0
+    if node.returns is not None and PyLong_AsLong(node.skips) >= 100:
         return 0
     grad = PyObject_CallNoArgs(is_grad_enabled)
     if grad == 0:
@@ -255,12 +257,13 @@ def run_short(recorder: Recorder, func, node: Node, operands, count):
     skips = PyLong_FromLong(PyLong_AsLong(node.skips) + 1)
     node.skips = skips
     Py_DecRef(skips)
+    Py_IncRef(node)  # a finalizer may let the op be recorded again
     result = called(recorder, func, node.counted, operands, count, 0)
-    if result == 0:
-        return 0
-    PyObject_GenericSetAttr(result, CLASS, Tensor)
-    if node.meta is not None:
-        PyObject_GenericSetAttr(result, AF, node.meta)
+    if result != 0:
+        PyObject_GenericSetAttr(result, CLASS, Tensor)
+        if node.meta is not None:
+            PyObject_GenericSetAttr(result, AF, node.meta)
+    Py_DecRef(node)
     return result
 
 

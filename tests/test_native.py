@@ -334,6 +334,47 @@ def test_interrupts_in_python_functions_that_it_calls(monkeypatch):
     assert flushed().tolist() == [[1.0] * 4] * 4
 
 
+def test_a_flush_without_kernels_is_no_launch(device):
+    """A fused call that launches nothing steps aside, by machine code too."""
+    w, matrix = autofuse.wrap(torch.ones(4, 4, device=device)), torch.eye(4, device=device)
+    with torch.no_grad():
+        for _ in range(4):
+            w * 2.0
+            torch.mm(w, matrix)
+            from_c(chain.flush)(chain._local.current, "test")
+            before = chain.launches()
+        w * 2.0
+        from_c(chain.flush)(chain._local.current, "test")
+    assert chain.launches() == before
+
+
+def test_an_op_that_is_better_off_eager_stays_in_machine_code():
+    x = autofuse.wrap(torch.ones(1 << 17))  # lgamma of so much is faster as torch's
+    with torch.no_grad():
+        for _ in range(150):
+            torch.lgamma(x)
+        assert functions_called(lambda: torch.lgamma(x)) == []
+
+
+def test_an_op_that_is_eager_for_a_while_is_recorded_again(monkeypatch):
+    """By machine code after as many runs as in Python."""
+    x, p = autofuse.wrap(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    rounds = []
+    for on in (True, False):
+        autofuse.config.native = on
+        chain.flush_all("test")
+        chain.forget(chain._local.current)
+        recorded = []
+        for k in range(120):
+            y = x * p
+            if autofuse.is_pending(y):
+                recorded.append(k)
+                autofuse.materialize(y)
+        rounds.append(recorded)
+    autofuse.config.native = True
+    assert rounds[0] == rounds[1] and rounds[0][-1] > 100
+
+
 # the same programs by Python alone, and by CUDA's way of launching
 @pytest.mark.parametrize(
     "setting, files",
