@@ -309,6 +309,8 @@ class _Body:
         assert len(args) == kind.arity, name
         function = self.machine.module.globals.get(name)
         if function is None:
+            if not hasattr(ctypes.pythonapi, name):  # LLVM would take 0 for its address
+                raise NotImplementedError(f"Python has no function {name}")
             signature = ir.FunctionType(kind.result, [WORD] * kind.arity)
             function = ir.Function(self.machine.module, signature, name)
         return self.builder.call(function, args)

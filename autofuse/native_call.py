@@ -113,6 +113,7 @@ def is_everyday(recorder: Recorder, known: Known, args, count):
                     return 0
                 if flush_now(recorder, known.name) == 0:
                     return 0
+                ordered = 0  # nothing is pending now, and the chain may be gone
             elif class_of(state) is not Meta and state is not UNKNOWN:
                 return 0
         elif kind is not Plain and kind is not Parameter and x is not None:

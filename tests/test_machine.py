@@ -20,7 +20,7 @@ from autofuse.c import (
     store_double,
     store_float,
 )
-from autofuse.machine import GIVEN, Machine, offset_of
+from autofuse.machine import GIVEN, C, Machine, offset_of
 
 
 class Pair:
@@ -227,10 +227,15 @@ def loops_over(x):
     return x
 
 
+def elsewhere(x):
+    return no_such_function(x)
+
+
 LATER = GIVEN
+no_such_function = C("word", 1)
 
 
-@pytest.mark.parametrize("function", [missing, ungiven, loops_over])
+@pytest.mark.parametrize("function", [missing, ungiven, loops_over, elsewhere])
 def test_what_it_does_not_know_it_refuses(function):
     with pytest.raises((KeyError, AssertionError, NotImplementedError)):
         Machine([function], globals())
