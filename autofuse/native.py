@@ -173,8 +173,9 @@ def _follow(*reason: object) -> None:
             if sys.maxsize < 1 << 32 or sys.byteorder != "little":
                 raise NotImplementedError("it is made for 64-bit little-endian machines")
             _native = _Native()
-        except (NotImplementedError, OSError) as error:  # OSError: no source text of the stages
-            absent = str(error)
+        # no source text of the stages; another torch; another LLVM
+        except (NotImplementedError, OSError, KeyError, RuntimeError) as error:
+            absent = f"{type(error).__name__}: {error}"
             return
     _native.switch(config.native)
 
