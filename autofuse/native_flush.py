@@ -26,7 +26,6 @@ from .c import (
     Py_IncRef,
     PyDict_Clear,
     PyDict_GetItemWithError,
-    PyDict_SetItem,
     PyErr_Clear,
     PyErr_Fetch,
     PyErr_Occurred,
@@ -83,7 +82,7 @@ from .launch import (
     POINTERS,
     Program,
 )
-from .native_record import class_of, ended, forget_error, python, state_of, told2
+from .native_record import class_of, count_one, ended, forget_error, python, state_of, told2
 from .shell import Tensor, swap
 from .source import THREADS_PER_BLOCK
 from .trie import Node
@@ -202,13 +201,7 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason):
         recorder.ident = ident
     else:
         flushes = PyObject_GetAttr(counts, FLUSHES)
-        count = 1
-        before = PyDict_GetItemWithError(flushes, reason)
-        if before != 0:
-            count += PyLong_AsLong(before)
-        counted = PyLong_FromLong(count)
-        PyDict_SetItem(flushes, reason, counted)
-        Py_DecRef(counted)
+        count_one(flushes, reason)
         Py_DecRef(flushes)
         counted = PyLong_FromLong(PyLong_AsLong(recorder.launches) + (done > 1))
         recorder.launches = counted

@@ -281,13 +281,7 @@ def called(recorder: Recorder, function, reason, args, count, names):
     eager = PyObject_GetAttr(counts, EAGER)
     if eager == 0:
         return 0
-    before = PyDict_GetItemWithError(eager, reason)
-    number = 1
-    if before != 0:
-        number += PyLong_AsLong(before)
-    counted = PyLong_FromLong(number)
-    PyDict_SetItem(eager, reason, counted)
-    Py_DecRef(counted)
+    count_one(eager, reason)
     Py_DecRef(eager)
     begun = PyObject_CallNoArgs(recorder.enter)
     if begun == 0:
@@ -298,6 +292,17 @@ def called(recorder: Recorder, function, reason, args, count, names):
     recorder.guarded = False
     ended(recorder.exit)
     return result
+
+
+def count_one(counter, key):
+    """`counter[key] += 1`, for a dict of ints."""
+    number = 1
+    before = PyDict_GetItemWithError(counter, key)
+    if before != 0:
+        number += PyLong_AsLong(before)
+    counted = PyLong_FromLong(number)
+    PyDict_SetItem(counter, key, counted)
+    Py_DecRef(counted)
 
 
 def ended(function):

@@ -182,10 +182,13 @@ def renamed(op, target, operands, count):
     result = recorded(0, op, operands, count, node.meta)
     if result == 0:
         return 0
+    if recorder.chain is not chain:  # flushed because of its memory, and perhaps gone
+        Py_DecRef(result)
+        return 0
     new: Node = chain.tip
     last = PyLong_AsLong(new.index)
-    if recorder.chain is not chain or PyList_GetItem(chain, last) is not result:
-        Py_DecRef(result)  # flushed because of its memory
+    if PyList_GetItem(chain, last) is not result:
+        Py_DecRef(result)
         return 0
     Py_IncRef(result)
     PyList_SetItem(chain, first, result)
