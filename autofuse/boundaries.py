@@ -145,7 +145,9 @@ def _flush_readers_of(args: tuple[Any, ...], name: str) -> None:
     if isinstance(target, (list, tuple)) and target:  # torch._foreach_*_
         flush_all(name)
     elif isinstance(target, torch.Tensor) and target.__class__ is not Tensor:
-        flush_readers(target, name)
+        # with a wrapped operand `tensor` is called, which minds what this thread has pending
+        others = any(x.__class__ is Tensor for x in args)
+        flush_readers(target, name, others)
 
 
 class _Attribute(property):

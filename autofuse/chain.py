@@ -517,21 +517,25 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     return True
 
 
-def record_write(op: Op, target: Tensor, operands: Sequence[Any], cast: bool = True) -> bool:
+def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bool = True) -> bool:
     """Write an in-place op on the memory of `target` with the kernel of what it reads.
 
-    cast: whether eager converts a result of another dtype to that of `target`. False if nothing
-    pending is among the operands or the memory is also read another way; nothing has then been
-    written.
+    target: a concrete tensor, wrapped, plain or a Parameter. cast: whether eager converts a result
+    of another dtype to that of `target`. False if nothing pending is among the operands or the
+    memory is also read another way; nothing has then been written.
     """
     for x in operands:
         if x.__class__ is Tensor and x._af.recorder is not None:
             break
     else:
         return False
-    meta = target._af
-    if meta.__class__ is not Meta or torch.is_grad_enabled():  # it may require grad by an alias
-        meta = concrete_meta(target)
+    if target.__class__ is Tensor:
+        meta = target._af
+        if meta.__class__ is not Meta or torch.is_grad_enabled():  # it may require grad by an alias
+            meta = concrete_meta(target)  # type: ignore[arg-type]
+    else:
+        current = _local.current
+        meta = plain_meta(target) if current is None else likely_meta(target, current.chain.tip)
     if meta is None or meta.inference or torch.is_inference_mode_enabled():
         return False
     made = meta  # what the op has to make of it
@@ -567,7 +571,7 @@ def record_write(op: Op, target: Tensor, operands: Sequence[Any], cast: bool = T
     return True
 
 
-def _reads_apart(chain: Chain, target: Tensor, meta: Meta) -> bool:
+def _reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
     """Whether `chain` reads memory of `target` by another tensor."""
     with NoTorchFunction():
         start = address_of(target)
@@ -665,7 +669,8 @@ def flush(recorder: Recorder, reason: str) -> None:
                 watch.ended(runner if done else None)
             if done:
                 chain.clear()
-                if getrefcount(chain) == _HELD_HERE:  # no recording is in the middle of it
+                # no recording is in the middle of it; who writes holds it and is done with it
+                if getrefcount(chain) == _HELD_HERE + (chain.into is not None):
                     recorder.spare = chain.emptied()
 
 
@@ -1032,11 +1037,15 @@ def flush_all(reason: str) -> None:
             flush(recorder, reason)
 
 
-def flush_readers(tensor: torch.Tensor, reason: str) -> None:
-    """Flush the chains that read the memory of `tensor`, which is about to change."""
+def flush_readers(tensor: torch.Tensor, reason: str, others: bool = False) -> None:
+    """Flush the chains that read the memory of `tensor`, which is about to change.
+
+    others: those of other threads alone.
+    """
+    ident = get_ident() if others else None
     for recorder in list(_all_recorders):
         chain = recorder.chain
-        if chain:
+        if chain and recorder.ident != ident:
             with NoTorchFunction():
                 try:
                     extent = _extent(tensor)

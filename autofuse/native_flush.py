@@ -216,7 +216,8 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason):
             k += 1
         recorder.ident = ident
         PyList_SetSlice(chain, 0, size, 0)
-        if load32(chain) == 1:
+        # `flushed` holds it, and so does who writes
+        if load32(chain) == 1 + (chain.into is not None):
             chain.inputs = emptied(chain.inputs)
             Py_DecRef(chain.inputs)
             chain.consts = emptied(chain.consts)

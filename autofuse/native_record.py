@@ -363,7 +363,11 @@ def item_of(recorder: Recorder, chain: Chain, x):
     slot = slot_of(chain, x)
     if slot != 0:
         return slot
-    tip: Node = chain.tip
+    return on_device(recorder, likely_meta(chain.tip, x))
+
+
+def likely_meta(tip: Node, x):
+    """The Meta of a plain tensor, if it is the one that was met there last; or 0."""
     likely = tip.likely
     if likely is None:
         return 0
@@ -373,11 +377,11 @@ def item_of(recorder: Recorder, chain: Chain, x):
     Py_DecRef(same)
     if same is not True:
         return 0
-    return on_device(recorder, load(likely + ITEMS + 8))
+    return load(likely + ITEMS + 8)
 
 
 def on_device(recorder: Recorder, meta: Meta):
-    if meta.device is recorder.device:
+    if meta != 0 and meta.device is recorder.device:
         return meta
     return 0
 

@@ -49,6 +49,7 @@ from .native_record import (
     called,
     class_of,
     item_of,
+    likely_meta,
     python,
     recorded,
     slot_of,
@@ -75,7 +76,7 @@ def writing(entry, function, args, flags, names):
     every = count
     if names != 0:
         every += PyTuple_Size(names)
-    if count == 0 or class_of(load(args)) is not Tensor or is_free(recorder) == 0:
+    if count == 0 or is_writable(load(args)) == 0 or is_free(recorder) == 0:
         return python(function, args, flags, names)
     target = load(args)
     known: Known = load(entry + 8)
@@ -93,6 +94,12 @@ def writing(entry, function, args, flags, names):
         Py_IncRef(target)
         return target
     return PyObject_Vectorcall(load(entry + 32), args, count, names)
+
+
+def is_writable(target):
+    """Whether autofuse knows how to write to such a tensor."""
+    kind = class_of(target)
+    return kind is Tensor or kind is Plain or kind is Parameter
 
 
 def is_free(recorder: Recorder):
@@ -146,7 +153,7 @@ def write_now(recorder: Recorder, function, known: Known, args, count, names):
     if grad == 0:
         return 0
     Py_DecRef(grad)
-    if grad is True:  # it may require grad now
+    if grad is True and class_of(load(args)) is Tensor:  # it may require grad now
         PyObject_GenericSetAttr(load(args), AF, UNKNOWN)
     return 1
 
@@ -218,7 +225,7 @@ def record_write(entry, function, args, flags, names):
     """`chain.record_write`."""
     if names == 0 and flags & COUNT == 3:
         operands = load(args + 16)
-        if class_of(operands) is tuple and class_of(load(args + 8)) is Tensor:
+        if class_of(operands) is tuple and is_writable(load(args + 8)) != 0:
             if wrote(load(args), load(args + 8), operands + ITEMS, PyTuple_Size(operands)) != 0:
                 Py_IncRef(True)
                 return True
@@ -229,12 +236,11 @@ def record_write(entry, function, args, flags, names):
 
 def wrote(op, target, operands, count):
     """Write an op to the memory of a concrete `target` with what it reads; 0 if Python has to."""
-    meta: Meta = state_of(target)
     recorder: Recorder = PyObject_GetAttr(local, CURRENT)
     if recorder == 0:
         return 0
     Py_DecRef(recorder)
-    if class_of(meta) is not Meta or recorder is None:
+    if recorder is None:
         return 0
     grad = PyObject_CallNoArgs(is_grad_enabled)
     if grad == 0:
@@ -246,11 +252,16 @@ def wrote(op, target, operands, count):
         return 0
     if is_pending_elsewhere(recorder) != 0:
         return 0
-    if meta.inference is True or recorder.inference is True or meta.flat is not True:
-        return 0
     chain: Chain = recorder.chain
     tip: Node = chain.tip
     if PyList_Size(chain) == 0 or tip.holds_grad is True or chain.into is not None:
+        return 0
+    meta: Meta = state_of(target)  # UNKNOWN for a plain tensor
+    if class_of(target) is not Tensor:
+        meta = likely_meta(tip, target)
+    if meta == 0 or class_of(meta) is not Meta or recorder.chain is not chain:
+        return 0
+    if meta.inference is True or recorder.inference is True or meta.flat is not True:
         return 0
     made = meta
     if meta.requires_grad is True:

@@ -84,6 +84,7 @@ def _flat(value: Any) -> Iterator[Any]:
 _SIMPLE = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, _Plain,
            torch.nn.Parameter}  # fmt: skip
 _OPERANDS = {int, float, bool, _Plain, torch.nn.Parameter}  # of ops in the table
+_WRITABLE = (Tensor, _Plain, _Parameter)
 _TARGETS = {"out", "inplace"}  # keywords by which a function may write
 _SIZES = {tuple, list, torch.Size}
 
@@ -489,7 +490,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
                     return args[0]
                 return run_eager(func, args, kwargs)
             if out is not None:
-                if out.__class__ is Tensor and out._af.recorder is None:
+                if out.__class__ in _WRITABLE and out._af.recorder is None:
                     chosen = _chosen(choose, args, options)
                     if chosen.__class__ is tuple:  # whether it casts differs from op to op
                         if record_write(chosen[0], out, chosen[1], cast=False):
@@ -507,7 +508,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
 
 def _write(chosen: Any, target: Any) -> bool:
     """Record what was chosen as a write to `target`, if that can be."""
-    if chosen.__class__ is not tuple or target.__class__ is not Tensor:
+    if chosen.__class__ is not tuple or target.__class__ not in _WRITABLE:
         return False
     put = record_write if target._af.recorder is None else record_inplace
     return put(chosen[0], target, chosen[1])
@@ -532,7 +533,7 @@ def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
     known.reason = (known.name, "a write with nothing pending to fuse it with")
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settled = self.__class__ is Tensor and _is_settled(self)
+        settled = _is_settled(self) if self.__class__ is Tensor else self.__class__ in _WRITABLE
         if settled:
             for x in args if not kwargs else (*args, *kwargs.values()):
                 if x.__class__ not in _OPERANDS and not (x.__class__ is Tensor and _is_settled(x)):
@@ -557,13 +558,13 @@ def _is_settled(x: Tensor) -> bool:
     return state.__class__ is Meta or state is UNKNOWN
 
 
-def _write_now(func: Handler, known: Known, target: Tensor, args: Any, kwargs: Any) -> Tensor:
+def _write_now(func: Handler, known: Known, target: Any, args: Any, kwargs: Any) -> Any:
     """Run an in-place op of the table on concrete operands, at once."""
     flush_thread(known.name)
     counts.eager[known.reason] += 1
     with NoTorchFunction():
         func(target, *args, **kwargs)
-    if is_grad_enabled():  # it may require grad now
+    if target.__class__ is Tensor and is_grad_enabled():  # it may require grad now
         target.__dict__["_af"] = UNKNOWN
     return target
 

@@ -49,7 +49,8 @@ WRITES = """
 {w}.clamp_(-1, 1) ; {w}.neg_() ; {w}.relu_() ; F.relu({w}, inplace=True) ; {w}.zero_()
 {w}.fill_(2) ; {w}.copy_({b}) ; {w}.masked_fill_({m}, 1) ; {w}[..., :1] = 2 ; {w}[...] = {b}
 torch.add({a}, {b}, out={w}) ; torch.mul({a}, {b}, out={w}) ; torch.neg({a}, out={w})
-torch.lt({a}, {b}, out={w})
+torch.lt({a}, {b}, out={w}) ; plain({w}).mul_({b}) ; plain({w}).add_({a} * {s}) ; plain({w}).neg_()
+torch.mul({a}, {b}, out=plain({w})) ; plain({w}).sub_({b} - {a}) ; plain({w}).copy_({a} + {s})
 """
 FLOATING_WRITES = """
 {w}.tanh_() ; {w}.sigmoid_() ; {w}.div_({b}) ; {w} /= {s} ; torch.exp({a}, out={w}) ; {w}.exp_()
@@ -83,6 +84,7 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
+from autofuse import unwrap as plain
 from cases import {", ".join(TABLES)}
 from support import assert_same_as_eager, random_tensor
 

@@ -1,5 +1,7 @@
 """In-place ops and every way to write memory that a pending op still has to read."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,6 +110,109 @@ def test_a_write_to_memory_is_fused_with_what_it_reads(device):
         assert_same(state, want_state, None)
         assert_same(p, want, None)
     assert p._version == wp._version == 3 and state._version == 6
+
+
+@device_param
+@pytest.mark.parametrize("make", [torch.clone, torch.nn.Parameter], ids=["tensor", "parameter"])
+def test_a_write_to_plain_memory_is_fused_with_what_it_reads(make, device):
+    """Also where the chain reads that memory, as weight decay does."""
+    x, g = pair(device)
+    p, want, wg = make(x.clone()), x.clone(), autofuse.wrap(g)
+    with torch.no_grad():
+        for step in range(4):
+            autofuse.reset_stats()
+            assert p.sub_((wg + 0.1 * p) * 0.01) is p
+            p += wg * 2
+            assert torch.mul(wg * 3, p, out=p) is p
+            stats = autofuse.stats()
+            assert stats.kernels_launched == 3 and stats.flushes == {"write": 3}, step
+            want.sub_((g + 0.1 * want) * 0.01)
+            want += g * 2
+            torch.mul(g * 3, want, out=want)
+            assert_same(p.detach(), want, None)
+            assert p._version == want._version
+    assert type(p) is not autofuse.Tensor and p.requires_grad is (make is torch.nn.Parameter)
+    assert "_af" not in vars(p)
+
+
+@device_param
+def test_a_write_to_a_plain_tensor_where_it_cannot_be_fused(device):
+    """Eager decides about leaves, views, shapes and dtypes; other readers come first."""
+    x, g = pair(device)
+
+    def leaf(g, p):
+        p.requires_grad_()
+        p.add_(g * 2)
+
+    def leaf_view(g, p):
+        p.requires_grad_()
+        with torch.no_grad():
+            p[1:].add_((g * 2)[1:])
+            p.T.mul_(g * 2)
+        return p
+
+    def other_reads(g, p):
+        before = g * p
+        row = g + p[0]
+        p.add_(g * 2)
+        p[0].mul_((g * 3)[1])
+        return before, row, p
+
+    def other_shapes(g, p):
+        p.add_((g * 2)[0])
+        p.unsqueeze(0).mul_(g * 2)
+        p.add_((g * 2).unsqueeze(0))
+
+    def other_dtypes(g, p):
+        half, whole = p.half(), p.to(torch.int32)
+        half.add_(g * 2)
+        whole.clamp_(0, 1).mul_(whole * 2)
+        return half, whole.add_(g * 2)
+
+    def recorded_under_grad(g, p):
+        g.requires_grad_()
+        p.add_(g * 2)
+        p.mul_(p * g)
+        return p, torch.autograd.grad(p.sum(), g)
+
+    def saved(g, p):
+        p.requires_grad_()
+        y = (p * p).sum() if type(p) is torch.Tensor else None
+        with torch.no_grad():
+            p.add_(g * 2)
+        y.backward()
+
+    for f in (leaf, leaf_view, other_reads, other_shapes, other_dtypes, recorded_under_grad, saved):
+        plain, plain_target = g.clone(), x.clone()
+        want, error = outcome(f, (plain, plain_target))
+        wrapped, target = autofuse.wrap(g.clone()), x.clone()
+        got, failure = outcome(f, (wrapped, target))
+        assert repr(failure) == repr(error), f.__name__
+        assert_same(target, plain_target, None, f.__name__)
+        assert target._version == plain_target._version, f.__name__
+        if error is None:
+            assert_same(got, want, None, f.__name__)
+
+
+@device_param
+def test_a_write_to_a_plain_tensor_that_another_thread_reads(device):
+    x, g = pair(device)
+    want, begun, written = x * 2, threading.Event(), threading.Event()
+    got = []
+
+    def reader():
+        y = autofuse.wrap(x) * 2
+        begun.set()
+        written.wait(20)
+        got.append(autofuse.unwrap(y))
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    begun.wait(20)
+    x.add_(autofuse.wrap(g) * 2)
+    written.set()
+    thread.join()
+    assert_same(got[0], want, None)
 
 
 @device_param

@@ -51,9 +51,9 @@ def functions_called(program):
     return names
 
 
-def steps(w, v, p):
+def steps(w, v, p, row):
     """What machine code does: operators, torch functions, new Inputs, in-place ops, a matmul."""
-    for k in range(3):
+    for k in range(4):
         t = (w * 2.0 + p) * v
         t = torch.where(t > 0, torch.sin(t), t @ t.t() if k == 9 else t)
         t.mul_(k + 1)
@@ -61,14 +61,18 @@ def steps(w, v, p):
         yield torch.mm(w, v.t()) - 1
         w.add_(v, alpha=0.5)
         w.addcmul_(v.exp(), v)
+        p.mul_(row * 0.5 - p)
+        p.sub_(row)
 
 
 def run(device="cpu"):
     torch.manual_seed(0)
     x, z = torch.randn(4, 6, device=device), torch.randn(4, 6, device=device)
     w, v, p = autofuse.wrap(x), autofuse.wrap(z), torch.nn.Parameter(torch.ones(6, device=device))
+    row = autofuse.wrap(torch.full((6,), 3.0, device=device))
     with torch.no_grad():
-        return [t.tolist() for t in steps(w, v, p)] + [w.tolist(), w._version]
+        values = [t.tolist() for t in steps(w, v, p, row)]
+        return values + [w.tolist(), w._version, p.tolist(), p._version]
 
 
 def test_same_results_and_counters(device):
@@ -96,6 +100,26 @@ def test_recording_runs_no_python():
             chain.flush_all("test")
         assert functions_called(program) == []
         chain.flush_all("test")
+
+
+def test_writes_need_little_python(device):
+    """Of a write to a plain tensor `boundaries` is told; the chain that wrote is used again."""
+    if device == "cpu" and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        pytest.skip("CPU kernels are launched by Python")
+    ones = torch.ones(8, device=device)
+    w, p = autofuse.wrap(ones), torch.nn.Parameter(ones.clone())
+
+    def program(target):
+        return lambda: operator.isub(target, w * 2.0)
+
+    with torch.no_grad():
+        for target, told in ((p, {"call", "_flush_readers_of", "<genexpr>", "flush_readers"}),
+                             (autofuse.wrap(ones.clone()), set())):  # fmt: skip
+            for _ in range(4):
+                program(target)()
+                assert chain._local.current.spare is not None
+            entry = {"entry"}  # of a CPU kernel
+            assert {*functions_called(program(target))} - entry <= told
 
 
 def test_another_device_of_the_thread_does_not_matter():
