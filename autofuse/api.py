@@ -24,7 +24,7 @@ from .chain import (
     rests,
 )
 from .config import config
-from .shell import UNKNOWN, Check, Held, Meta, Tensor, alias, likely_meta
+from .shell import UNKNOWN, Held, Meta, Tensor, alias, likely_meta, met
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _M = TypeVar("_M", bound=torch.nn.Module)
@@ -156,12 +156,12 @@ def plain_arguments(value: Any) -> Any:
 
 
 class _Place:
-    """Where tensors of one Meta are likely to enter a function again and again."""
+    """Where tensors enter a function again and again."""
 
     __slots__ = ("likely",)
 
     def __init__(self) -> None:
-        self.likely: tuple[Check, Meta] | None = None
+        self.likely: tuple[Any, ...] = ()
 
 
 _lent: dict[int, int] = {}  # id of a tensor that fused calls have wrapped -> how many of them
@@ -188,8 +188,9 @@ class _Entry:
             if len(self.places) == len(self.found):
                 self.places.append(_Place())
             place = self.places[len(self.found)]
-            if place.likely is not None and place.likely[0](value) or _wrappable(value):
-                self.found.append((value, likely_meta(value, place)))
+            meta = met(value, place)
+            if meta is not None or _wrappable(value):
+                self.found.append((value, meta or likely_meta(value, place)))
         elif cls in _ATOMS:
             return
         elif cls is Tensor:

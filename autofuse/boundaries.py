@@ -38,8 +38,10 @@ from .eager import EXPORTS
 from .errors import warn_once
 from .load import keep_modules
 from .shell import Tensor
-from .tensor import HANDLERS, OPTIONS
+from .tensor import _OPERANDS, HANDLERS, OPTIONS
 
+_is_torch_function_enabled = torch._C._is_torch_function_enabled
+_function_modes = torch._C._len_torch_function_stack
 _installed = False
 
 
@@ -125,12 +127,14 @@ def _patch_inplace() -> None:
 
 def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     recorders = _chain._all_recorders
+    handler = OPTIONS.get(original)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         for recorder in recorders:
             if recorder.chain:
-                _flush_readers_of(args, name)
+                if _flush_readers_of(args, kwargs, name) and handler is not None:
+                    return handler(*args, **kwargs)  # torch would take 4 us to find it
                 break
         return original(*args, **kwargs)
 
@@ -140,14 +144,25 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _flush_readers_of(args: tuple[Any, ...], name: str) -> None:
+def _flush_readers_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> bool:
+    """Flush what reads the memory that an in-place function is about to write.
+
+    True if torch would do no more than call our `__torch_function__`.
+    """
     target = args[0] if args else None
     if isinstance(target, (list, tuple)) and target:  # torch._foreach_*_
         flush_all(name)
     elif isinstance(target, torch.Tensor) and target.__class__ is not Tensor:
-        # with a wrapped operand `tensor` is called, which minds what this thread has pending
-        others = any(x.__class__ is Tensor for x in args)
-        flush_readers(target, name, others)
+        wrapped, everyday = False, True
+        for x in (*args, *kwargs.values()) if kwargs else args:
+            if x.__class__ is Tensor:
+                wrapped = True
+            elif x.__class__ not in _OPERANDS:
+                everyday = False
+        # what this thread has pending, `tensor` minds if it is called
+        flush_readers(target, name, others=wrapped)
+        return wrapped and everyday and _is_torch_function_enabled() and not _function_modes()
+    return False
 
 
 class _Attribute(property):

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .shell import Check, Meta
-
 _Plain = torch.Tensor
 
 # C functions do not look at the class once torch functions are off; Python ones may. Changing the
@@ -38,7 +36,7 @@ class Known:
         self.writes = _writes(self.name, func)
         self.feeds = self.name in FEEDS
         self.splits = self.name in _SPLITS
-        self.likely: tuple[Check, Meta] | None = None  # of its result
+        self.likely: tuple[Any, ...] = ()  # what its results are, see `likely_meta`
 
 
 _known: dict[Any, Known] = {}
@@ -49,9 +47,15 @@ def known_of(func: Callable[..., Any]) -> Known:
     known = _known.get(func)
     if known is None:
         known = Known(func)
-        if known.in_c or func.__class__ in IN_C:  # others may be made by the thousand
-            _known[func] = known
+        if known.in_c or func.__class__ in IN_C or _is_torch_own(func):
+            _known[func] = known  # others may be made by the thousand
     return known
+
+
+def _is_torch_own(func: Callable[..., Any]) -> bool:
+    """Whether it is a function of a module of torch."""
+    where = getattr(func, "__module__", None) or ""
+    return where.startswith("torch.") and getattr(func, "__closure__", func) is None
 
 
 EXPORTS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage",

@@ -15,13 +15,11 @@ from .c import (
     Parameter,
     Plain,
     Py_DecRef,
-    Py_IncRef,
     PyDict_GetItemWithError,
     PyDict_Size,
     PyErr_Occurred,
     PyLong_AsLong,
     PyObject_Call,
-    PyObject_CallOneArg,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyThread_get_thread_ident,
@@ -31,7 +29,16 @@ from .c import (
 )
 from .eager import Known
 from .native_flush import flush_now
-from .native_record import are_watched, ask2, called, class_of, python, slot_of, state_of
+from .native_record import (
+    are_watched,
+    ask2,
+    called,
+    class_of,
+    likely_meta,
+    python,
+    slot_of,
+    state_of,
+)
 from .shell import UNKNOWN, Meta, Tensor
 from .trie import Node
 
@@ -131,20 +138,15 @@ def fed(recorder: Recorder, entry, known: Known, args, count):
     result = called(recorder, load(entry), known.reason, args, count, 0)
     if result == 0:
         return 0
-    likely = known.likely
-    if class_of(result) is Plain and likely is not None:
-        Py_IncRef(likely)
-        same = PyObject_CallOneArg(load(likely + ITEMS), result)
-        if same is True:
+    if class_of(result) is Plain:
+        meta = likely_meta(known.likely, result)
+        if meta != 0:
             PyObject_GenericSetAttr(result, CLASS, Tensor)
-            PyObject_GenericSetAttr(result, AF, load(likely + ITEMS + 8))
-        Py_DecRef(likely)
-        if same == 0:
+            PyObject_GenericSetAttr(result, AF, meta)
+            return result
+        if PyErr_Occurred() != 0:
             Py_DecRef(result)
             return 0
-        Py_DecRef(same)
-        if same is True:
-            return result
     wrapped = ask2(load(entry + 16), result, known)
     Py_DecRef(result)
     return wrapped

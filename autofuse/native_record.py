@@ -363,21 +363,27 @@ def item_of(recorder: Recorder, chain: Chain, x):
     slot = slot_of(chain, x)
     if slot != 0:
         return slot
-    return on_device(recorder, likely_meta(chain.tip, x))
+    tip: Node = chain.tip
+    return on_device(recorder, likely_meta(tip.likely, x))
 
 
-def likely_meta(tip: Node, x):
-    """The Meta of a plain tensor, if it is the one that was met there last; or 0."""
-    likely = tip.likely
-    if likely is None:
-        return 0
-    same = PyObject_CallOneArg(load(likely + ITEMS), x)  # may be a function of Python
-    if same == 0:
-        return 0
-    Py_DecRef(same)
-    if same is not True:
-        return 0
-    return load(likely + ITEMS + 8)
+def likely_meta(likely, x):
+    """The Meta of a plain tensor that meets a check of its place, borrowed; or 0."""
+    Py_IncRef(likely)
+    size = PyTuple_Size(likely)
+    meta = 0
+    k = 0
+    while k < size and meta == 0:
+        same = PyObject_CallOneArg(load(likely + ITEMS + 8 * k), x)
+        if same == 0:
+            k = size
+        else:
+            Py_DecRef(same)
+            if same is True:
+                meta = load(likely + ITEMS + 8 * k + 8)
+        k += 2
+    Py_DecRef(likely)
+    return meta
 
 
 def on_device(recorder: Recorder, meta: Meta):

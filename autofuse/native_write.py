@@ -258,7 +258,7 @@ def wrote(op, target, operands, count):
         return 0
     meta: Meta = state_of(target)  # UNKNOWN for a plain tensor
     if class_of(target) is not Tensor:
-        meta = likely_meta(tip, target)
+        meta = likely_meta(tip.likely, target)
     if meta == 0 or class_of(meta) is not Meta or recorder.chain is not chain:
         return 0
     if meta.inference is True or recorder.inference is True or meta.flat is not True:

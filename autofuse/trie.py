@@ -23,7 +23,7 @@ from .config import config
 from .dtypes import CODES
 from .op import Op
 from .plan import CONST, Program, Ref, Step
-from .shell import Check, Meta, Tensor, make_meta
+from .shell import Meta, Tensor, make_meta
 from .source import carried
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Node:
         self.consts: tuple[type, ...] = () if parent is None else parent.consts
         self.limits: tuple[float, float] | None = None  # of Consts that have to fit a dtype
         self.holds_grad = False if parent is None else parent.holds_grad  # an Input's graph goes on
-        self.likely: tuple[Check, Meta] | None = None  # of a plain operand of the next op
+        self.likely: tuple[Any, ...] = ()  # plain operands of the next op, see `likely_meta`
         self.fresh_bytes = 0  # of the Inputs that this op brings
         self.pinned_limit = 0  # bytes that only the chain may keep alive
         self.next: dict[tuple[Any, ...], Node] = {}
