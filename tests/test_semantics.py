@@ -261,6 +261,62 @@ def test_writes_race_with_a_flush_from_another_thread():
     assert w.tolist() == [6000.0] * 4
 
 
+def test_layouts_that_are_met_again_are_read_once(monkeypatch):
+    """What a place knows of plain tensors is true, whatever comes in which order."""
+    from autofuse import shell
+
+    class Place:
+        likely = ()
+
+    x = torch.randn(6, 4)
+    met = [
+        x,
+        x.t(),
+        x[:, ::2],
+        x[1:],
+        x.half(),
+        x.double(),
+        x.unsqueeze(0),
+        x.clone().requires_grad_(),
+    ]
+    more = [x[:2], x[:3], x.int(), x[0], torch.nn.Parameter(x), x.bool()]
+    place, random = Place(), torch.Generator().manual_seed(0)
+    for kinds in (met, more, met + more):
+        for k in torch.randint(len(kinds), (300,), generator=random).tolist():
+            assert shell.likely_meta(kinds[k], place) is shell.plain_meta(kinds[k])
+    with torch.no_grad():
+        w = autofuse.wrap(x)
+        for p in (x, x.t().contiguous().t(), x[:1], x) * 3:
+            assert_same(w * p, x * p, None)
+    place = Place()
+    for t in met * 2:
+        shell.likely_meta(t, place)
+    monkeypatch.setattr(shell, "plain_meta", None)
+    assert all(shell.likely_meta(t, place) for t in met)
+    assert len(place.likely) == 2 * len(met)
+
+
+def test_dtype_and_device_after_a_change_of_memory():
+    w = autofuse.wrap(torch.ones(4))
+    assert (w + 1).tolist() == [2.0] * 4 and w.dtype is torch.float32
+    w.data = torch.ones(4, dtype=torch.float64)
+    assert w.dtype is torch.float64 and (w + 1).dtype is torch.float64
+    v = autofuse.wrap(torch.ones(4, dtype=torch.int32))
+    assert (v + 1).tolist() == [2] * 4
+    torch.utils.swap_tensors(v, w)
+    assert w.dtype is torch.int32 and v.dtype is torch.float64
+    assert (v * 0.5).device == v.device == torch.device("cpu")
+
+
+def test_writes_to_plain_tensors_under_a_default_device():
+    x = torch.ones(4)
+    with torch.device("cpu"):
+        y = autofuse.wrap(torch.ones(4)) * 2.0
+        x.add_(y)
+        torch.mul(y + 1.0, x, out=x)
+    assert x.tolist() == [9.0] * 4
+
+
 def test_tensors_without_memory_are_not_read():
     zero = torch._efficientzerotensor(3)
     for a, b in ((W(torch.ones(3)), zero), (W(zero), torch.ones(3))):
