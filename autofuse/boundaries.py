@@ -38,7 +38,7 @@ from .eager import EXPORTS
 from .errors import warn_once
 from .load import keep_modules
 from .shell import Tensor
-from .tensor import _OPERANDS, HANDLERS, OPTIONS
+from .tensor import _OPERANDS, HANDLERS, OPTIONS, handle
 
 _is_torch_function_enabled = torch._C._is_torch_function_enabled
 _function_modes = torch._C._len_torch_function_stack
@@ -230,6 +230,9 @@ def _patch_calls() -> None:
     for owner in (graph, torch.autograd):  # hooks run in grad modes that the engine sets
         _reopened_after(owner, "_engine_run_backward", "backward", lambda reason: regrade(),
                         flush=flush_thread)  # fmt: skip
+
+    for module in (torch.nn.functional, torch.functional, torch._tensor, torch.autograd):
+        module.handle_torch_function = handle  # type: ignore[attr-defined]
 
     make = torch.nn.Parameter.__new__
 

@@ -61,6 +61,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("flush", chain.flush, ()),
         ("answer", launch.answer, ()),
         ("torch_function", tensor._torch_function, (tensor.HANDLERS,)),
+        ("handle", tensor.handle, (tensor.HANDLERS,)),
         *tensor.HOT,
     ]
 
@@ -74,6 +75,7 @@ def _given() -> dict[str, Any]:
         "chain_flush": chain.flush, "withdraw": chain.withdraw,
         "relieve": chain.relieve, "hold": chain.hold, "COUNTED": chain.ALONE - 1,
         "is_grad_enabled": torch.is_grad_enabled,
+        "function_modes": torch._C._len_torch_function_stack,
         "increment_version": torch._C._increment_version,
         "entered": launch._entered, "get_device": getattr(torch._C, "_cuda_getDevice", int),
         "NoTorchFunction": NoTorchFunction, **_places(),

@@ -17,13 +17,17 @@ from .c import (
     Py_DecRef,
     PyDict_GetItemWithError,
     PyDict_Size,
+    PyErr_Clear,
     PyErr_Occurred,
     PyLong_AsLong,
     PyObject_Call,
+    PyObject_CallNoArgs,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
+    PyObject_Vectorcall,
     PyThread_get_thread_ident,
     PyTuple_Size,
+    function_modes,
     load,
     local,
 )
@@ -68,6 +72,45 @@ def torch_function(entry, function, args, flags, names):
                 if PyErr_Occurred() != 0:
                     return 0
     return python(function, args, flags, names)
+
+
+def handle(entry, function, args, flags, names):
+    """`tensor.handle`; entry: the handlers by torch function."""
+    count = flags & COUNT
+    if count >= 2:
+        relevant = load(args + 8)
+        if class_of(relevant) is tuple and are_everyday(relevant) != 0:
+            if names == 0 or is_silent(names, args + 8 * count) != 0:
+                known = PyDict_GetItemWithError(load(entry), load(args))
+                if known != 0:
+                    return PyObject_Vectorcall(known, args + 16, count - 2, 0)
+                if PyErr_Occurred() != 0:
+                    return 0
+    return python(function, args, flags, names)
+
+
+def are_everyday(tensors):
+    """Whether nobody but autofuse has a say about a function of these."""
+    modes = PyObject_CallNoArgs(function_modes)
+    if modes == 0:
+        PyErr_Clear()
+        return 0
+    count = PyLong_AsLong(modes)
+    Py_DecRef(modes)
+    if count != 0:
+        return 0
+    k = PyTuple_Size(tensors)
+    while k > 0:
+        k -= 1
+        kind = class_of(load(tensors + ITEMS + 8 * k))
+        if kind is not Tensor and kind is not Plain and kind is not Parameter:
+            return 0
+    return 1
+
+
+def is_silent(names, values):
+    """Whether keywords say nothing, as `are_none`."""
+    return PyTuple_Size(names) == 1 and load(names + ITEMS) is INPLACE and load(values) is False
 
 
 def are_none(options):

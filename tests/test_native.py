@@ -102,6 +102,21 @@ def test_recording_runs_no_python():
         chain.flush_all("test")
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 runs their bodies by itself")
+def test_functions_of_torch_in_python_run_none_of_autofuse():
+    x = autofuse.wrap(torch.randn(8))
+
+    def program():
+        return torch.nn.functional.relu(torch.nn.functional.mish(x))
+
+    with torch.no_grad():
+        for _ in range(3):
+            program()
+            chain.flush_all("test")
+        assert functions_called(program) == []
+        chain.flush_all("test")
+
+
 def test_writes_need_little_python(device):
     """Of a write to a plain tensor `boundaries` is told; the chain that wrote is used again."""
     if device == "cpu" and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):

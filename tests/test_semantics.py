@@ -308,6 +308,31 @@ def test_dtype_and_device_after_a_change_of_memory():
     assert (v * 0.5).device == v.device == torch.device("cpu")
 
 
+def test_python_functions_of_torch_ask_other_classes_and_modes():
+    class Other(torch.Tensor):
+        pass
+
+    class Named(torch.overrides.TorchFunctionMode):
+        names = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.__name__)
+            return func(*args, **kwargs or {})
+
+    w, x = autofuse.wrap(torch.ones(3)), torch.ones(3)
+    other = x.as_subclass(Other)
+    assert type(F.relu(other)) is Other
+    with pytest.raises(TypeError, match="no implementation found for 'torch.nn.functional.mse"):
+        F.mse_loss(w, other)
+    with Named():
+        assert F.relu(w - 2.0).tolist() == [0.0] * 3
+    assert Named.names.count("relu") >= 1
+    assert autofuse.is_pending(F.relu(w)) and autofuse.is_pending(F.silu(input=w))
+    assert F.relu(F.silu(w), inplace=True).tolist() == F.silu(x).tolist()
+    assert autofuse.is_pending(F.leaky_relu(w - x, negative_slope=0.1))
+    assert F.pad(w, (1, 1)).tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
+
+
 def test_writes_to_plain_tensors_under_a_default_device():
     x = torch.ones(4)
     with torch.device("cpu"):
