@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from threading import get_ident
 from types import CodeType
@@ -66,13 +66,22 @@ HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
 # --- ops that autofuse does not record ------------------------------------------------------
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Wrapped tensors among arguments, inside the containers that torch functions take."""
-    return [item for item in _flat(values) if item.__class__ is Tensor]
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Wrapped tensors among arguments, inside the containers that torch functions take.
+
+    No list of them: it would hold them while they are flushed.
+    """
+    for item in values:
+        if item.__class__ is Tensor:
+            yield item
+        elif isinstance(item, (tuple, list)):
+            yield from _tensors(item)
+        elif isinstance(item, dict):
+            yield from _tensors(item.values())
 
 
 def _flat(values: Iterable[Any]) -> list[Any]:
-    """Everything in arguments, inside the containers that torch functions take."""
+    """Everything in arguments, in one list."""
     flat = []
     for item in values:
         if item.__class__ in _SIMPLE or item.__class__ is Tensor:

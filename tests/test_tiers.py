@@ -279,6 +279,7 @@ def test_a_block_that_cannot_be_entered_leaves_nothing_behind(block):
             raise AssertionError("is not reached")
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     assert_same(y, chain(x), None)
+    assert autofuse.wait()  # after many chains that waited for kernels nothing is recorded
     assert autofuse.is_pending(autofuse.wrap(x) * 2)
     assert not other.off and other.home is not other.closed
     autofuse.chain._all_recorders.remove(recorders.pop(torch.device("cpu", 0)))
