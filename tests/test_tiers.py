@@ -471,6 +471,7 @@ def test_a_chain_whose_worker_died_stays_eager(capsys):
     assert autofuse.wait()
     (process,) = background._service.processes
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped, which takes a moment
     run(x)
     process.kill()
     autofuse.wait()
