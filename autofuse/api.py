@@ -24,7 +24,7 @@ from .chain import (
     rests,
 )
 from .config import config
-from .shell import UNKNOWN, Held, Meta, Tensor, alias, likely_meta, met
+from .shell import UNKNOWN, Held, Meta, Tensor, _set, alias, likely_meta, met
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _M = TypeVar("_M", bound=torch.nn.Module)
@@ -175,6 +175,8 @@ class _Entry:
     other threads may hold them too, and the last call to end makes them plain.
     """
 
+    __slots__ = ("containers", "found", "lent", "passes", "places")
+
     def __init__(self, places: list[_Place]) -> None:
         self.places = places  # of the arguments that are plain tensors, in order
         self.found: list[tuple[torch.Tensor, Meta | None]] = []  # those arguments
@@ -232,7 +234,7 @@ class _Entry:
                     del _lent[id(tensor)]
                     if isinstance(tensor, Tensor):  # concrete: nothing is pending after a flush
                         tensor.__dict__.pop("_af", None)
-                        tensor.__class__ = torch.Tensor
+                        _set(tensor, "__class__", torch.Tensor)
                 del self.lent[-1]
 
     def leave_arguments(self) -> None:
@@ -260,7 +262,7 @@ def _become_plain(tensor: Tensor) -> torch.Tensor:
     if tensor._af.__class__ is Held:
         return tensor._af.real
     tensor.__dict__.pop("_af", None)
-    tensor.__class__ = torch.Tensor
+    _set(tensor, "__class__", torch.Tensor)  # 0.4 us less than by our own __setattr__
     return tensor
 
 
@@ -349,7 +351,7 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any, places: list[_Pl
                 flush_thread("fuse")
     finally:
         entry.restore()
-        if not entry.passes:
+        if entry.containers and not entry.passes:
             entry.leave_arguments()
     return function(*args, **kwargs) if entry.passes else entry.leave(result)
 
