@@ -210,10 +210,11 @@ def _patch_calls() -> None:
 
     _closed_during(function.Function, "apply")
     _closed_during(function.BackwardCFunction, "apply")
-    for owner in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled):
-        for name in ("__init__", "__enter__", "__exit__"):
-            if name in owner.__dict__:
-                _regraded_after(owner, name)
+    for name in ("__init__", "__enter__", "__exit__"):
+        _regraded_after(torch.set_grad_enabled, name)  # which no_grad calls
+    for name in ("__enter__", "__exit__"):
+        _regraded_after(torch.enable_grad, name)
+    _flushed_at_end(torch.no_grad)
     _closed_between(forward_ad, "enter_dual_level", "exit_dual_level")
     # every autograd.Function.apply passes its arguments through this module attribute
     for owner, name in (
@@ -252,15 +253,33 @@ def _regraded_after(owner: Any, name: str) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         was = torch.is_grad_enabled()
         result = original(*args, **kwargs)
-        try:
-            regrade()
-        except BaseException:
-            if name != "__exit__":  # the block is not entered
-                torch._C._set_grad_enabled(was)
-            raise
+        if was is not torch.is_grad_enabled():
+            try:
+                regrade()
+            except BaseException:
+                if name != "__exit__":  # the block is not entered
+                    torch._C._set_grad_enabled(was)
+                raise
         return result
 
     setattr(owner, name, call)
+
+
+def _flushed_at_end(owner: Any) -> None:
+    """Flush where a block ends with another grad mode; it ends also if that fails."""
+    original = owner.__exit__
+
+    @functools.wraps(original)
+    def leave(self: Any, *args: Any) -> None:
+        try:
+            if self.prev is not torch.is_grad_enabled():
+                flush_thread("grad mode")
+        except BaseException:
+            torch._C._set_grad_enabled(self.prev)
+            raise
+        original(self, *args)
+
+    owner.__exit__ = leave
 
 
 def _closed_during(owner: Any, name: str) -> None:

@@ -285,6 +285,27 @@ def test_a_block_that_cannot_be_entered_leaves_nothing_behind(block):
     autofuse.chain._all_recorders.remove(recorders.pop(torch.device("cpu", 0)))
 
 
+@pytest.mark.parametrize("block", [torch.no_grad, torch.enable_grad,
+                                   lambda: torch.set_grad_enabled(False)])  # fmt: skip
+@pytest.mark.parametrize("before", [True, False])
+def test_a_block_whose_chain_fails_at_its_end_is_left(block, before):
+    x = torch.randn(64)
+    with torch.set_grad_enabled(before):
+        inside = block()
+        inside.__enter__()
+        changes = torch.is_grad_enabled() is not before
+        with autofuse.no_compile():
+            y = chain(autofuse.wrap(x))
+            if changes:
+                with pytest.raises(autofuse.ColdKernelError):
+                    inside.__exit__(None, None, None)
+            else:
+                inside.__exit__(None, None, None)
+                assert autofuse.is_pending(y)
+        assert torch.is_grad_enabled() is before
+        assert_same(y, chain(x), None)
+
+
 # --- the eager tier ------------------------------------------------------------------------------
 
 
