@@ -24,7 +24,7 @@ from .chain import (
     rests,
 )
 from .config import config
-from .shell import UNKNOWN, Held, Meta, Tensor, _set, alias, likely_meta, met
+from .shell import UNKNOWN, Held, Meta, Tensor, _set, alias, learned, met
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _M = TypeVar("_M", bound=torch.nn.Module)
@@ -191,8 +191,10 @@ class _Entry:
                 self.places.append(_Place())
             place = self.places[len(self.found)]
             meta = met(value, place)
-            if meta is not None or _wrappable(value):
-                self.found.append((value, meta or likely_meta(value, place)))
+            if meta is not None:
+                self.found.append((value, meta))
+            elif _wrappable(value):
+                self.found.append((value, learned(value, place)))
         elif cls in _ATOMS:
             return
         elif cls is Tensor:

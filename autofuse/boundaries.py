@@ -38,7 +38,7 @@ from .eager import EXPORTS
 from .errors import warn_once
 from .load import keep_modules
 from .shell import Tensor
-from .tensor import _OPERANDS, HANDLERS, OPTIONS, handle
+from .tensor import HANDLERS, OPERANDS, OPTIONS, ask_overrides
 
 _is_torch_function_enabled = torch._C._is_torch_function_enabled
 _function_modes = torch._C._len_torch_function_stack
@@ -133,8 +133,10 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         for recorder in recorders:
             if recorder.chain:
-                if _flush_readers_of(args, kwargs, name) and handler is not None:
+                if handler is not None and _is_ours(args, kwargs):
+                    flush_readers(args[0], name, others=True)  # the handler minds its thread's own
                     return handler(*args, **kwargs)  # torch would take 4 us to find it
+                _flush_readers_of(args, name)
                 break
         return original(*args, **kwargs)
 
@@ -144,25 +146,28 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _flush_readers_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> bool:
-    """Flush what reads the memory that an in-place function is about to write.
+def _is_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch would do no more with a write to a plain tensor than ask our handler."""
+    wrapped = False
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if x.__class__ is Tensor:
+            wrapped = True
+        elif x.__class__ not in OPERANDS:
+            return False
+    return (
+        wrapped
+        and args[0].__class__ in (torch.Tensor, torch.nn.Parameter)
+        and _is_torch_function_enabled()
+        and not _function_modes()
+    )
 
-    True if torch would do no more than call our `__torch_function__`.
-    """
+
+def _flush_readers_of(args: tuple[Any, ...], name: str) -> None:
     target = args[0] if args else None
     if isinstance(target, (list, tuple)) and target:  # torch._foreach_*_
         flush_all(name)
     elif isinstance(target, torch.Tensor) and target.__class__ is not Tensor:
-        wrapped, everyday = False, True
-        for x in (*args, *kwargs.values()) if kwargs else args:
-            if x.__class__ is Tensor:
-                wrapped = True
-            elif x.__class__ not in _OPERANDS:
-                everyday = False
-        # what this thread has pending, `tensor` minds if it is called
-        flush_readers(target, name, others=wrapped)
-        return wrapped and everyday and _is_torch_function_enabled() and not _function_modes()
-    return False
+        flush_readers(target, name)
 
 
 class _Attribute(property):
@@ -233,7 +238,7 @@ def _patch_calls() -> None:
                         flush=flush_thread)  # fmt: skip
 
     for module in (torch.nn.functional, torch.functional, torch._tensor, torch.autograd):
-        module.handle_torch_function = handle  # type: ignore[attr-defined]
+        module.handle_torch_function = ask_overrides  # type: ignore[attr-defined]
 
     make = torch.nn.Parameter.__new__
 

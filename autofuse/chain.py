@@ -669,7 +669,8 @@ def flush(recorder: Recorder, reason: str) -> None:
                 watch.ended(runner if done else None)
             if done:
                 chain.clear()
-                # no recording is in the middle of it; who writes holds it and is done with it
+                # no recording is in the middle of it; `into` is set by who holds the chain, and
+                # does no more with it
                 if getrefcount(chain) == _HELD_HERE + (chain.into is not None):
                     recorder.spare = chain.emptied()
 

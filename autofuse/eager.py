@@ -36,7 +36,9 @@ class Known:
         self.writes = _writes(self.name, func)
         self.feeds = self.name in FEEDS
         self.splits = self.name in _SPLITS
-        self.likely: tuple[Any, ...] = ()  # what its results are, see `likely_meta`
+        # what its results are, see `likely_meta`; these are fresh, and so never inference tensors
+        # outside that mode, nor others inside
+        self.likely: tuple[Any, ...] = ()
 
 
 _known: dict[Any, Known] = {}
@@ -53,9 +55,9 @@ def known_of(func: Callable[..., Any]) -> Known:
 
 
 def _is_torch_own(func: Callable[..., Any]) -> bool:
-    """Whether it is a function of a module of torch."""
-    where = getattr(func, "__module__", None) or ""
-    return where.startswith("torch.") and getattr(func, "__closure__", func) is None
+    """Whether it is a function of a module of torch, and not one made there for somebody."""
+    package = (getattr(func, "__module__", None) or "").partition(".")[0]
+    return package == "torch" and getattr(func, "__closure__", func) is None
 
 
 EXPORTS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage",

@@ -462,6 +462,9 @@ class CudaRunner(Runner):
                 for k, piece in enumerate(self.pieces)
                 if piece.plan.lanes > 1
             ]
+        if self.into:  # before an interrupt may come
+            space["bump"] = torch.autograd.graph.increment_version
+            lines.append("bump(chain.into)")
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space)
         lines += end(space)
@@ -485,9 +488,7 @@ class CudaRunner(Runner):
 
     def _generate_settling(self, space: dict[str, Any]) -> list[str]:
         """`settle`, unrolled: 0.3 us less for one live-out."""
-        if self.into:
-            space["bump"] = torch.autograd.graph.increment_version
-        lines = ["bump(chain.into)"] if self.into else []
+        lines: list[str] = []
         if not self.visible:
             return lines
         if self.attach is not None:
@@ -624,8 +625,6 @@ class CpuRunner(Runner):
                 bump(chain, self.visible, [values[owner.index] for owner in self.visible])
                 made = [values[index] for index in self.made()]
                 self.attach(chain.inputs, chain.consts, *made)
-        if chain.into is not None:
-            torch.autograd.graph.increment_version(chain.into)
         settle(chain, self.visible, [values[owner.index] for owner in self.visible])
 
     def _compute(
@@ -647,6 +646,7 @@ class CpuRunner(Runner):
             outs |= {index: value} if len(pack) == 1 else dict(zip(pack, value, strict=True))
         if into is not None:
             outs[self.live[-1]] = into
+            torch.autograd.graph.increment_version(into)  # before an interrupt may come
         for piece, entry in zip(self.pieces, self._entries, strict=True):
             pointers = [
                 addresses[~ref] if ref < 0 else address_of(outs[ref]) for ref in piece.loads

@@ -61,7 +61,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("flush", chain.flush, ()),
         ("answer", launch.answer, ()),
         ("torch_function", tensor._torch_function, (tensor.HANDLERS,)),
-        ("handle", tensor.handle, (tensor.HANDLERS,)),
+        ("ask_overrides", tensor.ask_overrides, (tensor.HANDLERS,)),
         *tensor.HOT,
     ]
 

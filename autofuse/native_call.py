@@ -38,6 +38,7 @@ from .native_record import (
     ask2,
     called,
     class_of,
+    is_ours,
     likely_meta,
     python,
     slot_of,
@@ -74,12 +75,12 @@ def torch_function(entry, function, args, flags, names):
     return python(function, args, flags, names)
 
 
-def handle(entry, function, args, flags, names):
-    """`tensor.handle`; entry: the handlers by torch function."""
+def ask_overrides(entry, function, args, flags, names):
+    """`tensor.ask_overrides`; entry: the handlers by torch function."""
     count = flags & COUNT
     if count >= 2:
         relevant = load(args + 8)
-        if class_of(relevant) is tuple and are_everyday(relevant) != 0:
+        if class_of(relevant) is tuple and are_alone(relevant) != 0:
             if names == 0 or is_silent(names, args + 8 * count) != 0:
                 known = PyDict_GetItemWithError(load(entry), load(args))
                 if known != 0:
@@ -89,7 +90,7 @@ def handle(entry, function, args, flags, names):
     return python(function, args, flags, names)
 
 
-def are_everyday(tensors):
+def are_alone(tensors):
     """Whether nobody but autofuse has a say about a function of these."""
     modes = PyObject_CallNoArgs(function_modes)
     if modes == 0:
@@ -102,8 +103,7 @@ def are_everyday(tensors):
     k = PyTuple_Size(tensors)
     while k > 0:
         k -= 1
-        kind = class_of(load(tensors + ITEMS + 8 * k))
-        if kind is not Tensor and kind is not Plain and kind is not Parameter:
+        if is_ours(load(tensors + ITEMS + 8 * k)) == 0:
             return 0
     return 1
 

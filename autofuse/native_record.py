@@ -97,6 +97,12 @@ def class_of(x):
     return load(x + 8)
 
 
+def is_ours(x):
+    """Whether it is a tensor of a class that autofuse reads and writes."""
+    kind = class_of(x)
+    return kind is Tensor or kind is Plain or kind is Parameter
+
+
 def state_of(x):
     """What `x._af` is, borrowed from x."""
     state = PyObject_GetAttr(x, AF)

@@ -48,6 +48,7 @@ from .native_record import (
     are_watched,
     called,
     class_of,
+    is_ours,
     item_of,
     likely_meta,
     python,
@@ -76,7 +77,7 @@ def writing(entry, function, args, flags, names):
     every = count
     if names != 0:
         every += PyTuple_Size(names)
-    if count == 0 or is_writable(load(args)) == 0 or is_free(recorder) == 0:
+    if count == 0 or is_ours(load(args)) == 0 or is_free(recorder) == 0:
         return python(function, args, flags, names)
     target = load(args)
     known: Known = load(entry + 8)
@@ -94,12 +95,6 @@ def writing(entry, function, args, flags, names):
         Py_IncRef(target)
         return target
     return PyObject_Vectorcall(load(entry + 32), args, count, names)
-
-
-def is_writable(target):
-    """Whether autofuse knows how to write to such a tensor."""
-    kind = class_of(target)
-    return kind is Tensor or kind is Plain or kind is Parameter
 
 
 def is_free(recorder: Recorder):
@@ -225,7 +220,7 @@ def record_write(entry, function, args, flags, names):
     """`chain.record_write`."""
     if names == 0 and flags & COUNT == 3:
         operands = load(args + 16)
-        if class_of(operands) is tuple and is_writable(load(args + 8)) != 0:
+        if class_of(operands) is tuple and is_ours(load(args + 8)) != 0:
             if wrote(load(args), load(args + 8), operands + ITEMS, PyTuple_Size(operands)) != 0:
                 Py_IncRef(True)
                 return True

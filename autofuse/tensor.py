@@ -27,6 +27,7 @@ from .chain import (
     add_inputs,
     counts,
     flush,
+    flush_readers,
     flush_tensor,
     flush_thread,
     pending_version,
@@ -69,7 +70,7 @@ HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """Wrapped tensors among arguments, inside the containers that torch functions take.
 
-    No list of them: it would hold them while they are flushed.
+    One by one: who asks for the holders of a value would find a list of them.
     """
     for item in values:
         if item.__class__ is Tensor:
@@ -97,8 +98,8 @@ def _flat(values: Iterable[Any]) -> list[Any]:
 
 _SIMPLE = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, _Plain,
            torch.nn.Parameter}  # fmt: skip
-_OPERANDS = {int, float, bool, _Plain, torch.nn.Parameter}  # of ops in the table
-_WRITABLE = (Tensor, _Plain, _Parameter)
+OPERANDS = {int, float, bool, _Plain, torch.nn.Parameter}  # of ops in the table
+_OURS = (Tensor, _Plain, _Parameter)  # classes of tensors that autofuse reads and writes
 _TARGETS = {"out", "inplace"}  # keywords by which a function may write
 _SIZES = {tuple, list, torch.Size}
 
@@ -177,6 +178,7 @@ def _run_any(func: Handler, known: Known, args: Any, kwargs: Any) -> Any:
     if recorder is not None and recorder.chain.tip.holds_grad:
         _keep_order(recorder, items)
     wrapped = [item for item in items if item.__class__ is Tensor]
+    del items  # who empties a list that it is given wants the memory
     for tensor in wrapped:
         if tensor._af.recorder is not None or isinstance(tensor._af, (Held, Lost)):
             flush_tensor(tensor, name)
@@ -198,7 +200,8 @@ def _run_any(func: Handler, known: Known, args: Any, kwargs: Any) -> Any:
             result = func(*args, **kwargs) if kwargs else func(*args)
         return _lifted(result)
     for tensor in wrapped:
-        tensor.__class__ = _Plain
+        tensor.__dict__.pop("_af", None)  # it may have other contents afterwards
+        _set(tensor, "__class__", _Plain)
     try:
         result = func(*args, **kwargs) if kwargs else func(*args)
     finally:
@@ -275,21 +278,22 @@ def _torch_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -
     return run_eager(func, args) if handler is None else handler(*args)
 
 
-def handle(public_api: Handler, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.overrides.handle_torch_function`, by which functions of Python ask for overrides.
+def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.overrides.handle_torch_function`, which torch's functions in Python call.
 
     3 us less where no other class and no mode has a say.
     """
-    if not torch._C._len_torch_function_stack():
+    if not _function_modes():
         for x in relevant_args:
-            if x.__class__ is not Tensor and x.__class__ not in _SIMPLE:
+            if x.__class__ not in _OURS:
                 break
         else:
             return _torch_function(public_api, _ONLY, args, kwargs)
-    return _handle(public_api, relevant_args, *args, **kwargs)
+    return _ask_overrides(public_api, relevant_args, *args, **kwargs)
 
 
-_handle = torch.overrides.handle_torch_function
+_ask_overrides = torch.overrides.handle_torch_function
+_function_modes = torch._C._len_torch_function_stack
 _ONLY = (Tensor,)
 _KNOWN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -518,7 +522,9 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
                     return args[0]
                 return run_eager(func, args, kwargs)
             if out is not None:
-                if out.__class__ in _WRITABLE and out._af.recorder is None:
+                if out.__class__ in _OURS and out._af.recorder is None:
+                    if out.__class__ is not Tensor:
+                        flush_readers(out, func.__name__, others=True)
                     chosen = _chosen(choose, args, options)
                     if chosen.__class__ is tuple:  # whether it casts differs from op to op
                         if record_write(chosen[0], out, chosen[1], cast=False):
@@ -536,7 +542,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
 
 def _write(chosen: Any, target: Any) -> bool:
     """Record what was chosen as a write to `target`, if that can be."""
-    if chosen.__class__ is not tuple or target.__class__ not in _WRITABLE:
+    if chosen.__class__ is not tuple or target.__class__ not in _OURS:
         return False
     put = record_write if target._af.recorder is None else record_inplace
     return put(chosen[0], target, chosen[1])
@@ -561,10 +567,10 @@ def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
     known.reason = (known.name, "a write with nothing pending to fuse it with")
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settled = _is_settled(self) if self.__class__ is Tensor else self.__class__ in _WRITABLE
+        settled = _is_settled(self) if self.__class__ is Tensor else self.__class__ in _OURS
         if settled:
             for x in args if not kwargs else (*args, *kwargs.values()):
-                if x.__class__ not in _OPERANDS and not (x.__class__ is Tensor and _is_settled(x)):
+                if x.__class__ not in OPERANDS and not (x.__class__ is Tensor and _is_settled(x)):
                     settled = False
                     break
         if settled:
@@ -732,8 +738,9 @@ def _install_metadata() -> None:
         def set_(self: Any, value: Any, setter: Any = setter) -> None:
             run_eager(setter, (self, value))
 
-        HANDLERS[getter] = get  # type: ignore[index]
-        setattr(Tensor, name, property(get, set_ if setter is not None else None))
+        read = _from_meta(name, get) if name in ("dtype", "device") else get
+        HANDLERS[getter] = read  # type: ignore[index]
+        setattr(Tensor, name, property(read, set_ if setter is not None else None))
     for name in _METHODS:
         base = getattr(_Plain, name, None)
         if base is None:
@@ -747,11 +754,6 @@ def _install_metadata() -> None:
     for place_name in ("is_floating_point", "is_complex", "numel", "is_signed"):
         func = getattr(torch, place_name)
         HANDLERS[func] = OPTIONS[func] = getattr(Tensor, place_name)
-    for name in ("dtype", "device"):
-        base = Tensor.__dict__[name]
-        known = _known_meta(name, base.fget)
-        setattr(Tensor, name, property(known, base.fset))
-        HANDLERS[getattr(_Plain, name).__get__] = known
     for name in ("requires_grad", "is_leaf"):
         base = Tensor.__dict__[name]
         pending = _pending_grad(name == "is_leaf", base.fget)
@@ -761,8 +763,8 @@ def _install_metadata() -> None:
     HANDLERS[_Plain._version.__get__] = pending_version  # type: ignore[attr-defined]
 
 
-def _known_meta(name: str, getter: Handler) -> Handler:
-    """`dtype` or `device` as the Meta has it: 0.2 us instead of 0.6; choosers ask for it."""
+def _from_meta(name: str, getter: Handler) -> Handler:
+    """An attribute as the Meta has it: 0.2 us instead of 0.6; choosers ask for some."""
     read = operator.attrgetter(name)
 
     def get(self: Any) -> Any:

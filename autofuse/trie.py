@@ -52,7 +52,7 @@ class Node:
         self.consts: tuple[type, ...] = () if parent is None else parent.consts
         self.limits: tuple[float, float] | None = None  # of Consts that have to fit a dtype
         self.holds_grad = False if parent is None else parent.holds_grad  # an Input's graph goes on
-        self.likely: tuple[Any, ...] = ()  # plain operands of the next op, see `likely_meta`
+        self.likely: tuple[Any, ...] = ()  # plain operands and targets of the next op
         self.fresh_bytes = 0  # of the Inputs that this op brings
         self.pinned_limit = 0  # bytes that only the chain may keep alive
         self.next: dict[tuple[Any, ...], Node] = {}

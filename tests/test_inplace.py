@@ -194,8 +194,56 @@ def test_a_write_to_a_plain_tensor_where_it_cannot_be_fused(device):
             assert_same(got, want, None, f.__name__)
 
 
+def as_another_class(x, s):
+    class Other(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+
+    x.addcmul_(torch.ones_like(x).as_subclass(Other), s)
+
+
+def without_torch_functions(x, s):
+    with torch._C.DisableTorchFunctionSubclass():
+        x.add_(s)
+
+
+UNASKED = {  # torch does not ask the class of what it takes for a number, or does not ask at all
+    "addmm_": lambda x, s: x.addmm_(torch.ones_like(x), torch.ones_like(x), alpha=s),
+    "add_": lambda x, s: x.add_(torch.ones_like(x), alpha=s),
+    "addr_": lambda x, s: x.addr_(torch.ones(4).to(x), torch.ones(4).to(x), alpha=s),
+    "index_add_": lambda x, s: x.index_add_(
+        0, torch.arange(4, device=x.device), torch.ones_like(x), alpha=s
+    ),
+    "uniform_": lambda x, s: x.uniform_(0.5, s),
+    "exponential_": lambda x, s: x.exponential_(s),
+    "normal_": lambda x, s: x.normal_(s, 0.1),
+    "fill_": lambda x, s: x.fill_(s),
+    "fill_diagonal_": lambda x, s: x.fill_diagonal_(s),
+    "clamp_": lambda x, s: x.clamp_(s),
+    "set_": lambda x, s: x.set_(s.expand(4, 4).clone()),
+    "dropout_": lambda x, s: torch.dropout_(x, s * 0.1, True),
+    "another class": as_another_class,
+    "without torch functions": without_torch_functions,
+}
+
+
 @device_param
-def test_a_write_to_a_plain_tensor_that_another_thread_reads(device):
+@pytest.mark.parametrize("name", UNASKED)
+def test_writes_that_nobody_is_asked_about_come_after_reads(name, device):
+    x, s = torch.ones(4, 4, device=device), autofuse.wrap(torch.tensor(3.0, device=device))
+    s.tolist()
+    for target in (x, x.data):  # whose version counter says nothing of x
+        x.fill_(1.0)
+        y = autofuse.wrap(torch.ones(4, 4, device=device)) + x
+        UNASKED[name](target, s)
+        assert y.tolist() == [[2.0] * 4] * 4
+
+
+@device_param
+@pytest.mark.parametrize("write", ["add_", "out"])
+def test_a_write_to_a_plain_tensor_that_another_thread_reads(write, device):
     x, g = pair(device)
     want, begun, written = x * 2, threading.Event(), threading.Event()
     got = []
@@ -209,7 +257,8 @@ def test_a_write_to_a_plain_tensor_that_another_thread_reads(device):
     thread = threading.Thread(target=reader)
     thread.start()
     begun.wait(20)
-    x.add_(autofuse.wrap(g) * 2)
+    values = autofuse.wrap(g) * 2
+    torch.add(values, 1, out=x.data) if write == "out" else x.add_(values)
     written.set()
     thread.join()
     assert_same(got[0], want, None)

@@ -1,12 +1,13 @@
 """KeyboardInterrupt anywhere: what a program holds stays right, or says that it is lost."""
 
+import os
 import sys
 
 import pytest
 import torch
 
 import autofuse
-from autofuse import chain, native
+from autofuse import chain, launch, native
 from autofuse.errors import InterruptedFlushError
 from support import same_bits
 
@@ -121,6 +122,27 @@ def test_at_every_call(program, monkeypatch):
     assert torch._C._is_torch_function_enabled()
     # machine code is not interrupted: fewer places
     assert count > (5 if native.active() else 100) and lost <= count / 2
+
+
+def test_what_is_written_has_another_version(monkeypatch):
+    """Also if an interrupt comes at once: or backward would use a changed value that it saved."""
+    if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        pytest.skip("kernels run another way")
+    w, loop = autofuse.wrap(torch.ones(32)), launch.CpuRunner._loop
+
+    def interrupted(*args):
+        loop(*args)
+        raise KeyboardInterrupt
+
+    for target in (torch.zeros(32), autofuse.wrap(torch.zeros(32))):
+        for _ in range(3):
+            target.add_(w * 2.0)
+        version = target._version
+        with monkeypatch.context() as patch:
+            patch.setattr(launch.CpuRunner, "_loop", staticmethod(interrupted))
+            with pytest.raises(KeyboardInterrupt):
+                target.add_(w * 2.0)
+        assert target.tolist() == [8.0] * 32 and target._version == version + 1
 
 
 def test_a_compile_that_is_interrupted_counts_once(monkeypatch, capsys):

@@ -293,7 +293,7 @@ def test_layouts_that_are_met_again_are_read_once(monkeypatch):
         shell.likely_meta(t, place)
     monkeypatch.setattr(shell, "plain_meta", None)
     assert all(shell.likely_meta(t, place) for t in met)
-    assert len(place.likely) == 2 * len(met)
+    assert len(place.likely) == 2 * len(met)  # as many as there is room for
 
 
 def test_dtype_and_device_after_a_change_of_memory():
@@ -331,6 +331,20 @@ def test_python_functions_of_torch_ask_other_classes_and_modes():
     assert F.relu(F.silu(w), inplace=True).tolist() == F.silu(x).tolist()
     assert autofuse.is_pending(F.leaky_relu(w - x, negative_slope=0.1))
     assert F.pad(w, (1, 1)).tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_memory_that_a_function_changes():
+    def widened(t):
+        if torch.overrides.has_torch_function_unary(t):
+            return torch.overrides.handle_torch_function(widened, (t,), t)
+        t.data = t.data.double()
+        return t
+
+    w = autofuse.wrap(torch.ones(4))
+    assert (w + 1).tolist() == [2.0] * 4
+    widened(w)
+    assert w.dtype is torch.float64
+    assert_same(w + 1, torch.full((4,), 2.0, dtype=torch.float64), None)
 
 
 def test_writes_to_plain_tensors_under_a_default_device():
