@@ -148,8 +148,9 @@ def test_on_a_device_its_own_sleep_is_what_is_seen(clock, flush):
     cycles = 1_000_000
     want = cycles / timing.sm_mhz()
     call = lambda: torch.cuda._sleep(cycles)  # noqa: E731
-    assert device_us(call, clock, 10, flush) == pytest.approx(want, rel=0.1)
-    assert want * 0.9 < host_us(call, clock, 50) < want * 1.5  # others may use the device
+    # others may use the device: the least of some
+    assert min(device_us(call, clock, 10, flush) for _ in range(5)) == pytest.approx(want, rel=0.1)
+    assert want * 0.9 < min(host_us(call, clock, 50) for _ in range(3)) < want * 1.5
 
 
 # rounds
