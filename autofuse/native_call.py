@@ -17,11 +17,9 @@ from .c import (
     Py_DecRef,
     PyDict_GetItemWithError,
     PyDict_Size,
-    PyErr_Clear,
     PyErr_Occurred,
     PyLong_AsLong,
     PyObject_Call,
-    PyObject_CallNoArgs,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyObject_Vectorcall,
@@ -40,6 +38,7 @@ from .native_record import (
     class_of,
     is_ours,
     likely_meta,
+    number_of,
     python,
     slot_of,
     state_of,
@@ -92,13 +91,7 @@ def ask_overrides(entry, function, args, flags, names):
 
 def are_alone(tensors):
     """Whether nobody but autofuse has a say about a function of these."""
-    modes = PyObject_CallNoArgs(function_modes)
-    if modes == 0:
-        PyErr_Clear()
-        return 0
-    count = PyLong_AsLong(modes)
-    Py_DecRef(modes)
-    if count != 0:
+    if number_of(function_modes) != 0:
         return 0
     k = PyTuple_Size(tensors)
     while k > 0:

@@ -82,7 +82,16 @@ from .launch import (
     POINTERS,
     Program,
 )
-from .native_record import class_of, count_one, ended, forget_error, python, state_of, told2
+from .native_record import (
+    class_of,
+    count_one,
+    ended,
+    forget_error,
+    number_of,
+    python,
+    state_of,
+    told2,
+)
 from .shell import Tensor, swap
 from .source import THREADS_PER_BLOCK
 from .trie import Node
@@ -262,13 +271,7 @@ def is_elsewhere(words):
     """Whether another device than the program's is the current one, where there are several."""
     if load(words + DEVICE) < 0:
         return 0
-    device = PyObject_CallNoArgs(get_device)
-    if device == 0:
-        PyErr_Clear()
-        return 1
-    number = PyLong_AsLong(device)
-    Py_DecRef(device)
-    return number != load(words + DEVICE)
+    return number_of(get_device) != load(words + DEVICE)
 
 
 def address_of(tensor):

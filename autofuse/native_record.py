@@ -398,6 +398,17 @@ def on_device(recorder: Recorder, meta: Meta):
     return 0
 
 
+def number_of(function):
+    """The number, 0 or more, that a function without arguments gives; -1 after an error."""
+    result = PyObject_CallNoArgs(function)
+    if result == 0:
+        PyErr_Clear()
+        return -1
+    number = PyLong_AsLong(result)
+    Py_DecRef(result)
+    return number
+
+
 def ask2(function, a, b):
     """What a Python function returns."""
     args = room(2)

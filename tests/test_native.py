@@ -87,6 +87,15 @@ def test_same_results_and_counters(device):
     assert got[0][1] == got[1][1] == got[2][1]
 
 
+def assert_recorded_without_python(program):
+    with torch.no_grad():
+        for _ in range(3):
+            program()
+            chain.flush_all("test")
+        assert functions_called(program) == []
+        chain.flush_all("test")
+
+
 def test_recording_runs_no_python():
     x = autofuse.wrap(torch.randn(8))
 
@@ -94,12 +103,7 @@ def test_recording_runs_no_python():
         y = torch.sigmoid(x) * 2.0
         return y - x
 
-    with torch.no_grad():
-        for _ in range(3):
-            program()
-            chain.flush_all("test")
-        assert functions_called(program) == []
-        chain.flush_all("test")
+    assert_recorded_without_python(program)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 runs their bodies by itself")
@@ -109,12 +113,7 @@ def test_functions_of_torch_in_python_run_none_of_autofuse():
     def program():
         return torch.nn.functional.relu(torch.nn.functional.mish(x))
 
-    with torch.no_grad():
-        for _ in range(3):
-            program()
-            chain.flush_all("test")
-        assert functions_called(program) == []
-        chain.flush_all("test")
+    assert_recorded_without_python(program)
 
 
 def test_writes_need_little_python(device):
