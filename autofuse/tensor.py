@@ -115,7 +115,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
         return _run_any(func, known, args, kwargs)
     recorder = _local.current
     if recorder is not None and recorder.chain.tip.holds_grad:
-        _keep_order(recorder, (*args, *kwargs.values()) if kwargs else args)
+        _keep_order(recorder, _flat((*args, *kwargs.values()) if kwargs else args))
     # --- hot path: the everyday op between two chains, budget 1 us ---
     for x in (*args, *kwargs.values()) if kwargs else args:
         if x.__class__ is Tensor:
@@ -125,7 +125,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
             elif state.__class__ is not Meta and state is not UNKNOWN:
                 return _run_any(func, known, args, kwargs)
         elif x.__class__ not in _SIMPLE and not (
-            x.__class__ in _SIZES and (not x or x[0].__class__ is int)
+            x.__class__ in _SIZES and (not x or x[0].__class__ is int or _are_settled(x, known))
         ):
             return _run_any(func, known, args, kwargs)
     counts.eager[known.reason] += 1
@@ -134,6 +134,20 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     if known.feeds:
         return _fed(result, known)
     return _lifted_split(result) if known.splits else _lifted(result)
+
+
+def _are_settled(items: Any, known: Known) -> bool:
+    """Make the tensors in a list concrete; False if `run_eager` does not know all of it."""
+    for x in items:
+        if x.__class__ is Tensor:
+            state = x._af
+            if state.recorder is not None:
+                flush(state.recorder, known.name)
+            elif state.__class__ is not Meta and state is not UNKNOWN:
+                return False
+        elif x.__class__ not in _SIMPLE:
+            return False
+    return True
 
 
 def _fed(result: Any, known: Known) -> Any:

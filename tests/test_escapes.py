@@ -125,6 +125,27 @@ def test_results_of_other_ops_are_wrapped_again(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_lists_of_values(device):
+    def f(x, y):
+        a, b = x * 2, y + 1
+        both = torch.cat([a, b, x]) * 3
+        nested = torch.block_diag(*[both, a - b])
+        return both, nested, torch.stack((a, y)).sum(0) * a, torch.cat([a], dim=-1), a
+
+    x, y = torch.randn(3, 4, device=device), torch.randn(3, 4, device=device)
+    assert_same_as_eager(f, x, y)
+    assert_same_as_eager(f, x, y[:2])
+
+    def gradients(x, y):
+        x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+        a = torch.sigmoid(x * y) * x + x
+        (torch.cat([x, a, y]) * torch.cat((x, x, y))).sum().backward()
+        return x.grad, y.grad
+
+    assert_same_as_eager(gradients, x, y, rtol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_views_of_concrete_values_flush_nothing(device):
     x, y = (autofuse.wrap(torch.randn(4, 4, device=device)) for _ in range(2))
     z = x * 2
