@@ -40,6 +40,7 @@ from .load import keep_modules
 from .shell import Tensor
 from .tensor import HANDLERS, OPERANDS, OPTIONS, ask_overrides
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_torch_function_enabled = torch._C._is_torch_function_enabled
 _function_modes = torch._C._len_torch_function_stack
 _installed = False
@@ -116,7 +117,7 @@ def _patch_inplace() -> None:
         operator = name.startswith("__i") and name[3:-2] in _OPERATORS
         if inplace or operator or name == "__setitem__" or name in EXPORTS:
             setattr(torch.Tensor, name, _reads_first(getattr(torch.Tensor, name), name))
-    for module in (torch, torch._C._nn):
+    for module in (torch, torch._C._nn, torch.nn.functional):
         for name in dir(module):
             function = getattr(module, name)
             if name.endswith("_") and not name.startswith("__") and callable(function):
@@ -133,10 +134,11 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         for recorder in recorders:
             if recorder.chain:
-                if handler is not None and _is_ours(args, kwargs):
-                    flush_readers(args[0], name, others=True)  # the handler minds its thread's own
-                    return handler(*args, **kwargs)  # torch would take 4 us to find it
-                _flush_readers_of(args, name)
+                if handler is not None and args and args[0].__class__ in _PLAIN:
+                    if _asks_us(args, kwargs):
+                        flush_readers(args[0], name, others=True)  # the handler minds its thread's
+                        return handler(*args, **kwargs)  # torch would take 4 us to find it
+                _flush_readers_of(args, kwargs, name)
                 break
         return original(*args, **kwargs)
 
@@ -146,27 +148,24 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _is_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch would do no more with a write to a plain tensor than ask our handler."""
+def _asks_us(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch would do no more with these than ask our handler."""
     wrapped = False
     for x in (*args, *kwargs.values()) if kwargs else args:
         if x.__class__ is Tensor:
             wrapped = True
         elif x.__class__ not in OPERANDS:
             return False
-    return (
-        wrapped
-        and args[0].__class__ in (torch.Tensor, torch.nn.Parameter)
-        and _is_torch_function_enabled()
-        and not _function_modes()
-    )
+    return wrapped and _is_torch_function_enabled() and not _function_modes()
 
 
-def _flush_readers_of(args: tuple[Any, ...], name: str) -> None:
-    target = args[0] if args else None
+def _flush_readers_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
+    target = args[0] if args else kwargs.get("input")
     if isinstance(target, (list, tuple)) and target:  # torch._foreach_*_
         flush_all(name)
-    elif isinstance(target, torch.Tensor) and target.__class__ is not Tensor:
+    elif target.__class__ is Tensor and _asks_us(args, kwargs):
+        return
+    elif isinstance(target, torch.Tensor):
         flush_readers(target, name)
 
 

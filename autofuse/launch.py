@@ -20,6 +20,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .compile import Kernel, Order
 from .errors import AutofuseError, KernelError, NotReadyError, StaleInputError
@@ -69,7 +70,7 @@ def bump(chain: Chain, owners: Sequence[Node], reals: Sequence[torch.Tensor]) ->
     bumps, chain.bumps = chain.bumps or {}, None
     for owner, real in zip(owners, reals, strict=True):
         for _ in range(bumps.get(owner.index, 0)):
-            torch.autograd.graph.increment_version(real)
+            increment_version(real)
 
 
 class Runner:
@@ -462,11 +463,18 @@ class CudaRunner(Runner):
                 for k, piece in enumerate(self.pieces)
                 if piece.plan.lanes > 1
             ]
-        if self.into:  # before an interrupt may come
-            space["bump"] = torch.autograd.graph.increment_version
-            lines.append("bump(chain.into)")
-        for k, piece in enumerate(self.pieces):
-            lines += self._generate_piece(k, piece, space)
+        launches = [
+            line
+            for k, piece in enumerate(self.pieces)
+            for line in self._generate_piece(k, piece, space)
+        ]
+        if self.into:  # a write is counted, also if an interrupt comes, but not one that fails
+            space["bump"] = increment_version
+            launches = [
+                "try:", *("    " + line for line in launches), "    bump(chain.into)",
+                "except Exception: raise", "except BaseException: bump(chain.into); raise",
+            ]  # fmt: skip
+        lines += launches
         lines += end(space)
         if torch.cuda.device_count() > 1:
             space["device"], space["number"] = torch.cuda.device, self.device.index
@@ -620,12 +628,26 @@ class CpuRunner(Runner):
         with NoTorchFunction():
             self.check(chain)
             addresses = list(map(address_of, chain.inputs))
-            values = self._compute(addresses, chain.consts, chain.into)
+            values = self._written(chain, addresses)
             if self.attach is not None:
                 bump(chain, self.visible, [values[owner.index] for owner in self.visible])
                 made = [values[index] for index in self.made()]
                 self.attach(chain.inputs, chain.consts, *made)
         settle(chain, self.visible, [values[owner.index] for owner in self.visible])
+
+    def _written(self, chain: Chain, addresses: list[int]) -> dict[int, torch.Tensor]:
+        """`_compute`; a write is counted, also if an interrupt comes, but not one that fails."""
+        if chain.into is None:
+            return self._compute(addresses, chain.consts, None)
+        try:
+            values = self._compute(addresses, chain.consts, chain.into)
+            increment_version(chain.into)
+        except Exception:
+            raise
+        except BaseException:
+            increment_version(chain.into)
+            raise
+        return values
 
     def _compute(
         self, addresses: list[int], consts: Sequence[Any], into: torch.Tensor | None
@@ -646,7 +668,6 @@ class CpuRunner(Runner):
             outs |= {index: value} if len(pack) == 1 else dict(zip(pack, value, strict=True))
         if into is not None:
             outs[self.live[-1]] = into
-            torch.autograd.graph.increment_version(into)  # before an interrupt may come
         for piece, entry in zip(self.pieces, self._entries, strict=True):
             pointers = [
                 addresses[~ref] if ref < 0 else address_of(outs[ref]) for ref in piece.loads

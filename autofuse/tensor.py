@@ -287,7 +287,12 @@ def _torch_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -
         return NotImplemented  # another subclass knows better
     if kwargs and not (len(kwargs) == 1 and kwargs.get("inplace") is False):  # as torch passes on
         handler = OPTIONS.get(func)
-        return run_eager(func, args, kwargs) if handler is None else handler(*args, **kwargs)
+        if handler is None:
+            return run_eager(func, args, kwargs)
+        if not args and "input" in kwargs and func.__name__.endswith("_"):
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("input"),)
+        return handler(*args, **kwargs)
     handler = HANDLERS.get(func)
     return run_eager(func, args) if handler is None else handler(*args)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import build
+from autofuse import build, launch
 from autofuse.compile import clear_kernels
 from support import DEVICES, assert_same, elsewhere
 
@@ -125,6 +125,40 @@ def test_a_write_that_ran_out_of_memory_is_not_made_up_for_later(device, monkeyp
     assert_same(w * 3, x * 3, None)
     assert_same(y, x * 2, None)
     assert not memory.any()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_write_whose_kernel_fails_counts_once(device, monkeypatch, capsys, wrapped):
+    """And where the eager ops fail too it counts not at all: what the chain still holds stays."""
+    if device == "cuda":
+        pytest.skip("a CUDA launch is part of generated code, where nothing can be injected")
+    x, w = torch.ones(64), autofuse.wrap(torch.full((64,), 3.0))
+    target = autofuse.wrap(x) if wrapped else x
+
+    def broken(*args):
+        raise RuntimeError("no launch today")
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    for _ in range(2):
+        target.add_(w * 2.0)
+        y = w + x
+        target.add_(w * 2.0)
+    version, value = x._version, x.tolist()
+    y = w + x
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.CpuRunner, "_loop", staticmethod(broken))
+        patch.setattr(autofuse.chain, "_run_ops", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            target.add_(w * 2.0)
+    assert x._version == version and x.tolist() == value
+    assert_same(y, torch.full((64,), 3.0) + x, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.CpuRunner, "_loop", staticmethod(broken))
+        target.add_(w * 2.0)
+    assert x._version == version + 1 and x[0] == value[0] + 6.0
+    assert "no launch today" in capsys.readouterr().err
 
 
 class _Full:

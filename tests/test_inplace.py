@@ -209,7 +209,7 @@ def without_torch_functions(x, s):
         x.add_(s)
 
 
-UNASKED = {  # torch does not ask the class of what it takes for a number, or does not ask at all
+UNASKED = {  # of what it takes for a number torch may ask no class, and sometimes it asks none
     "addmm_": lambda x, s: x.addmm_(torch.ones_like(x), torch.ones_like(x), alpha=s),
     "add_": lambda x, s: x.add_(torch.ones_like(x), alpha=s),
     "addr_": lambda x, s: x.addr_(torch.ones(4).to(x), torch.ones(4).to(x), alpha=s),
@@ -239,6 +239,48 @@ def test_writes_that_nobody_is_asked_about_come_after_reads(name, device):
         y = autofuse.wrap(torch.ones(4, 4, device=device)) + x
         UNASKED[name](target, s)
         assert y.tolist() == [[2.0] * 4] * 4
+
+
+KEYWORDS = {
+    "relu_": lambda x, s: torch.relu_(input=x),
+    "sigmoid_": lambda x, s: torch.sigmoid_(input=x),
+    "clamp_": lambda x, s: torch.clamp_(input=x, min=s),
+    "F.relu_": lambda x, s: F.relu_(x),
+    "F.leaky_relu_": lambda x, s: F.leaky_relu_(input=x),
+    "F.hardtanh_": lambda x, s: F.hardtanh_(x, 0.0, 0.5),
+    "F.elu_": lambda x, s: F.elu_(x),
+    "F.threshold_": lambda x, s: F.threshold_(x, 0.0, 7.0),
+}
+
+
+@device_param
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_functions_that_write_come_after_reads(name, device):
+    """By keyword too, to a plain tensor and to a wrapped one."""
+    write = KEYWORDS[name]
+    for wrapped in (True, False):
+        x = torch.full((4,), -3.0, device=device)
+        s = torch.full((4,), 0.5, device=device)
+        want = x.clone()
+        write(want, s)
+        target = autofuse.wrap(x) if wrapped else x.data
+        for _ in range(2):
+            x.fill_(-3.0)
+            y = autofuse.wrap(torch.ones(4, device=device)) + x
+            write(target, autofuse.wrap(s))
+            assert y.tolist() == [-2.0] * 4
+            assert_same(target, want, 1e-6 if device == "cpu" else None)
+        write(target, s)  # with nothing pending
+
+
+@device_param
+def test_a_wrapped_target_without_torch_functions(device):
+    x, ones = torch.full((4,), -3.0, device=device), torch.ones(4, device=device)
+    w = autofuse.wrap(x)
+    y = w + ones
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.relu_(w)
+    assert y.tolist() == [-2.0] * 4 and x.tolist() == [0.0] * 4
 
 
 @device_param

@@ -127,7 +127,7 @@ def test_writes_need_little_python(device):
         return lambda: operator.isub(target, w * 2.0)
 
     with torch.no_grad():
-        for target, told in ((p, {"call", "_is_ours", "flush_readers"}),
+        for target, told in ((p, {"call", "_asks_us", "flush_readers"}),
                              (autofuse.wrap(ones.clone()), set())):  # fmt: skip
             for _ in range(4):
                 program(target)()
