@@ -38,7 +38,7 @@ from .eager import EXPORTS
 from .errors import warn_once
 from .load import keep_modules
 from .shell import Tensor
-from .tensor import HANDLERS, OPERANDS, OPTIONS, ask_overrides
+from .tensor import HANDLERS, OPTIONS, SIMPLE, ask_overrides
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_torch_function_enabled = torch._C._is_torch_function_enabled
@@ -154,7 +154,7 @@ def _asks_us(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for x in (*args, *kwargs.values()) if kwargs else args:
         if x.__class__ is Tensor:
             wrapped = True
-        elif x.__class__ not in OPERANDS:
+        elif x.__class__ not in SIMPLE:
             return False
     return wrapped and _is_torch_function_enabled() and not _function_modes()
 

@@ -85,7 +85,7 @@ def _flat(values: Iterable[Any]) -> list[Any]:
     """Everything in arguments, in one list."""
     flat = []
     for item in values:
-        if item.__class__ in _SIMPLE or item.__class__ is Tensor:
+        if item.__class__ in SIMPLE or item.__class__ is Tensor:
             flat.append(item)
         elif isinstance(item, (tuple, list)):
             flat += _flat(item)
@@ -96,9 +96,9 @@ def _flat(values: Iterable[Any]) -> list[Any]:
     return flat
 
 
-_SIMPLE = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, _Plain,
+SIMPLE = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, _Plain,
            torch.nn.Parameter}  # fmt: skip
-OPERANDS = {int, float, bool, _Plain, torch.nn.Parameter}  # of ops in the table
+_OPERANDS = {int, float, bool, _Plain, torch.nn.Parameter}  # of ops in the table
 _OURS = (Tensor, _Plain, _Parameter)  # classes of tensors that autofuse reads and writes
 _TARGETS = {"out", "inplace"}  # keywords by which a function may write
 _SIZES = {tuple, list, torch.Size}
@@ -124,7 +124,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
                 flush(state.recorder, known.name)
             elif state.__class__ is not Meta and state is not UNKNOWN:
                 return _run_any(func, known, args, kwargs)
-        elif x.__class__ not in _SIMPLE and not (
+        elif x.__class__ not in SIMPLE and not (
             x.__class__ in _SIZES and (not x or x[0].__class__ is int or _are_settled(x, known))
         ):
             return _run_any(func, known, args, kwargs)
@@ -145,7 +145,7 @@ def _are_settled(items: Any, known: Known) -> bool:
                 flush(state.recorder, known.name)
             elif state.__class__ is not Meta and state is not UNKNOWN:
                 return False
-        elif x.__class__ not in _SIMPLE:
+        elif x.__class__ not in SIMPLE:
             return False
     return True
 
@@ -483,12 +483,12 @@ _FORMS = {
     "function": {
         "more": ", *more",
         "plain": " and not more",
-        "otherwise": "if more: return run_eager(FUNC, (OPERANDS, *more))\n    ",
+        "otherwise": "if more: return run_eager(FUNC, (_OPERANDS, *more))\n    ",
     },
     "options": {
         "more": ", *more, **options",
         "plain": " and not more and not options",
-        "otherwise": "if more or options: return REST(OPERANDS, *more, **options)\n    ",
+        "otherwise": "if more or options: return REST(_OPERANDS, *more, **options)\n    ",
     },
 }
 
@@ -497,7 +497,7 @@ _FORMS = {
 def _handler_code(template: str, form: str) -> CodeType:
     """Compiled once for all ops: 0.5 ms each at import."""
     operands = "self" if template is _UNARY else "self, other"
-    text = template.format(**_FORMS[form]).replace("OPERANDS", operands)
+    text = template.format(**_FORMS[form]).replace("_OPERANDS", operands)
     return compile(text, "<autofuse handler>", "exec")
 
 
@@ -589,7 +589,7 @@ def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
         settled = _is_settled(self) if self.__class__ is Tensor else self.__class__ in _OURS
         if settled:
             for x in args if not kwargs else (*args, *kwargs.values()):
-                if x.__class__ not in OPERANDS and not (x.__class__ is Tensor and _is_settled(x)):
+                if x.__class__ not in _OPERANDS and not (x.__class__ is Tensor and _is_settled(x)):
                     settled = False
                     break
         if settled:
