@@ -25,12 +25,13 @@ import torch
 from . import shell as _shell
 from .config import config
 from .errors import ColdKernelError, NotReadyError, warn_once
+from .inside import is_foreign
 from .launch import Answer, Runner, compiled
 from .layout import is_dense
 from .op import Op
 from .plan import CONST, Ref
 from .rules import Expected, Tape, Torch, UnfusedError, sweep
-from .shell import Held, Meta, NoTorchFunction, Tensor, make_meta, plain_meta
+from .shell import Meta, NoTorchFunction, Tensor, make_meta, plain_meta
 from .trie import Node
 
 if TYPE_CHECKING:
@@ -303,6 +304,8 @@ class Segment:
             except ColdKernelError:
                 raise
             except Exception as error:  # a real one, such as no memory, comes again below
+                if is_foreign(error):
+                    raise
                 warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
             else:
                 if observer is not None:
@@ -343,6 +346,8 @@ class Segment:
         except ColdKernelError:
             raise
         except Exception as error:
+            if is_foreign(error):
+                raise
             warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
             self.answers[key] = None
             return None
@@ -392,9 +397,7 @@ def _pack(indices: list[int], meta_of: Callable[[Ref], Meta]) -> list[int]:
 
 def _concrete(g: Tensor) -> torch.Tensor:
     """A gradient that a hook has left pending, computed; C++ holds it, so that it cannot become."""
-    if g._af.recorder is not None:
-        _shell._leave_pending(g)
-    return g._af.real if isinstance(g._af, Held) else g
+    return _shell._leave_pending(g)
 
 
 def _numbers_read(node: Node, uses: list[Use]) -> list[Ref]:
@@ -438,6 +441,8 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
                 except ColdKernelError:
                     raise
                 except Exception as error:
+                    if is_foreign(error):
+                        raise
                     del segment.direct[g.stride()]
                     warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
             result = segment.backward(grads, saved, consts)
@@ -497,7 +502,7 @@ def _attaching(segments: list[Segment], computed: list[int]) -> Callable[..., No
     params = ", ".join(f"v{index}" for index in computed)
     body = "".join(f"        {call}\n" for call in calls)
     source = (
-        f"def attach(inputs, consts, {params}):\n    was = get()\n    set_(True)\n    try:\n"
+        f"def attach(inputs, consts, {params}):\n    was = get()\n    try:\n        set_(True)\n"
         f"{body}    finally:\n        set_(was)\n"
     )
     exec(compiled(source), space)

@@ -12,6 +12,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .chain import (
     reopen,
     reopen_all,
     reopen_thread,
+    writing,
 )
 from .config import config, watch
 from .eager import EXPORTS
@@ -132,15 +134,26 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for recorder in recorders:
-            if recorder.chain:
-                if handler is not None and args and args[0].__class__ in _PLAIN:
+        if not recorders:
+            return original(*args, **kwargs)
+        if handler is not None and args and args[0].__class__ in _PLAIN:
+            for recorder in recorders:
+                if recorder.chain:
                     if _asks_us(args, kwargs):
-                        flush_readers(args[0], name, others=True)  # the handler minds its thread's
                         return handler(*args, **kwargs)  # torch would take 4 us to find it
-                _flush_readers_of(args, kwargs, name)
-                break
-        return original(*args, **kwargs)
+                    break
+        ident = get_ident()
+        nested = ident in writing
+        try:
+            writing[ident] = True  # as `announced`, in 0.2 us less
+            for recorder in recorders:
+                if recorder.chain or recorder.reading or not recorder.ident:
+                    _flush_readers_of(args, kwargs, name)
+                    break
+            return original(*args, **kwargs)
+        finally:
+            if not nested:
+                writing.pop(ident, None)
 
     for table in (HANDLERS, OPTIONS):  # __torch_function__ is told of the new one
         if original in table:
@@ -202,7 +215,10 @@ def _patch_attributes() -> None:
 
 
 def _pending() -> bool:
-    return any(recorder.chain for recorder in _chain._all_recorders)
+    return any(
+        recorder.chain or recorder.reading or recorder.running is not None
+        for recorder in _chain._all_recorders
+    )
 
 
 # --- code that takes tensors without asking -------------------------------------------------------

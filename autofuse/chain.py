@@ -1,16 +1,29 @@
 """Chains: recording ops, reading liveness from reference counts, and flushing.
 
-One open chain per thread and device. A chain is the list of its shells in recording order, so the
-one thing that recording mutates last is that list, and another thread can take the whole chain
-away at any moment: recording notices that it is no longer the open one and starts again.
+One open chain per thread and device. Python may run in the middle of all that happens here: signal
+handlers, finalizers, callbacks of weak references, other threads. It runs where a call begins or
+ends and where a loop turns, up to Python 3.11 also where a container is made; never between plain
+reads, comparisons and stores. So there is one rule:
+
+- What was read of a chain may be another after any such place. Recording reads, prepares, and then
+  in one stretch of plain code looks whether the chain is still the open one and ends where it did,
+  and only then writes; otherwise it starts again. A chain is whole wherever Python can run.
+- A flush takes its chain away in one such stretch. From then on the chain grows no more, and it is
+  undone (made the open one again) or done, for its values are known (`values`) before any is given
+  away: whatever interrupts giving them away, that is finished first.
+- Whoever needs a value in the middle of the flush that makes it, or from another thread while it is
+  itself inside a flush, waits for nobody: it computes the chain by eager ops (`_foresee`), and the
+  flush gives those values away instead of its own. Two flushes can so never wait for each other.
+- Whoever changes memory flushes its readers first; where an op is being recorded (`reading`) that
+  op starts again, for it may have looked at the memory before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,13 +41,21 @@ from .compile import Order
 from .config import config, watch
 from .errors import (
     ColdKernelError,
-    InterruptedFlushError,
     KernelError,
     NotReadyError,
     StaleInputError,
     warn_once,
 )
-from .launch import FailedRunner, Runner, compiled, runner_class, settle, stream_reader
+from .inside import being_inside, inside, is_foreign
+from .launch import (
+    WRITING,
+    FailedRunner,
+    Runner,
+    compiled,
+    runner_class,
+    settle,
+    stream_reader,
+)
 from .load import enter_context
 from .op import Op
 from .ops import CASTS
@@ -44,15 +65,16 @@ from .shell import (
     Held,
     Lost,
     Meta,
+    NoModes,
     NoTorchFunction,
     Tensor,
     address_of,
     become,
     concrete_meta,
-    fresh_meta,
     likely_meta,
     make_meta,
     make_shell,
+    plain_alias,
     plain_meta,
     raw_version_of,
     requires_grad_of,
@@ -87,7 +109,8 @@ DEAD = ALONE + 1  # its trie node holds it too
 class Chain(list):  # type: ignore[type-arg]
     """The open chain: its shells in order, and what they read."""
 
-    __slots__ = ("bumps", "consts", "inputs", "into", "marks", "pinned", "slots", "stream", "tip")
+    __slots__ = ("bumps", "consts", "inputs", "into", "marks", "pinned", "slots", "stream", "tip",
+                 "values")  # fmt: skip
 
     def __init__(self, tip: Node) -> None:
         self.tip = tip
@@ -96,7 +119,9 @@ class Chain(list):  # type: ignore[type-arg]
         self.marks: list[int] = []  # version and address of each Input when it was recorded
         self.consts: list[Any] = []
         self.bumps: dict[int, int] | None = None  # node index -> in-place ops its handle has seen
-        self.into: torch.Tensor | None = None  # memory that takes the last value, see record_write
+        # memory that takes the last value, see `record_write`; None again once it has
+        self.into: torch.Tensor | None = None
+        self.values: dict[int, torch.Tensor] | None = None  # what a flush gives away, by node index
         self.pinned = 0  # bytes of Inputs since the last look at who holds them
         self.stream = 0
 
@@ -105,7 +130,7 @@ class Chain(list):  # type: ignore[type-arg]
         self.inputs, self.consts = [], []  # autograd may keep those of the last flush
         self.slots.clear()
         self.marks.clear()
-        self.bumps = self.into = None
+        self.bumps = self.into = self.values = None
         self.pinned = 0
         return self
 
@@ -114,16 +139,20 @@ class Recorder:
     """What one thread records on one device."""
 
     __slots__ = ("acquire", "chain", "closed", "device", "enter", "exit", "grad",
-                 "guarded", "home", "ident", "inference", "last_wait", "launches", "lock", "off",
-                 "release", "resting", "roots", "runners", "size", "spare", "stream",
-                 "waits")  # fmt: skip
+                 "guarded", "hide", "home", "ident", "inference", "last_wait", "launches", "lock",
+                 "off", "reading", "release", "resting", "roots", "running", "runners", "show",
+                 "size", "spare", "stream", "thread", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
-        self.device, self.ident, self.off = device, ident, off
+        self.device, self.off = device, off
+        self.thread = ident  # whose it is; -1 once that has ended
+        self.ident = ident  # the same, or 0 while a flush has taken the chain
         self.relock()
         self.guarded = False  # `native` runs an eager op, with torch functions off
         modes = NoTorchFunction()
         self.enter, self.exit = modes.__enter__, modes.__exit__
+        modes = NoModes()
+        self.hide, self.show = modes.__enter__, modes.__exit__
         self.stream = stream_reader(device)
         enter_context(device)
         self.closed = Node(self, None, None)  # nothing is ever recorded after it
@@ -134,6 +163,9 @@ class Recorder:
         self.roots: dict[object, Node] = {}  # by what decides results besides the operands
         self.size = 0  # nodes in the trie
         self.runners: list[Runner] = []
+        self.reading = False  # an op that is being recorded looks at tensors that it is to read
+        self.running: Chain | None = None  # taken by a flush that is not done; `ident` is 0 then
+        self.chain = Chain(self.closed)
         self.open()
 
     def relock(self) -> None:
@@ -141,22 +173,40 @@ class Recorder:
         self.lock = threading.RLock()
         self.acquire, self.release = self.lock.acquire, self.lock.release
 
-    def open(self) -> None:
-        """Start an empty chain where the modes of this moment say: the trie is theirs alone."""
-        if self.ident == get_ident():  # another thread's modes are not those of its recorder
-            self.grad = torch.is_grad_enabled()
-            self.inference = torch.is_inference_mode_enabled()
-        modes = (self.grad, self.inference, torch.get_default_dtype(), config.recompute,
+    def open(self) -> bool:
+        """Start an empty chain where the modes of this moment say: the trie is theirs alone.
+
+        False, with the chain left open, where something is pending.
+        """
+        grad, inference = self.grad, self.inference
+        if self.thread == get_ident():  # another thread's modes are not those of its recorder
+            grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        modes = (grad, inference, torch.get_default_dtype(), config.recompute,
                  config.always_fuse, config.relaxed, self.resting)  # fmt: skip
         root = self.roots.get(modes)
         if root is None:
-            root = self.roots[modes] = Node(self, None, None, self.grad and not self.inference)
+            root = self.roots[modes] = Node(self, None, None, grad and not inference)
             root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
         closed = self.off or not config.enabled or torch.is_anomaly_enabled()
-        self.home = self.closed if closed else root
-        self.chain = Chain(self.home)
-        self.spare: Chain | None = None
+        home = self.closed if closed else root
+        chain = Chain(home)
+        if not self.chain:
+            # no Python runs from here...
+            self.grad = grad
+            self.inference = inference
+            self.home = home
+            self.spare: Chain | None = None
+            self.chain = chain
+            # ...to here
+            return True
+        return False
+
+    def reopen(self, reason: str) -> None:
+        """Flush, and start an empty chain under the modes of this moment."""
+        flush(self, reason)
+        while not self.open():  # something was recorded in the middle
+            flush(self, reason)
 
 
 class _Owned(dict):  # type: ignore[type-arg]
@@ -164,7 +214,8 @@ class _Owned(dict):  # type: ignore[type-arg]
 
     def __del__(self) -> None:
         for recorder in self.values():
-            recorder.ident = -1  # whoever holds a value of it now is another thread
+            recorder.thread = -1  # whoever holds a value of it now is another thread
+            recorder.ident = recorder.ident and -1
             if not recorder.chain and recorder in _all_recorders:
                 _all_recorders.remove(recorder)
                 counts.forgotten.update(totals(recorder))
@@ -182,6 +233,24 @@ class _Local(threading.local):
 
 _local = _Local()
 _all_recorders: list[Recorder] = []
+writing: dict[int, bool] = {}  # threads that look for readers of what they are about to write
+
+
+def is_alone() -> bool:
+    """Whether no other thread has recorded anything."""
+    return len(_all_recorders) == len(_local.recorders)
+
+
+def announced(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let `write` flush those that read some memory, and write to it: nobody records meanwhile."""
+    ident = get_ident()
+    if ident in writing:
+        return write(*args, **kwargs)
+    try:
+        writing[ident] = True
+        return write(*args, **kwargs)
+    finally:
+        writing.pop(ident, None)
 
 
 class Counts:
@@ -229,6 +298,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     if recorder is None:
         return _record_elsewhere(op, operands)
     chain = recorder.chain  # before `ident`: during a flush the new chain may not be used
+    tip = chain.tip
     if not recorder.ident:
         return _record_elsewhere(op, operands)
     if recorder.grad is not torch.is_grad_enabled():
@@ -236,8 +306,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         return record(op, operands)
     slots = chain.slots
     edge: list[Any] = [op]
-    fresh: list[Any] | None = None
-    consts: list[Any] | None = None
+    fresh: list[Any] = []
+    consts: list[Any] = []
     on_host = False
     for x in operands:
         cls = x.__class__
@@ -250,115 +320,140 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             if cls is int and not -_INT64 <= x < _INT64:
                 return None
             edge.append(cls)
-            consts = [x] if consts is None else [*consts, x]
+            consts.append(x)
             continue
-        else:
-            state = None
         slot = slots.get(id(x))
         if slot is not None:
             edge.append(slot)
             continue
+        recorder.reading = True  # before the look at what it is
+        state = x._af if cls is Tensor else None
         if state is None or state.__class__ is not Meta or state.device is not recorder.device:
             x, state = _input(x, recorder)
             if state is _SCALAR:
                 edge.append(x.__class__)
-                consts = [x] if consts is None else [*consts, x]
+                consts.append(x)
                 on_host = True
                 continue
             if state is None or state.device is not recorder.device:
                 return _record_elsewhere(op, operands)
-        if fresh is None:
-            fresh = [x, state]
-        else:
-            again = _position(fresh, x)
-            if again is not None:
-                edge.append(~(len(chain.inputs) + again))
-                continue
-            fresh += (x, state)
+        again = _position(fresh, x)
+        if again is not None:
+            edge.append(~(len(tip.inputs) + again))
+            continue
+        fresh += (x, state)
         edge.append(state)
     if on_host and all(operand.__class__ is type for operand in edge[1:]):
         return _record_elsewhere(op, operands)
     key = tuple(edge)
-    node = chain.tip.next.get(key)
+    node = tip.next.get(key)
     if node is None:
-        node = _miss(recorder, chain, op, key)
+        if recorder.chain is not chain or chain.tip is not tip:
+            return record(op, operands)
+        node = _miss(recorder, tip, op, key)
         if node is None:  # the chain had to be cut first
             return record(op, operands)
     shell = node.shell
     if shell is None:
         if node.reason:
             counts.eager[op.name, node.reason] += 1
+            recorder.reading = False
             return None
-        assert node.meta is not None
-        shell = node.shell = make_shell(node.meta, node)
+        shell = _shell_of(node)
     if on_host and node.meta is not None and not node.meta.shape:
         counts.eager[op.name, "0-d tensors on two devices, which promote each other"] += 1
         return None
-    if consts is not None and node.limits is not None:
+    if consts and node.limits is not None:
         low, high = node.limits
         if not all(low <= value <= high or not math.isfinite(value) for value in consts):
             counts.eager[op.name, "a scalar that does not fit"] += 1
             return None
-    try:
-        if fresh is not None:
-            if not add_inputs(recorder, chain, fresh[::2], fresh[1::2]):
-                return record(op, operands)
-            chain.pinned += node.fresh_bytes
-        if consts is not None:
-            chain.consts += consts
-        chain.append(shell)
+    if fresh:
+        done = record_fresh(recorder, chain, tip, node, shell, fresh[::2], fresh[1::2], consts)
+        if not done:
+            if done is None:
+                counts.eager[op.name, "in the middle of a write"] += 1
+                return None
+            return record(op, operands)
+        if chain.pinned > node.pinned_limit:
+            relieve(recorder, chain)
+        return shell
+    if recorder.chain is chain and chain.tip is tip and node.shell is shell:
+        # no Python runs from here...
+        chain.consts += consts
         chain.tip = node
-    except BaseException:  # interrupted: costs nothing otherwise
-        withdraw(recorder, chain)
-        raise
-    if recorder.chain is not chain:
-        return record(op, operands)
-    if chain.pinned > node.pinned_limit:
-        relieve(recorder, chain)
-    return shell
+        chain.append(shell)
+        # ...to here
+        return shell
+    return record(op, operands)
 
 
-def add_inputs(
-    recorder: Recorder, chain: Chain, xs: Sequence[torch.Tensor], metas: Sequence[Meta]
-) -> bool:
-    """Make `xs` the next Inputs of `chain`.
+def record_fresh(
+    recorder: Recorder,
+    chain: Chain,
+    tip: Node,
+    node: Node,
+    shell: Tensor,
+    xs: Sequence[torch.Tensor],
+    metas: Sequence[Meta],
+    consts: Sequence[Any],
+) -> bool | None:
+    """Append `node`, whose new Inputs are `xs`, to `chain` if that is still open and ends at `tip`.
 
-    False, with nothing done, if one has come to require grad since its Meta was read, as a view
-    does when its base is written.
+    False, with nothing done, if it does not, if memory was written meanwhile, or if one of `xs` has
+    come to require grad since its Meta was read, as a view does when its base is written. None in
+    the middle of a write, which has looked for those that read its memory: this one is to run now.
     """
-    inputs, marks, slots = chain.inputs, chain.marks, chain.slots
-    if not inputs:
-        chain.stream = recorder.stream()
-    with NoTorchFunction():
-        if recorder.grad:
-            for x, meta in zip(xs, metas):  # noqa: B905 - strict costs 0.1 us
-                if requires_grad_of(x) is not meta.requires_grad:
-                    x.__dict__["_af"] = UNKNOWN
-                    return False
-        for x in xs:
+    known = len(tip.inputs)
+    stream = chain.stream if known else recorder.stream()
+    marks: list[int] = []
+    slots = {}
+    with NoModes():
+        for x, meta in zip(xs, metas):  # noqa: B905 - strict costs 0.1 us
+            if recorder.grad and requires_grad_of(x) is not meta.requires_grad:
+                x.__dict__["_af"] = UNKNOWN
+                return False
             try:
                 marks += (raw_version_of(x), address_of(x))
             except RuntimeError:  # an inference tensor has no version
                 marks += (-1, address_of(x))
-            slots[id(x)] = ~len(inputs)
-            inputs.append(x)
-    return True
+            slots[id(x)] = ~(known + len(slots))
+    if writing:
+        return None
+    if (
+        recorder.reading
+        and recorder.chain is chain
+        and chain.tip is tip
+        and node.shell is shell
+        and recorder.ident
+    ):
+        # no Python runs from here...
+        chain.stream = stream
+        chain.inputs += xs
+        chain.marks += marks
+        chain.slots |= slots
+        chain.consts += consts
+        chain.pinned += node.fresh_bytes
+        chain.tip = node
+        recorder.reading = False
+        chain.append(shell)
+        # ...to here
+        return True
+    return False
+
+
+def _shell_of(node: Node) -> Tensor:
+    """The shell of a node that has none, or got one meanwhile."""
+    assert node.meta is not None
+    shell = make_shell(node.meta, node)
+    if node.shell is None:
+        node.shell = shell
+    return node.shell
 
 
 # --- end of the hot path ---------------------------------------------------------------------
 
 _SCALAR: Any = object()
-
-
-def withdraw(recorder: Recorder, chain: Chain) -> None:
-    """Take back what an op that was not recorded after all has left in the open `chain`."""
-    with recorder.lock:
-        if recorder.chain is chain:
-            tip = chain.tip
-            known = len(tip.inputs)
-            del chain[tip.index + 1 :], chain.consts[len(tip.consts) :]
-            del chain.inputs[known:], chain.marks[2 * known :]
-            chain.slots = {key: slot for key, slot in chain.slots.items() if ~slot < known}
 
 
 def _position(fresh: list[Any], x: torch.Tensor) -> int | None:
@@ -385,6 +480,9 @@ def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:
                     chosen = found
     if chosen is None:
         chosen = _concrete_recorder(operands)
+    if chosen is not None and not chosen.ident and ident not in inside:
+        flush(chosen, "interrupt")  # goes on with one that was interrupted
+        return record(op, operands)
     if chosen is None or chosen is _local.current or not chosen.ident:
         return None
     _local.current = chosen
@@ -436,28 +534,23 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
     return x, None
 
 
-def _miss(recorder: Recorder, chain: Chain, op: Op, key: tuple[Any, ...]) -> Node | None:
-    """A new edge at the chain's tip, or None after cutting a chain that is full."""
-    tip = chain.tip
+def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node | None:
+    """A new edge at `tip`, where the open chain ends; None after cutting one that is full."""
     if tip is recorder.closed:
         return eager_node(recorder, tip, op, "recording is off")
+    path = tip.path()
     new_inputs = sum(isinstance(operand, Meta) for operand in key[1:])
-    with recorder.lock:
-        if recorder.chain is not chain:  # another thread has flushed it meanwhile
-            return None
-        if any(type(operand) is int and operand >= len(chain) for operand in key[1:]):
-            return None  # one that was pending in the chain before
-        full = len(chain) >= config.max_nodes or (
-            len(tip.inputs) + new_inputs > config.max_inputs and len(chain) > 0
-        )
-        looped = len(chain) >= config.loop_nodes and chain[0]._af.op is op
-        if full or looped:
-            flush(recorder, "limit")
-            return None
-        if recorder.size >= config.max_trie and not len(chain):
-            forget(recorder)
-            return None
-        metas = [shell._af.meta for shell in chain]
+    full = len(path) >= config.max_nodes or (
+        len(tip.inputs) + new_inputs > config.max_inputs and len(path) > 0
+    )
+    looped = len(path) >= config.loop_nodes and path[0].op is op
+    if full or looped:
+        flush(recorder, "limit")
+        return None
+    if recorder.size >= config.max_trie and not path:
+        forget(recorder)
+        return None
+    metas = [node.meta for node in path if node.meta is not None]
     node = extend(recorder, tip, op, key[1:], metas)
     if tip.reason and not node.reason:
         eager = eager_node(recorder, tip, op, tip.reason)
@@ -466,9 +559,9 @@ def _miss(recorder: Recorder, chain: Chain, op: Op, key: tuple[Any, ...]) -> Nod
     dtypes_checked = op.result == "bool" and int in key and node.common not in ("f32", "f64")
     if dtypes_checked and node.common not in ("i64", "f16", "bf16"):
         node = eager_node(recorder, tip, op, "an integer that may not fit the dtype")
-    tip.next[key], node.key = node, key
+    node.key = key
     recorder.size += 1
-    return node
+    return tip.next.setdefault(key, node)  # another may stand in a chain by now
 
 
 def relieve(recorder: Recorder, chain: Chain) -> None:
@@ -491,30 +584,40 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     if recorder is None or recorder.ident != get_ident() or recorder.chain.tip.holds_grad:
         return False  # under grad the value before the write may be saved for backward
     result = record(op, operands)
-    if result is None or target._af is not node:
+    meta, new = node.meta, _node_of(result)
+    if new is None or new.meta.shape != meta.shape:  # type: ignore[union-attr]
         return False
-    meta, new = node.meta, result._af
-    if new.recorder is not recorder or new.meta.shape != meta.shape:
-        return False
-    if new.meta.dtype is not meta.dtype:
-        if not torch.can_cast(new.meta.dtype, meta.dtype):
+    if new.meta.dtype is not meta.dtype:  # type: ignore[union-attr]
+        if not torch.can_cast(new.meta.dtype, meta.dtype):  # type: ignore[union-attr]
             return False
         result = record(CASTS[meta.dtype], (result,))
-        if result is None or target._af is not node:
-            return False
-        new = result._af
-    if new.recorder is not recorder or new.meta is not meta:
+        new = _node_of(result)
+    if result is None or new is None or new.recorder is not recorder or new.meta is not meta:
         return False
-    with recorder.lock:
-        chain = recorder.chain
-        if target._af is not node or result._af is not new:
-            return False
-        chain[node.index], chain[new.index] = result, target
-        node.shell, new.shell = result, target
-        target.__dict__["_af"], result.__dict__["_af"] = new, node  # no call: not interrupted
-        bumps = chain.bumps = chain.bumps or {}
-        bumps[new.index] = bumps.pop(node.index, 0) + 1
-    return True
+    chain = recorder.chain
+    bumps = chain.bumps or {}
+    first, last, seen = node.index, new.index, bumps.get(node.index, 0) + 1
+    mine, its = target.__dict__, result.__dict__
+    if recorder.chain is chain and target._af is node and result._af is new:
+        # no Python runs from here...
+        chain[first] = result
+        chain[last] = target
+        node.shell = result
+        new.shell = target
+        mine["_af"] = new
+        its["_af"] = node
+        bumps[first] = 0
+        bumps[last] = seen
+        chain.bumps = bumps
+        # ...to here
+        return True
+    return False
+
+
+def _node_of(result: Tensor | None) -> Node | None:
+    """The node of what was just recorded; None if it was not, or is computed by now."""
+    node = None if result is None else result._af
+    return node if node.__class__ is Node else None
 
 
 def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bool = True) -> bool:
@@ -547,28 +650,30 @@ def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bo
         if recorder.chain.tip.holds_grad:
             return False
     result = record(op, operands)
-    if cast and result is not None and result._af.meta is not made and meta.flat:
-        if result._af.meta.shape == meta.shape and torch.can_cast(result.dtype, meta.dtype):
+    node = _node_of(result)
+    if cast and node is not None and node.meta is not made and meta.flat:
+        assert node.meta is not None
+        if node.meta.shape == meta.shape and torch.can_cast(node.meta.dtype, meta.dtype):
             result = record(CASTS[meta.dtype], (result,))
-    if result is None or result._af.recorder is None or result._af.meta is not made:
+            node = _node_of(result)
+    if node is None or node.meta is not made:
         return False
-    node = result._af
     recorder = node.recorder
-    with recorder.lock:
-        chain = recorder.chain
-        if result._af is not node or not chain or chain[-1] is not result:
-            return False
-        if _reads_apart(chain, target, meta):
-            return False
-        # one thread reads and writes an element; another shape would be another kernel
-        if id(target) in chain.slots and any(shell._af.meta.shape != meta.shape for shell in chain):
-            return False
-        try:
-            chain.into = target
-            flush(recorder, "write")
-        finally:
-            chain.into = None  # also if it was interrupted before it began
-    return True
+    chain = recorder.chain
+    if chain.tip is not node or _reads_apart(chain, target, meta):
+        return False
+    # one thread reads and writes an element; another shape would be another kernel
+    shape = meta.shape
+    if id(target) in chain.slots and any(step.meta.shape != shape for step in node.path()):  # type: ignore[union-attr]
+        return False
+    if is_alone():
+        return flush(recorder, "write", target, node)
+    return announced(_write_among_others, recorder, target, node)
+
+
+def _write_among_others(recorder: Recorder, target: torch.Tensor, node: Node) -> bool:
+    flush_readers(target, "write", others=True)
+    return flush(recorder, "write", target, node)
 
 
 def _reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
@@ -603,7 +708,8 @@ def pending_version(tensor: Tensor) -> int:
     """The version counter that eager would show for `tensor`."""
     state = tensor._af
     if state.recorder is not None:
-        return (state.recorder.chain.bumps or {}).get(state.index, 0)
+        chain = state.recorder.running or state.recorder.chain
+        return (chain.bumps or {}).get(state.index, 0)
     with NoTorchFunction():
         return torch.Tensor._version.__get__(tensor)  # type: ignore[attr-defined]
 
@@ -611,94 +717,212 @@ def pending_version(tensor: Tensor) -> int:
 # --- flushing ------------------------------------------------------------------------------------
 
 
-def flush(recorder: Recorder, reason: str) -> None:
-    """Run what `recorder` has pending: live values get memory, dead ones are forgotten."""
-    if not recorder.chain and recorder.ident:
-        return
-    with recorder.lock:  # also waits for a flush by another thread
-        ident, recorder.ident = recorder.ident, 0  # a recording thread goes to the slow path
-        chain, done = recorder.chain, False
-        watch = runner = None
-        try:
-            if not chain:
-                return
-            spare, recorder.spare = recorder.spare, None
-            if spare is None:
-                spare = Chain(recorder.home)
-            else:
-                spare.tip = recorder.home
-            recorder.chain, spare = spare, None  # a traceback would hold it
-            if ident != get_ident():
-                enter_context(recorder.device)
-            alive = tuple(map(getrefcount, chain))
-            node = chain[len(alive) - 1]._af  # a thread in the middle of recording may add one more
-            if observer is not None:  # 0.02 us
-                watch = observer(recorder, chain, node, alive, reason)
-            runner = node.runners.get(alive if chain.into is None else (-2, *alive))
-            if runner is None:
-                runner = _runner_for(recorder, node, alive, chain.into is not None)
-            counts.flushes[reason] = counts.flushes.get(reason, 0) + 1
-            try:
-                if runner.live and ident == get_ident():
-                    runner.run(chain)
-                elif runner.live:
-                    _without_modes(runner.run, recorder, chain)
-                runner.others += 1
-                if runner.pieces:  # also if they wait for their kernels
-                    recorder.launches += 1
-            except Exception as error:
-                if isinstance(error, ColdKernelError) and not compiling.capturing(recorder.device):
-                    raise
-                if watch is not None:
-                    watch.failed(error)
-                if ident == get_ident():
-                    _recover(chain, node, runner, error)
-                else:  # no name for it here, which would be a cycle with the error's traceback
-                    _without_modes(
-                        partial(_recover, node=node, runner=runner, error=error), recorder, chain
-                    )
-            done = True
-            for shell in chain:  # 0.05 us each
-                if getweakrefcount(shell) and shell is not None:
-                    shell._af.shell = None  # the weak reference dies with the shell
-        finally:
-            recorder.ident = ident
-            if not done and chain:
-                _interrupted(recorder, chain, runner)
-            if watch is not None:
-                watch.ended(runner if done else None)
-            if done:
-                chain.clear()
-                # no recording is in the middle of it; `into` is set by who holds the chain, and
-                # does no more with it
-                if getrefcount(chain) == _HELD_HERE + (chain.into is not None):
-                    recorder.spare = chain.emptied()
+def flush(
+    recorder: Recorder, reason: str, into: torch.Tensor | None = None, node: Node | None = None
+) -> bool:
+    """Run what `recorder` has pending: live values get memory, dead ones are forgotten.
 
-
-def _interrupted(recorder: Recorder, chain: Chain, runner: Runner | None) -> None:
-    """After a flush that raised: the next one tries again, unless this one has begun to write.
-
-    The write of an op that raised is not tried again.
+    into: memory that takes the last value, that of `node`; nothing happens if that is no longer the
+    last. Returns whether this call has done it. In the middle of the flush that does it, and where
+    this thread would have to wait for it from inside another one, values stay pending; `beside`
+    knows them.
     """
-    into, chain.into = chain.into, None
-    settled = any(shell is None or shell._af.recorder is None for shell in chain)
-    if runner is None or not (settled or into is not None and not _failed()):
-        recorder.chain = chain
-        return
-    names = ", ".join(node.op.name for node in runner.nodes if node.op is not None)
-    error = InterruptedFlushError(
-        f"a result of the chain {names} is lost: {type(sys.exc_info()[1]).__name__} came while the "
-        "chain was writing. Compute it again."
-    )
-    for node, shell in zip(runner.nodes, chain, strict=False):
-        node.shell = None  # it may be the user's by now
-        if shell is not None and shell._af.recorder is not None:
-            _shell._set(shell, "_af", Lost(error))
+    while recorder.chain or not recorder.ident or recorder.reading:
+        if recorder.spare is None:
+            recorder.spare = Chain(recorder.home)
+        if get_ident() not in inside:
+            with recorder.lock:  # also waits for a flush by another thread
+                done = _flush(recorder, reason, into, node, False)
+        elif recorder.running is not None:
+            _foresee(recorder, recorder.running)
+            return False
+        else:
+            done = _flush_without_waiting(recorder, reason, into, node)
+        if done is not None:
+            return done
+    return False
 
 
-def _failed() -> bool:
-    """Whether the exception at hand is an error, which comes before anything is written."""
-    return isinstance(sys.exc_info()[1], Exception)
+def _flush_without_waiting(
+    recorder: Recorder, reason: str, into: torch.Tensor | None, node: Node | None
+) -> bool | None:
+    """`_flush` by a thread that is inside; None also if another one is about to flush."""
+    try:
+        if recorder.lock.acquire(False):
+            return _flush(recorder, reason, into, node, True)
+        time.sleep(0)  # that one does not wait either before `running` says so
+        return None
+    finally:
+        if is_owned(recorder.lock):  # also if an interrupt came right after it was acquired
+            recorder.lock.release()
+
+
+def _flush(
+    recorder: Recorder, reason: str, into: torch.Tensor | None, node: Node | None, nested: bool
+) -> bool | None:
+    """`flush` with the lock held; None to try again. nested: the thread was inside already."""
+    ident = get_ident()
+    # no Python runs from here...
+    spare, recorder.spare = recorder.spare, None
+    chain = recorder.running
+    if chain is None and spare is not None and (node is None or node is recorder.chain.tip):
+        chain, recorder.chain = recorder.chain, spare
+        recorder.running = chain
+        recorder.ident = 0  # a recording thread goes the slow path
+        recorder.reading = False
+        chain.into = into
+        spare.tip = recorder.home
+    grad, inference, home = recorder.grad, recorder.inference, recorder.home
+    # ...to here
+    if chain is None:
+        recorder.spare = spare
+        return None if node is None or node is recorder.chain.tip else False
+    spare = None  # a traceback would hold it
+    try:
+        inside[ident] = True
+        if chain:
+            _run(recorder, chain, reason)
+        recorder.running = None
+    finally:
+        # no Python runs from here...
+        if recorder.running is not None and chain.values is None:
+            recorder.running = None
+            chain.into = None  # the write of an op that raised is not tried again
+            if chain:  # its values are not lost
+                recorder.chain = chain
+                recorder.home = home  # somebody may have opened another one, under other modes
+                recorder.grad = grad
+                recorder.inference = inference
+        if recorder.running is None:  # or else the next flush goes on with it
+            recorder.ident = recorder.thread
+        # ...to here
+        if not nested:
+            del inside[ident]
+    for shell in chain:  # 0.05 us each
+        if getweakrefcount(shell) and shell is not None:
+            shell._af.shell = None  # the weak reference dies with the shell
+    chain.clear()
+    # no recording is in the middle of it; who writes holds it, and adds nothing to it
+    if getrefcount(chain) == _HELD_HERE + (into is not None):
+        recorder.spare = chain.emptied()
+    return True
+
+
+def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
+    """Flush `chain`, which was taken from `recorder`.
+
+    If it raises and the chain is done all the same, `recorder.running` is None.
+    """
+    node, into, own = chain.tip, chain.into is not None, recorder.thread == get_ident()
+    watch = runner = None
+    try:
+        if chain.values is not None:  # an interrupt came while they were given away
+            finish(chain)
+            return
+        if not own:
+            enter_context(recorder.device)
+        alive = tuple(map(getrefcount, chain))
+        if observer is not None:  # 0.02 us
+            watch = observer(recorder, chain, node, alive, reason)
+        runner = node.runners.get((-2, *alive) if into else alive)
+        if runner is None:
+            runner = _runner_for(recorder, node, alive, into)
+        counts.flushes[reason] = counts.flushes.get(reason, 0) + 1
+        try:
+            if runner.live and own:
+                runner.run(chain)
+            elif runner.live:
+                _without_modes(runner.run, recorder, chain)
+            runner.others += 1
+            if runner.pieces:  # also if they wait for their kernels
+                recorder.launches += 1
+        except Exception as error:
+            if chain.values is not None or is_foreign(error):
+                raise
+            if isinstance(error, ColdKernelError) and not compiling.capturing(recorder.device):
+                raise
+            if watch is not None:
+                watch.failed(error)
+            if own:
+                _recover(chain, node, runner, error)
+            else:  # no name for it here, which would be a cycle with the error's traceback
+                _without_modes(
+                    partial(_recover, node=node, runner=runner, error=error), recorder, chain
+                )
+        if watch is not None:
+            done, watch = watch, None
+            done.ended(runner)
+    except BaseException as error:
+        if watch is not None:
+            watch.ended(None)
+        if chain.values is None:  # nothing was given away or written: the next flush tries again
+            raise
+        finish(chain)
+        recorder.running = None
+        if runner is None or is_foreign(error):
+            raise
+        return  # others were faster and have gone on: what this run met does not matter
+
+
+def finish(chain: Chain) -> None:
+    """Give the values of `chain` away, which are known, whatever interrupts that."""
+    interrupt = None
+    while True:
+        try:
+            assert chain.values is not None
+            owners = [node for node in chain.tip.path() if node.index in chain.values]
+            settle(chain, owners, again=True)
+            break
+        except BaseException as error:
+            if not is_foreign(error):
+                raise
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+is_owned = type(threading.RLock())._is_owned  # type: ignore[attr-defined] - by this thread
+
+
+def _foresee(recorder: Recorder, chain: Chain) -> None:
+    """Know the values of `chain`, which a flush is at, before that flush does.
+
+    They are made by eager ops, which change nothing, and so also while the flush goes on.
+    """
+    while chain.values is WRITING and recorder.running is chain:  # by another thread, in C
+        time.sleep(0)
+    if chain.values is None and chain:
+        nodes, bumps = chain.tip.path(), chain.bumps
+        values: list[dict[int, torch.Tensor]] = []
+
+        def compute(chain: Chain) -> None:
+            values.append(_replayed(chain, nodes, tuple(range(len(nodes))), bumps))
+
+        _without_modes(compute, recorder, chain)
+        if chain.values is None and recorder.running is chain:
+            # no Python runs from here...
+            chain.values = values[0]
+            chain.bumps = None
+            # ...to here
+
+
+def beside(tensor: Tensor) -> torch.Tensor | None:
+    """The value of `tensor` where it is beside it, after `flush_tensor`; None where it is its own.
+
+    That is so where C++ holds the shell, and in the middle of the flush that makes the value.
+    """
+    state = tensor._af
+    recorder = state.recorder
+    if recorder is None:
+        return state.real if state.__class__ is Held else None
+    with NoTorchFunction():
+        chain = recorder.running
+        if chain is None or chain.values is None or state.index not in chain.values:
+            return None
+        apart = plain_alias(chain.values[state.index])
+        if apart is None:  # exchanged, which the flush is about to say
+            tensor.__dict__["_af"] = UNKNOWN
+        return apart
 
 
 def _without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chain) -> None:
@@ -717,16 +941,21 @@ def _without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chai
     def alone() -> None:
         try:
             enter_context(recorder.device)
-            with torch._C._InferenceMode(recorder.inference):
+            with being_inside(), torch._C._InferenceMode(recorder.inference):
                 run(chain)
         except BaseException as error:  # raised below, in the thread that asked
             errors.append(error)
 
     thread = threading.Thread(target=alone)
     thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    interrupt = None
+    while thread.is_alive():
+        try:
+            thread.join()
+        except BaseException as error:  # the chain is the thread's until it ends
+            interrupt = error
+    if errors or interrupt is not None:
+        raise errors[0] if errors else interrupt  # type: ignore[misc]
 
 
 def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bool) -> Runner:
@@ -741,7 +970,7 @@ def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bo
             runner = _build_runner(recorder, node, live, into) if known is None else known.ready()
         except Exception as error:
             cold = isinstance(error, ColdKernelError)
-            if cold and not compiling.capturing(recorder.device):
+            if is_foreign(error) or (cold and not compiling.capturing(recorder.device)):
                 raise
             args = (recorder.device, node.path(), node.inputs, live, (), into)
             if cold:
@@ -787,10 +1016,8 @@ def wake(*reason: object) -> None:
     """Let every recorder that rests record again."""
     for recorder in list(_all_recorders):
         if recorder.resting:
-            with recorder.lock:
-                if recorder.resting:  # nobody else has woken it meanwhile
-                    recorder.resting = False
-                    recorder.open()
+            recorder.resting = False
+            recorder.reopen("wake")
 
 
 def launches() -> int:
@@ -828,8 +1055,11 @@ def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: b
         computed = tuple(sorted({*live, *graph.stored}))
     nodes[0].long = True
     pieces = make_pieces(node.program(), computed, device.type)
-    args = (device, nodes, node.inputs, live, pieces, into)
-    return WaitingRunner(*args, graph=graph, computed=computed).ready()
+    written = into and bool(pieces) and node.index in pieces[-1].stores
+    args = (device, nodes, node.inputs, live, pieces, written)
+    waiting = WaitingRunner(*args, graph=graph, computed=computed)
+    waiting.copied = into and not written
+    return waiting.ready()
 
 
 class EagerRunner(Runner):
@@ -863,6 +1093,7 @@ class WaitingRunner(EagerRunner):
         make = runner_class(self.device)
         runner = make(self.device, self.nodes, self.inputs, self.computed, self.pieces, self.into,
                       kernels)  # fmt: skip
+        runner.copied = self.copied
         if self.graph is not None:
             runner = graded(runner, self.graph, self.live)
         return runner.settling()
@@ -910,27 +1141,31 @@ def _recover(chain: Chain, node: Node, runner: Runner, error: Exception) -> None
 
 def _run_ops(chain: Chain, nodes: list[Node], runner: Runner) -> None:
     """Do what `runner` does by the eager ops that the chain was recorded from."""
+    if runner.ops is None:
+        runner.ops = _replay(nodes, runner.live)
+    values = _replayed(chain, nodes, runner.live, chain.bumps, runner.ops)
+    if chain.values is None:
+        chain.bumps = None
+        chain.values = values
+    settle(chain, runner.visible)
+
+
+def _replayed(
+    chain: Chain,
+    nodes: list[Node],
+    live: tuple[int, ...],
+    bumps: dict[int, int] | None,
+    ops: Callable[..., list[torch.Tensor]] | None = None,
+) -> dict[int, torch.Tensor]:
+    """The values `live` of `chain`, by node index, made by eager ops; `chain` stays as it is."""
     was = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(nodes[-1].graded)
     try:
+        torch._C._set_grad_enabled(nodes[-1].graded)
         with NoTorchFunction():
-            if runner.ops is None:
-                runner.ops = _replay(nodes, runner.live)
-            values = runner.ops(chain.inputs, chain.consts, chain.bumps)
+            made = (ops or _replay(nodes, live))(chain.inputs, chain.consts, bumps)
     finally:
         torch._C._set_grad_enabled(was)
-    chain.bumps = None
-    if chain.into is not None:
-        chain.into.copy_(values.pop())
-    shells = [chain[owner.index] for owner in runner.owners]
-    other = [
-        shell for shell, owner, value in zip(shells, runner.owners, values, strict=True)
-        if fresh_meta(value) is not owner.meta
-    ]  # fmt: skip
-    settle(chain, runner.owners, values)
-    for shell in other:  # never believed to be what it is not
-        if shell._af.__class__ is Meta:
-            shell.__dict__["_af"] = UNKNOWN
+    return dict(zip(live, made, strict=True))
 
 
 def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torch.Tensor]]:
@@ -1019,25 +1254,31 @@ def flush_tensor(tensor: Tensor, reason: str) -> None:
         raise state.error
 
 
+def _leave_pending(tensor: Tensor) -> torch.Tensor:
+    """Make `tensor` concrete; returns what has its value."""
+    flush_tensor(tensor, "attribute")
+    apart = beside(tensor)
+    return tensor if apart is None else apart
+
+
 def flush_thread(reason: str) -> None:
     """Flush everything this thread has pending."""
-    for recorder in _local.recorders.values():
-        if recorder.chain:
+    for recorder in list(_local.recorders.values()):
+        if recorder.chain or recorder.reading or recorder.running is not None:
             flush(recorder, reason)
 
 
 def regrade() -> None:
     """After a change of grad mode: what was recorded before keeps the mode it was recorded in."""
-    for recorder in _local.recorders.values():
+    for recorder in list(_local.recorders.values()):
         if recorder.grad is not torch.is_grad_enabled():
-            flush(recorder, "grad mode")
-            recorder.open()
+            recorder.reopen("grad mode")
 
 
 def flush_all(reason: str) -> None:
     """Flush everything that any thread has pending."""
     for recorder in list(_all_recorders):
-        if recorder.chain:
+        if recorder.chain or recorder.reading or recorder.running is not None:
             flush(recorder, reason)
 
 
@@ -1048,12 +1289,14 @@ def flush_readers(tensor: torch.Tensor, reason: str, others: bool = False) -> No
     """
     ident = get_ident() if others else None
     for recorder in list(_all_recorders):
-        chain = recorder.chain
-        if chain and recorder.ident != ident:
+        chain = recorder.running or recorder.chain
+        if (chain or recorder.reading) and recorder.ident != ident:
             with NoTorchFunction():
                 try:
                     extent = _extent(tensor)
-                    reads = any(_overlap(_extent(x), extent) for x in list(chain.inputs))
+                    reads = recorder.reading or any(
+                        _overlap(_extent(x), extent) for x in list(chain.inputs)
+                    )
                 except (RuntimeError, NotImplementedError):  # no storage: sparse, functorch
                     reads = True
             if reads:
@@ -1095,23 +1338,16 @@ class closed(contextlib.ContextDecorator):  # noqa: N801 - used like a function
 
 def reopen(reason: str) -> None:
     """Flush this thread's chains and start new ones under the modes of this moment."""
-    for recorder in _local.recorders.values():
+    for recorder in list(_local.recorders.values()):
         flush(recorder, reason)
         recorder.off = _local.closed > 0
-        recorder.open()
+        recorder.reopen(reason)
 
 
 def reopen_all(reason: str) -> None:
     """The same for every thread, where a mode of the process has changed."""
     for recorder in list(_all_recorders):
-        with recorder.lock:
-            while True:
-                flush(recorder, reason)
-                chain = recorder.chain
-                recorder.open()
-                if not chain:
-                    break
-                recorder.chain = chain  # its thread has recorded meanwhile
+        recorder.reopen(reason)
 
 
 def totals(recorder: Recorder) -> Counter[str]:
@@ -1139,7 +1375,7 @@ def forget(recorder: Recorder) -> None:
     recorder.runners.clear()
     recorder.roots.clear()
     recorder.size = 0
-    recorder.open()
+    recorder.reopen("limit")
 
 
 def forget_kernels() -> None:
@@ -1151,7 +1387,9 @@ def forget_kernels() -> None:
 def forget_threads() -> None:
     """After a fork: what other threads had pending does not exist here."""
     ident = get_ident()
-    _all_recorders[:] = [recorder for recorder in _all_recorders if recorder.ident == ident]
+    inside.clear()
+    writing.clear()
+    _all_recorders[:] = [recorder for recorder in _all_recorders if recorder.thread == ident]
     for recorder in _all_recorders:
         recorder.relock()  # another thread may have held it
 
@@ -1160,4 +1398,4 @@ watch(wake)
 watch(reopen_all)
 compiling.on_news(wake)
 compiling.on_evict(forget_kernels)
-_shell._leave_pending = lambda tensor: flush_tensor(tensor, "attribute")
+_shell._leave_pending = _leave_pending

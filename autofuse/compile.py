@@ -25,6 +25,7 @@ from .cache import DiskCache
 from .codegen import source_of
 from .config import config, watch
 from .errors import ColdKernelError, KernelError, warn_once
+from .inside import being_inside
 from .load import Module, load
 from .plan import Plan
 from .position import Position, user_position
@@ -158,7 +159,7 @@ def on_news(listener: Callable[[], None]) -> None:
 
 
 def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> Kernel | None:
-    with _lock:
+    with being_inside(), _lock:
         kernel = _kernels.get((plan, device))
         if kernel is not None:
             counts["found"] += 1
@@ -187,7 +188,7 @@ def _told(plan: Plan, device: torch.device, counted: bool) -> Kernel | None:
     begun, outcome = time.perf_counter(), "hard miss"
     kernel = request = None
     try:
-        with _lock:  # so that what is counted meanwhile is this kernel
+        with being_inside(), _lock:  # so that what is counted meanwhile is this kernel
             if (plan, device) in _kernels:
                 outcome = "hit"
             request, compiled = _requests.get((plan, device)), counts["compiled"]

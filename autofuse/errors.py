@@ -12,10 +12,6 @@ class StaleInputError(AutofuseError):
     """An Input of a pending chain was modified behind autofuse's back before the chain ran."""
 
 
-class InterruptedFlushError(AutofuseError):
-    """A KeyboardInterrupt came while a chain wrote its values; those not yet written are lost."""
-
-
 class LostGradientError(AutofuseError):
     """C++ code took a pending value that requires grad where autograd cannot follow."""
 

@@ -9,6 +9,7 @@ array is made once and only the slots are rewritten.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import struct
@@ -24,14 +25,19 @@ from torch.autograd.graph import increment_version
 
 from .compile import Kernel, Order
 from .errors import AutofuseError, KernelError, NotReadyError, StaleInputError
+from .inside import inside
 from .load import enter_context
 from .plan import UNIT, Piece, Ref, unvectorised
 from .shell import (
+    UNKNOWN,
     Meta,
     NoTorchFunction,
     Tensor,
     address_of,
     become,
+    fresh_meta,
+    gave,
+    is_shell,
     raw_version_of,
     swap,
     use_count,
@@ -54,23 +60,63 @@ def stream_reader(device: torch.device) -> Callable[[], int]:
     return partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
-def settle(chain: Chain, owners: Sequence[Node], reals: Sequence[torch.Tensor]) -> None:
-    """Give the live shells of `chain` their values."""
+WRITING: dict[int, torch.Tensor] = {}  # `Chain.values` while C writes to memory that is read too
+_copy = torch._C.TensorBase.copy_  # type: ignore[attr-defined]
+
+
+def settle(
+    chain: Chain, owners: Sequence[Node], believed: bool = False, again: bool = False
+) -> None:
+    """Give the live shells of `chain` its values, and the memory that it writes to the last one.
+
+    believed: they are what their nodes say. again: go on where that was interrupted.
+    """
+    values = chain.values
+    assert values is not None
     with NoTorchFunction():
-        bump(chain, owners, reals)
-        for owner, real in zip(owners, reals, strict=True):
-            index = owner.index
-            assert owner.meta is not None
-            owner.shell = become(chain[index], real, owner.meta, owner)
-            chain[index] = None
+        if chain.into is not None:
+            _write(chain, values[chain.tip.index])
+        for owner in owners:
+            shell, meta = chain[owner.index], owner.meta
+            if shell is None:
+                continue
+            real = values[owner.index]
+            assert meta is not None
+            if again and is_shell(real):
+                owner.shell = gave(shell, real, UNKNOWN, owner)
+            else:
+                if not believed and fresh_meta(real) is not meta:
+                    meta = UNKNOWN  # never believed to be what it is not
+                owner.shell = become(shell, real, meta, owner)
+            chain[owner.index] = None
 
 
-def bump(chain: Chain, owners: Sequence[Node], reals: Sequence[torch.Tensor]) -> None:
-    """Give each value the version that its in-place ops have made, once."""
-    bumps, chain.bumps = chain.bumps or {}, None
-    for owner, real in zip(owners, reals, strict=True):
-        for _ in range(bumps.get(owner.index, 0)):
-            increment_version(real)
+def _write(chain: Chain, value: torch.Tensor) -> None:
+    """Write the last value of `chain` where it belongs; its op was recorded under no_grad."""
+    grad = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(False)
+        # no Python runs from here...
+        into, chain.into = chain.into, None
+        _copy(into, value)  # type: ignore[arg-type] - ...to its end
+    finally:
+        torch._C._set_grad_enabled(grad)
+
+
+def bump(chain: Chain, reals: dict[int, torch.Tensor]) -> None:
+    """Give each value the version that its in-place ops have made, before it is saved."""
+    for index, times in (chain.bumps or {}).items():
+        for _ in range(times if index in reals else 0):
+            increment_version(reals[index])
+
+
+def publish(chain: Chain, values: dict[int, torch.Tensor]) -> None:
+    """Let `values` be what the flush of `chain` gives away, unless others were faster."""
+    if chain.values is None or chain.values is WRITING:
+        # no Python runs from here...
+        chain.values = values
+        chain.bumps = None
+        # ...to here
 
 
 class Runner:
@@ -79,6 +125,7 @@ class Runner:
     run: Callable[[Chain], None]  # computes and settles
     bare: Callable[[Chain], None] | None = None  # `run` without the range a profiler sees
     attach: Callable[..., None] | None = None  # takes inputs, consts and what `made` names
+    copied = False  # the last live value is computed apart and copied to the memory of `chain.into`
     packs: tuple[tuple[int, ...], ...] = ()  # live-outs that share one tensor, one after another
     program: Program | None = None  # `run` for the machine code of `native`
     recorded = True  # its ops were recorded, not made by autograd
@@ -321,7 +368,7 @@ class CudaRunner(Runner):
         made = self.made()
         if not {owner.index for owner in self.visible} <= {*made}:
             return None
-        if self.into and len(self.pieces) > 1:  # nothing may be written before all can be
+        if self.copied or (self.into and len(self.pieces) > 1):  # only one launch is one step
             return None
         kept: list[object] = []
         begin: list[int] = [not meta.inference for meta in self.inputs]
@@ -401,8 +448,8 @@ class CudaRunner(Runner):
         program.results = (None, *results)
         return partial(answer, program)
 
-    def _prepare(self, k: int) -> None:
-        """Make piece k ready for pointers that are not 16-byte aligned."""
+    def _unaligned(self, k: int, *values: Any) -> tuple[Any, int, int]:
+        """Piece k for pointers that are not 16-byte aligned: one element per thread."""
         if k not in self._scalar:
             piece = unvectorised(self.pieces[k])
             order = self._orders.setdefault(k, Order([piece.plan], self.device))
@@ -411,16 +458,9 @@ class CudaRunner(Runner):
                 raise NotReadyError(f"{piece.plan.name}, one element per thread")
             (kernel,) = kernels
             self._scalar[k] = kernel.entry, _Slots(piece, kernel.parameters), kernel
-
-    def _unaligned(self, k: int, stream: Any, *values: Any) -> None:
-        """Piece k for pointers that are not 16-byte aligned: one element per thread."""
-        self._prepare(k)
         entry, slots, _ = self._scalar[k]
         slots.pack_wide(*values)
-        threads = THREADS_PER_BLOCK
-        self._check(
-            self._launch(entry, slots.blocks, 1, 1, threads, 1, 1, 0, stream, slots.address, 0)[0]
-        )
+        return entry, slots.blocks, slots.address
 
     def _check(self, error: Any) -> None:
         if error:
@@ -443,7 +483,7 @@ class CudaRunner(Runner):
         }  # fmt: skip
         lines = list(head)
         if self.into:
-            lines.append(f"o{self.live[-1]} = chain.into; q{self.live[-1]} = address(chain.into)")
+            lines.append(f"into = chain.into; q{self.live[-1]} = address(into)")
         metas = {owner.index: owner.meta for owner in self.owners}
         packs = {pack[0]: pack for pack in self.packs}
         for index in self.made():
@@ -456,25 +496,9 @@ class CudaRunner(Runner):
             lines.append(f"q{index} = address(o{index})")
             for k, inner in enumerate(pack[1:], 1):
                 lines.append(f"q{inner} = q{index} + {k * meta.nbytes}")
-        if self.into and len(self.pieces) > 1:  # nothing is written before all can be
-            space["prepare"] = self._prepare
-            lines += [
-                f"if ({' | '.join(_aligned(piece))}) & 15: prepare({k})"
-                for k, piece in enumerate(self.pieces)
-                if piece.plan.lanes > 1
-            ]
-        launches = [
-            line
-            for k, piece in enumerate(self.pieces)
-            for line in self._generate_piece(k, piece, space)
-        ]
-        if self.into:  # a write is counted, also if an interrupt comes, but not one that fails
-            space["bump"] = increment_version
-            launches = [
-                "try:", *("    " + line for line in launches), "    bump(chain.into)",
-                "except Exception: raise", "except BaseException: bump(chain.into); raise",
-            ]  # fmt: skip
-        lines += launches
+        writing = len(self.pieces) - 1 if self.into else -1
+        for k, piece in enumerate(self.pieces):
+            lines += self._generate_piece(k, piece, space, writing=k == writing)
         lines += end(space)
         if torch.cuda.device_count() > 1:
             space["device"], space["number"] = torch.cuda.device, self.device.index
@@ -496,20 +520,24 @@ class CudaRunner(Runner):
 
     def _generate_settling(self, space: dict[str, Any]) -> list[str]:
         """`settle`, unrolled: 0.3 us less for one live-out."""
-        lines: list[str] = []
-        if not self.visible:
-            return lines
-        if self.attach is not None:
-            space["attach"], space["bump_all"] = self.attach, bump
-            visible = ", ".join(f"o{owner.index}" for owner in self.visible)
-            lines.append(f"if chain.bumps is not None: bump_all(chain, owners, [{visible}])")
-            names = ", ".join(f"o{index}" for index in self.made())
-            lines.append(f"attach(inputs, consts, {names})")
-        names = ", ".join(f"o{owner.index}" for owner in self.visible)
+        if self.into:
+            lines = []
+        else:
+            if not self.visible:
+                return []
+            made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
+            space["bump"] = bump
+            lines = [f"made = {{{made}}}", "if chain.bumps is not None: bump(chain, made)"]
+            if self.attach is not None:
+                space["attach"] = self.attach
+                names = ", ".join(f"o{index}" for index in self.made())
+                lines.append(f"attach(inputs, consts, {names})")
+            lines.append("if chain.values is None: chain.values = made; chain.bumps = None")
         shells = [f"s{owner.index}" for owner in self.visible]
         lines += [f"s{owner.index} = chain[{owner.index}]" for owner in self.visible]
-        simple = " and ".join(["chain.bumps is None", *(f"use_count({s}) == 1" for s in shells)])
-        lines.append(f"if {simple}:")
+        simple = ["chain.values is made", "chain.into is None"]
+        simple += [f"use_count({s}) == 1" for s in shells]
+        lines += [f"if {' and '.join(simple)}:", "    pass"]
         for owner in self.visible:
             k = owner.index
             space[f"node{k}"], space[f"meta{k}"] = owner, owner.meta
@@ -518,33 +546,54 @@ class CudaRunner(Runner):
                 f"    o{k}.__class__ = Tensor; o{k}.__dict__['_af'] = node{k}",
                 f"    node{k}.shell = o{k}; chain[{k}] = None",
             ]
-        lines.append(f"else: settle(chain, owners, [{names}])")
+        lines.append("else: settle(chain, owners)")
         return lines
 
-    def _generate_piece(self, k: int, piece: Piece, space: dict[str, Any]) -> list[str]:
+    def _generate_piece(
+        self, k: int, piece: Piece, space: dict[str, Any], writing: bool
+    ) -> list[str]:
+        """Piece k; the one that writes to `into` comes last and cannot be repeated.
+
+        So no Python runs there between the look at `values` and the end of the launch. The write is
+        counted, also if an interrupt comes, but not one that fails.
+        """
         entry, slots = self._parts[k]
         space[f"entry{k}"], space[f"pack{k}"] = entry, slots.pack
         space[f"buffer{k}"], space[f"slots{k}"] = slots.buffer, slots
+        space[f"blocks{k}"], space[f"params{k}"] = slots.blocks, slots.address
         values = [*_addresses(piece), *(f"consts[{const}]" for const in piece.consts)]
         arguments = ", ".join(values)
-        pack = [f"pack{k}(buffer{k}, 0, {arguments})"]
+        lines = [f"pack{k}(buffer{k}, 0, {arguments})"]
         if piece.consts:
-            pack = [
-                f"try: {pack[0]}",
+            lines = [
+                f"try: {lines[0]}",
                 f"except OverflowError: slots{k}.pack_wide({arguments})",
             ]
-        space[f"blocks{k}"], space[f"params{k}"] = slots.blocks, slots.address
-        shape = f"blocks{k}, 1, 1, {THREADS_PER_BLOCK}, 1, 1, 0"
-        launch = [
-            f"error = launch(entry{k}, {shape}, stream, params{k}, 0)[0]",
-            "if error: fail(error)",
-        ]
-        if piece.plan.lanes == 1:
-            return pack + launch
+        lines.append(f"entry, blocks, params = entry{k}, blocks{k}, params{k}")
+        if piece.plan.lanes > 1:
+            lines = [
+                f"if ({' | '.join(_aligned(piece))}) & 15:",
+                f"    entry, blocks, params = unaligned({k}, {arguments})",
+                "else:",
+                *("    " + line for line in lines),
+            ]
+        shape = f"blocks, 1, 1, {THREADS_PER_BLOCK}, 1, 1, 0"
+        launch = f"error = launch(entry, {shape}, stream, params, 0)[0]"
+        if not writing:
+            return [*lines, launch, "if error: fail(error)"]
+        space["bump"] = increment_version
+        made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
         return [
-            f"if ({' | '.join(_aligned(piece))}) & 15: unaligned({k}, stream, {arguments})",
-            "else:",
-            *("    " + line for line in pack + launch),
+            *lines,
+            f"made = {{{made}}}",
+            "if chain.values is None:",
+            "    try:",
+            "        chain.values = made; chain.into = None",
+            f"        {launch}",
+            "        if error: chain.values = None; chain.into = into; fail(error)",
+            "    except Exception: raise",
+            "    except BaseException: bump(into); raise",
+            "    bump(into)",
         ]
 
 
@@ -584,7 +633,9 @@ _pool: ThreadPoolExecutor | None = None
 def _threads() -> ThreadPoolExecutor:
     global _pool
     if _pool is None:
-        _pool = ThreadPoolExecutor(os.cpu_count(), "autofuse")  # started as they are needed
+        _pool = ThreadPoolExecutor(  # started as they are needed
+            os.cpu_count(), "autofuse", initializer=lambda: inside.update({get_ident(): True})
+        )
     return _pool
 
 
@@ -628,31 +679,19 @@ class CpuRunner(Runner):
         with NoTorchFunction():
             self.check(chain)
             addresses = list(map(address_of, chain.inputs))
-            values = self._written(chain, addresses)
+            values = self._compute(addresses, chain.consts, chain)
+            if chain.bumps is not None:
+                bump(chain, values)
             if self.attach is not None:
-                bump(chain, self.visible, [values[owner.index] for owner in self.visible])
                 made = [values[index] for index in self.made()]
                 self.attach(chain.inputs, chain.consts, *made)
-        settle(chain, self.visible, [values[owner.index] for owner in self.visible])
-
-    def _written(self, chain: Chain, addresses: list[int]) -> dict[int, torch.Tensor]:
-        """`_compute`; a write is counted, also if an interrupt comes, but not one that fails."""
-        if chain.into is None:
-            return self._compute(addresses, chain.consts, None)
-        try:
-            values = self._compute(addresses, chain.consts, chain.into)
-            increment_version(chain.into)
-        except Exception:
-            raise
-        except BaseException:
-            increment_version(chain.into)
-            raise
-        return values
+        publish(chain, values)
+        settle(chain, self.visible, believed=True)
 
     def _compute(
-        self, addresses: list[int], consts: Sequence[Any], into: torch.Tensor | None
+        self, addresses: list[int], consts: Sequence[Any], chain: Chain | None
     ) -> dict[int, torch.Tensor]:
-        """The values of `made`, by node index."""
+        """The values of `made`, by node index; the last piece may write to `chain.into`."""
         metas = {owner.index: owner.meta for owner in self.owners}
         packs = {pack[0]: pack for pack in self.packs}
         values: dict[int, torch.Tensor] = {}
@@ -666,8 +705,11 @@ class CpuRunner(Runner):
             )
             values[index] = value
             outs |= {index: value} if len(pack) == 1 else dict(zip(pack, value, strict=True))
+        into = chain.into if chain is not None and self.into else None
         if into is not None:
             outs[self.live[-1]] = into
+            if _chunks(self.pieces[-1]) > 1:  # not in one step, and so not in place
+                outs[self.live[-1]] = values[self.live[-1]] = torch.empty_like(into)
         for piece, entry in zip(self.pieces, self._entries, strict=True):
             pointers = [
                 addresses[~ref] if ref < 0 else address_of(outs[ref]) for ref in piece.loads
@@ -676,13 +718,51 @@ class CpuRunner(Runner):
             scalars = [consts[const] for const in piece.consts]
             rank = piece.plan.rank
             columns = piece.numbers[rank - 2] if rank > 1 else 1
+            steps = piece.numel // columns
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
-            self._loop(entry, piece.numel // columns, piece.numel, arguments)
+            chunks = _chunks(piece)
+            if into is None or piece is not self.pieces[-1] or chunks > 1:
+                self._loop(entry, steps, chunks, arguments)
+            else:
+                assert chain is not None
+                self._write(chain, into, values, entry, steps, arguments)
         return values
 
     @staticmethod
-    def _loop(entry: Any, steps: int, numel: int, arguments: tuple[Any, ...]) -> None:
-        chunks = min(torch.get_num_threads(), numel // _CHUNK, steps)
+    def _write(
+        chain: Chain,
+        into: torch.Tensor,
+        values: dict[int, torch.Tensor],
+        entry: Any,
+        steps: int,
+        arguments: tuple[Any, ...],
+    ) -> None:
+        """Run the kernel that writes to `into`, in one step that nothing interrupts.
+
+        The write is counted, also if an interrupt comes, but not one that fails.
+        """
+        ran: list[None] = []
+        run = itertools.starmap(entry, [(0, steps, *arguments)])  # runs when `ran` takes it
+        if chain.values is None:
+            try:
+                # no Python runs from here...
+                chain.values = WRITING
+                chain.into = None
+                ran += run
+                chain.values = values
+                chain.bumps = None
+                # ...to here
+                increment_version(into)
+            except Exception:
+                if not ran:
+                    chain.values, chain.into = None, into
+                raise
+            except BaseException:
+                increment_version(into)
+                raise
+
+    @staticmethod
+    def _loop(entry: Any, steps: int, chunks: int, arguments: tuple[Any, ...]) -> None:
         if chunks < 2:
             entry(0, steps, *arguments)
             return
@@ -694,3 +774,9 @@ class CpuRunner(Runner):
         wait(jobs)
         for job in jobs:
             job.result()
+
+
+def _chunks(piece: Piece) -> int:
+    """How many threads share the work."""
+    columns = piece.numbers[piece.plan.rank - 2] if piece.plan.rank > 1 else 1
+    return min(torch.get_num_threads(), piece.numel // _CHUNK, piece.numel // columns)

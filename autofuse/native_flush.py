@@ -25,7 +25,10 @@ from .c import (
     Py_DecRef,
     Py_IncRef,
     PyDict_Clear,
+    PyDict_DelItem,
     PyDict_GetItemWithError,
+    PyDict_New,
+    PyDict_SetItem,
     PyErr_Clear,
     PyErr_Fetch,
     PyErr_Occurred,
@@ -57,9 +60,11 @@ from .c import (
     counts,
     enter,
     entered,
+    finish,
     get_device,
     hold,
     increment_version,
+    inside,
     leave,
     load,
     load32,
@@ -103,10 +108,10 @@ if TYPE_CHECKING:
 def flush(entry, function, args, flags, names):
     """`chain.flush`."""
     if names == 0 and flags & COUNT == 2:
-        done = flushed(load(args), load(args + 8))
+        done = flushed(load(args), load(args + 8), 0)
         if done > 0:
-            Py_IncRef(None)
-            return None
+            Py_IncRef(True)
+            return True
         if done < 0:
             return 0
     return python(function, args, flags, names)
@@ -114,7 +119,7 @@ def flush(entry, function, args, flags, names):
 
 def flush_now(recorder: Recorder, reason):
     """Flush one way or the other; 0 after an error."""
-    done = flushed(recorder, reason)
+    done = flushed(recorder, reason, 0)
     if done == 0:  # Python sees the same counts, and so knows them next time
         args = room(2)
         store(args, recorder)
@@ -127,9 +132,33 @@ def flush_now(recorder: Recorder, reason):
     return done > 0
 
 
-def flushed(recorder: Recorder, reason):
-    """1 or 2 if it is done, 0 if Python has to do it, -1 after an interrupt."""
+def flush_into(recorder: Recorder, reason, target, node):
+    """Flush with `target` as the memory of the last value, which is of `node`; 0 if not done."""
+    done = flushed(recorder, reason, target)
+    if done == 0:
+        args = room(4)
+        store(args, recorder)
+        store(args + 8, reason)
+        store(args + 16, target)
+        store(args + 24, node)
+        result = call_pointer(PYTHON, chain_flush, args, 4, 0)
+        if result == 0:
+            return 0
+        Py_DecRef(result)
+        return result is True
+    return done > 0
+
+
+def flushed(recorder: Recorder, reason, target):
+    """1 or 2 if it is done, 0 if Python has to do it, -1 after an interrupt.
+
+    target: the memory that takes the last value, or 0.
+    """
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+        return 0
+    if PyDict_GetItemWithError(inside, recorder.ident) != 0:
+        return 0
+    if recorder.reading is True or recorder.running is not None:
         return 0
     if PyList_Size(recorder.chain) == 0:
         return 1
@@ -146,7 +175,7 @@ def flushed(recorder: Recorder, reason):
     chain: Chain = recorder.chain
     tip: Node = chain.tip
     size = PyList_Size(chain)
-    into = chain.into is not None
+    into = target != 0
     Py_IncRef(chain)
     alive = PyTuple_New(size + into)  # up to Python 3.11 this runs finalizers, which may flush
     same = recorder.chain is chain and chain.tip is tip and recorder.spare is not None
@@ -174,40 +203,53 @@ def flushed(recorder: Recorder, reason):
         Py_DecRef(program)
         return 0
     done = 0
+    Py_IncRef(chain)
     taken = PyObject_CallOneArg(recorder.acquire, False)  # waiting, the counts would grow stale
     if taken is True:
-        Py_IncRef(chain)
-        done = ran(recorder, chain, size, program, reason)
-        Py_DecRef(chain)
+        if recorder.chain is chain and chain.tip is tip and recorder.spare is not None:
+            done = ran(recorder, chain, size, program, reason, target)
         ended(recorder.release)
     Py_DecRef(taken)
+    Py_DecRef(chain)
     Py_DecRef(program)
     if PyErr_Occurred() != 0:
         return -1
     return done
 
 
-def ran(recorder: Recorder, chain: Chain, size, program: Program, reason):
+def ran(recorder: Recorder, chain: Chain, size, program: Program, reason, target):
     """Run the chain with the lock held: as `launched`."""
     spare: Chain = recorder.spare
     Py_IncRef(spare)
     spare.tip = recorder.home
-    ident = recorder.ident
-    Py_IncRef(ident)
     zero = PyLong_FromLong(0)
+    PyDict_SetItem(inside, recorder.ident, True)
     recorder.ident = zero  # a finalizer must not record now
+    home = recorder.home
+    Py_IncRef(home)
+    grad = recorder.grad
+    inference = recorder.inference
+    recorder.running = chain
     recorder.chain = spare
     recorder.spare = None
+    if target != 0:
+        chain.into = target
     done = 0
-    begun = PyObject_CallNoArgs(recorder.enter)
+    begun = PyObject_CallNoArgs(recorder.hide)
     if begun != 0:
         Py_DecRef(begun)
         done = launched(recorder, chain, program)
-        ended(recorder.exit)
+        ended(recorder.show)
+    recorder.running = None
+    PyDict_DelItem(inside, recorder.thread)
     if done == 0:
+        chain.into = None
+        recorder.grad = grad  # somebody may have opened another chain, under other modes
+        recorder.inference = inference
+        recorder.home = home
         recorder.chain = chain
         recorder.spare = spare
-        recorder.ident = ident
+        recorder.ident = recorder.thread
     else:
         flushes = PyObject_GetAttr(counts, FLUSHES)
         count_one(flushes, reason)
@@ -223,23 +265,22 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason):
                     state: Node = state_of(shell)
                     state.shell = None  # the weak reference dies with the shell
             k += 1
-        recorder.ident = ident
+        recorder.ident = recorder.thread
         PyList_SetSlice(chain, 0, size, 0)
-        # `flushed` holds it, and so does who writes
-        if load32(chain) == 1 + (chain.into is not None):
+        if load32(chain) == 1 + (target != 0):  # `flushed` holds it, and so does who writes
             chain.inputs = emptied(chain.inputs)
             Py_DecRef(chain.inputs)
             chain.consts = emptied(chain.consts)
             Py_DecRef(chain.consts)
-            chain.into = None
+            chain.values = None
             chain.bumps = None
             PyList_SetSlice(chain.marks, 0, PyList_Size(chain.marks), 0)
             PyDict_Clear(chain.slots)
             chain.pinned = zero
             recorder.spare = chain
     Py_DecRef(zero)
+    Py_DecRef(home)
     Py_DecRef(spare)
-    Py_DecRef(ident)
     return done
 
 
@@ -365,7 +406,7 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
     1 if that is done without a kernel, 2 with one; 0 where Python has to do it or is interrupted.
     """
     words = PyLong_AsVoidPtr(program.address)
-    if is_elsewhere(words) != 0:
+    if is_elsewhere(words) != 0 or chain.values is not None:
         return 0
     count = load(words + INPUTS)
     pointers = load(words + POINTERS)
@@ -410,11 +451,23 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
         store(pointers + 8 * load(words + PLACES) - 8, address_of(chain.into))
         if PyErr_Occurred() != 0:
             return given_up(words)
+        values = published(chain, words, visible, shells)
+        if values == 0:
+            return given_up(words)
+        Py_DecRef(values)
+    elif chain.values is not None:  # a finalizer was faster
+        return given_up(words)
     done = 1 + (load(at) != 0)
     if sent(words, at, load(chain.consts + LISTED), PyLong_AsVoidPtr(chain.stream)) == 0:
+        if chain.into is not None:
+            chain.values = None
         return given_up(words)
     if chain.into is not None:
-        bumped(chain.into)
+        into = chain.into
+        Py_IncRef(into)
+        chain.into = None
+        bumped(into)
+        Py_DecRef(into)
     if chain.bumps is not None:
         count_writes(chain, words, visible, shells)
     if program.attach is not None:
@@ -432,6 +485,24 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
         Py_DecRef(attached)
     settled(chain, words, visible, shells)
     return done
+
+
+def published(chain: Chain, words, at, shells):
+    """The outputs as `chain.values`, as what is launched next cannot be repeated; 0 if it fails."""
+    values = PyDict_New()
+    if values == 0:
+        return 0
+    while shells > 0:
+        number = PyLong_FromLong(load(at))
+        PyDict_SetItem(values, number, load(load(words + OUTPUTS) + 8 * load(at + 24)))
+        Py_DecRef(number)
+        at += 32
+        shells -= 1
+    if chain.values is not None:  # a finalizer was faster
+        Py_DecRef(values)
+        return 0
+    chain.values = values
+    return values
 
 
 def answer(entry, function, args, flags, names):
@@ -555,16 +626,29 @@ def bumped(tensor):
 def settled(chain: Chain, words, at, shells):
     """Let each live shell become its output, which then serves as its node's shell."""
     outputs = load(words + OUTPUTS)
-    args = room(2)
+    own = chain.values
     k = 0
     while k < shells:
         index = load(at)
         node: Node = load(at + 8)
         shell = PyList_GetItem(chain, index)
         output = load(outputs + 8 * load(at + 24))
-        store(args, shell)
-        store(args + 8, output)
-        swapped = PyObject_Vectorcall(swap, args, 2, 0)
+        args = PyTuple_New(2)  # up to Python 3.11 this runs finalizers, which may be faster
+        if args == 0 or chain.values is not own:
+            forget_error()
+            Py_DecRef(args)
+            finished = PyObject_CallOneArg(finish, chain)
+            if finished == 0:
+                forget_error()
+            Py_DecRef(finished)
+            k = shells
+            continue
+        Py_IncRef(shell)
+        store(args + ITEMS, shell)
+        Py_IncRef(output)
+        store(args + ITEMS + 8, output)
+        swapped = PyObject_Call(swap, args, 0)
+        Py_DecRef(args)
         if swapped == 0:  # C++ has a weak reference
             PyErr_Clear()
             told2(hold, shell, output)

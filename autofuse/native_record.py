@@ -26,6 +26,7 @@ from .c import (
     Py_IncRef,
     PyDict_GetItemWithError,
     PyDict_SetItem,
+    PyDict_Size,
     PyErr_Clear,
     PyErr_ExceptionMatches,
     PyErr_Fetch,
@@ -50,10 +51,10 @@ from .c import (
     is_grad_enabled,
     load,
     local,
+    others_writing,
     relieve,
     room,
     store,
-    withdraw,
 )
 from .shell import Meta, Tensor
 from .trie import Node
@@ -149,6 +150,14 @@ def recorded(func, op, operands, count, wanted):
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
     chain: Chain = recorder.chain
+    Py_IncRef(chain)  # one that is flushed in the middle must not be used again
+    shell = recorded_in(recorder, chain, func, op, operands, count, wanted)
+    Py_DecRef(chain)
+    return shell
+
+
+def recorded_in(recorder: Recorder, chain: Chain, func, op, operands, count, wanted):
+    """`recorded` in the open chain; see `chain` for what may happen in the middle."""
     tip: Node = chain.tip
     key = room(8)
     store(key, op)
@@ -174,6 +183,12 @@ def recorded(func, op, operands, count, wanted):
     node: Node = next_of(recorder, chain, tip, key, count + 1)
     if node == 0:
         return 0
+    grad = PyObject_CallNoArgs(is_grad_enabled)
+    if grad == 0:
+        return 0
+    Py_DecRef(grad)
+    if grad is not recorder.grad:
+        return 0
     shell = node.shell
     if shell is None:
         if func == 0 or node.reason is EMPTY or PyList_Size(chain) != 0:
@@ -185,25 +200,21 @@ def recorded(func, op, operands, count, wanted):
     if consts != 0 and node.limits is not None and fits(node, operands, key, count) == 0:
         return 0
     if fresh != 0:
-        if added(recorder, chain, operands, key, count) == 0:
+        if added(recorder, chain, tip, operands, key, count) == 0:
             return 0
         pinned = PyLong_FromLong(PyLong_AsLong(chain.pinned) + PyLong_AsLong(node.fresh_bytes))
         chain.pinned = pinned
         Py_DecRef(pinned)
+    elif recorder.chain is not chain or chain.tip is not tip:
+        return 0
     k = 0
     while consts != 0:
         k += 1
         if class_of(load(key + 8 * k)) is type:
             PyList_Append(chain.consts, load(operands + 8 * k - 8))
             consts -= 1
-    PyList_Append(chain, shell)
     chain.tip = node
-    if PyErr_Occurred() != 0:  # no memory: Python will say so, if that is still true
-        PyErr_Clear()
-        told2(withdraw, recorder, chain)
-        return 0
-    if recorder.chain is not chain:
-        return 0
+    PyList_Append(chain, shell)
     Py_IncRef(shell)
     if fresh != 0:
         if PyLong_AsLong(chain.pinned) > PyLong_AsLong(node.pinned_limit):
@@ -229,10 +240,8 @@ def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
     while k < size:
         Py_IncRef(load(key + 8 * k))
         k += 1
-    Py_IncRef(chain)
     edge = PyTuple_New(size)  # up to Python 3.11 this runs finalizers, which may record and flush
     same = recorder.chain is chain and chain.tip is tip
-    Py_DecRef(chain)
     if edge == 0:
         return 0
     k = 0
@@ -254,12 +263,7 @@ def run_short(recorder: Recorder, func, node: Node, operands, count):
         return 0
     if node.returns is not None and PyLong_AsLong(node.skips) >= 100:
         return 0
-    grad = PyObject_CallNoArgs(is_grad_enabled)
-    if grad == 0:
-        return 0
-    Py_DecRef(grad)
-    if grad is not recorder.grad:
-        return 0
+    recorder.reading = False
     skips = PyLong_FromLong(PyLong_AsLong(node.skips) + 1)
     node.skips = skips
     Py_DecRef(skips)
@@ -363,12 +367,14 @@ def item_of(recorder: Recorder, chain: Chain, x):
         slot = slot_of(chain, x)
         if slot != 0:
             return slot
+        recorder.reading = True
         return on_device(recorder, state)
     if kind is not Plain and kind is not Parameter:
         return 0
     slot = slot_of(chain, x)
     if slot != 0:
         return slot
+    recorder.reading = True
     tip: Node = chain.tip
     return on_device(recorder, likely_meta(tip.likely, x))
 
@@ -426,42 +432,53 @@ def told2(function, a, b):
         Py_DecRef(result)
 
 
-def added(recorder: Recorder, chain: Chain, operands, key, count):
-    """`add_inputs` for the operands that are Metas in `key`; 0 where Python has to do it."""
-    grad = PyObject_CallNoArgs(is_grad_enabled)
-    if grad == 0:
+def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
+    """Make the operands that are Metas in `key` Inputs; 0, having done nothing, if it cannot."""
+    if recorder.guarded is True or PyDict_Size(others_writing) != 0:
         return 0
-    Py_DecRef(grad)
-    if grad is not recorder.grad or recorder.guarded is True:
-        return 0
-    if PyList_Size(chain.inputs) == 0:
+    if PyTuple_Size(tip.inputs) == 0:
         stream = PyObject_CallNoArgs(recorder.stream)
         if stream == 0:
             return 0
         chain.stream = stream
         Py_DecRef(stream)
-    begun = PyObject_CallNoArgs(recorder.enter)
+    begun = PyObject_CallNoArgs(recorder.hide)
     if begun == 0:
         return 0
     Py_DecRef(begun)
-    known = PyList_Size(chain.inputs)
+    marks = room(14)  # the version and the address of each
+    known = 0
     done = 1
     k = 0
     while k < count and done != 0:
         meta = load(key + 8 * k + 8)
         if class_of(meta) is Meta:
-            done = one_added(recorder, chain, load(operands + 8 * k), meta)
+            done = marked(recorder, load(operands + 8 * k), meta, marks + 16 * known)
+            known += done
         k += 1
     if done == 0:
         forget_error()
-    ended(recorder.exit)
-    if done == 0 and PyList_Size(chain.inputs) != known:
-        told2(withdraw, recorder, chain)
+    ended(recorder.show)
+    if recorder.reading is not True or recorder.chain is not chain or chain.tip is not tip:
+        done = 0
+    if done != 0:
+        recorder.reading = False
+        k = 0
+        position = 0
+        while k < count:
+            if class_of(load(key + 8 * k + 8)) is Meta:
+                added_one(chain, load(operands + 8 * k), marks + 16 * position)
+                position += 1
+            k += 1
+    while known > 0:
+        known -= 1
+        Py_DecRef(load(marks + 16 * known))
+        Py_DecRef(load(marks + 16 * known + 8))
     return done
 
 
-def one_added(recorder: Recorder, chain: Chain, x, meta: Meta):
-    """Make x the next Input; 0, with nothing done, where it is not what its Meta says."""
+def marked(recorder: Recorder, x, meta: Meta, place):
+    """Put the version and the address of x there, new references; 0 if x is not as its Meta."""
     if meta.inference is True:
         return 0
     if recorder.grad is True:
@@ -478,14 +495,19 @@ def one_added(recorder: Recorder, chain: Chain, x, meta: Meta):
     if address == 0:
         Py_DecRef(version)
         return 0
+    store(place, version)
+    store(place + 8, address)
+    return 1
+
+
+def added_one(chain: Chain, x, marks):
+    """Make x the next Input."""
     number = PyLong_FromVoidPtr(x)
     slot = PyLong_FromLong(~PyList_Size(chain.inputs))
     PyList_Append(chain.inputs, x)
-    PyList_Append(chain.marks, version)
-    PyList_Append(chain.marks, address)
+    PyList_Append(chain.marks, load(marks))
+    PyList_Append(chain.marks, load(marks + 8))
     PyDict_SetItem(chain.slots, number, slot)
-    Py_DecRef(version)
-    Py_DecRef(address)
     Py_DecRef(number)
     Py_DecRef(slot)
-    return PyErr_Occurred() == 0
+    return 1

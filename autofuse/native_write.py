@@ -22,6 +22,7 @@ from .c import (
     PyDict_New,
     PyDict_Next,
     PyDict_SetItem,
+    PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
     PyList_GetItem,
@@ -36,6 +37,7 @@ from .c import (
     PyObject_Vectorcall,
     PyThread_get_thread_ident,
     PyTuple_Size,
+    all_recorders,
     is_grad_enabled,
     load,
     local,
@@ -43,7 +45,7 @@ from .c import (
     store,
 )
 from .eager import Known
-from .native_flush import address_of, flush_now
+from .native_flush import address_of, flush_into, flush_now
 from .native_record import (
     are_watched,
     called,
@@ -82,7 +84,9 @@ def writing(entry, function, args, flags, names):
     target = load(args)
     known: Known = load(entry + 8)
     written = 0
-    if are_settled(args, every) != 0 and flush_now(recorder, known.name) != 0:
+    if are_settled(args, every) != 0:
+        if flush_now(recorder, known.name) == 0:
+            return 0
         written = write_now(recorder, load(entry), known, args, count, names)
     elif names == 0 and load(entry + 16) is not None and count == load(entry + 24):
         if class_of(state_of(target)) is Node:
@@ -98,7 +102,7 @@ def writing(entry, function, args, flags, names):
 
 
 def is_free(recorder: Recorder):
-    """Whether this thread may use it now, and has nothing pending on another device."""
+    """Whether this thread may use it now, and may write without anybody else in its way."""
     if recorder is None or recorder == 0 or recorder.guarded is True or are_watched() != 0:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
@@ -124,11 +128,13 @@ def are_settled(args, count):
 
 
 def is_pending_elsewhere(recorder: Recorder):
-    """Whether this thread has something pending on another device."""
+    """Whether another device has something pending, or another thread may have."""
     recorders = PyObject_GetAttr(local, RECORDERS)
     if recorders == 0:
         return 1
     Py_DecRef(recorders)
+    if PyList_Size(all_recorders) != PyDict_Size(recorders):
+        return 1
     place = room(3)  # the position, a key, a value
     store(place, 0)
     while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
@@ -175,6 +181,14 @@ def renamed(op, target, operands, count):
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
     chain: Chain = recorder.chain
+    Py_IncRef(chain)
+    done = renamed_in(recorder, chain, node, op, target, operands, count)
+    Py_DecRef(chain)
+    return done
+
+
+def renamed_in(recorder: Recorder, chain: Chain, node: Node, op, target, operands, count):
+    """`renamed` in the open chain."""
     tip: Node = chain.tip
     first = PyLong_AsLong(node.index)
     if tip.holds_grad is True or first >= PyList_Size(chain):
@@ -184,36 +198,36 @@ def renamed(op, target, operands, count):
     result = recorded(0, op, operands, count, node.meta)
     if result == 0:
         return 0
-    if recorder.chain is not chain:  # flushed because of its memory, and perhaps gone
-        Py_DecRef(result)
-        return 0
-    new: Node = chain.tip
-    last = PyLong_AsLong(new.index)
-    if PyList_GetItem(chain, last) is not result:
-        Py_DecRef(result)
-        return 0
-    Py_IncRef(result)
-    PyList_SetItem(chain, first, result)
-    Py_IncRef(target)
-    PyList_SetItem(chain, last, target)
-    node.shell = result
-    new.shell = target
-    PyObject_GenericSetAttr(target, AF, new)
-    PyObject_GenericSetAttr(result, AF, node)
-    Py_DecRef(result)
-    if chain.bumps is None:
-        bumps = PyDict_New()
+    bumps = chain.bumps
+    if bumps is None:
+        bumps = PyDict_New()  # up to Python 3.11 this runs finalizers
+    else:
+        Py_IncRef(bumps)
+    done = 0
+    new: Node = state_of(result)
+    if recorder.chain is chain and chain.tip is new and state_of(target) is node and bumps != 0:
+        last = PyLong_AsLong(new.index)
+        Py_IncRef(result)
+        PyList_SetItem(chain, first, result)
+        Py_IncRef(target)
+        PyList_SetItem(chain, last, target)
+        node.shell = result
+        new.shell = target
+        PyObject_GenericSetAttr(target, AF, new)
+        PyObject_GenericSetAttr(result, AF, node)
+        times = 1
+        before = PyDict_GetItemWithError(bumps, node.index)
+        if before != 0:
+            times += PyLong_AsLong(before)
+            PyDict_DelItem(bumps, node.index)
+        number = PyLong_FromLong(times)
+        PyDict_SetItem(bumps, new.index, number)
+        Py_DecRef(number)
         chain.bumps = bumps
-        Py_DecRef(bumps)
-    times = 1
-    before = PyDict_GetItemWithError(chain.bumps, node.index)
-    if before != 0:
-        times += PyLong_AsLong(before)
-        PyDict_DelItem(chain.bumps, node.index)
-    number = PyLong_FromLong(times)
-    PyDict_SetItem(chain.bumps, new.index, number)
-    Py_DecRef(number)
-    return 1
+        done = 1
+    Py_DecRef(bumps)
+    Py_DecRef(result)
+    return done
 
 
 def record_write(entry, function, args, flags, names):
@@ -249,7 +263,7 @@ def wrote(op, target, operands, count):
         return 0
     chain: Chain = recorder.chain
     tip: Node = chain.tip
-    if PyList_Size(chain) == 0 or tip.holds_grad is True or chain.into is not None:
+    if PyList_Size(chain) == 0 or tip.holds_grad is True:
         return 0
     meta: Meta = state_of(target)  # UNKNOWN for a plain tensor
     if class_of(target) is not Tensor:
@@ -269,10 +283,9 @@ def wrote(op, target, operands, count):
     done = 0
     result = recorded(0, op, operands, count, made)
     if result != 0:
-        if recorder.chain is chain and reads_apart(recorder, chain, target, meta) == 0:
-            chain.into = target
-            done = flush_now(recorder, WRITE)
-            chain.into = None
+        apart = reads_apart(recorder, chain, target, meta)
+        if recorder.chain is chain and chain.tip is state_of(result) and apart == 0:
+            done = flush_into(recorder, WRITE, target, chain.tip)
         Py_DecRef(result)
     Py_DecRef(chain)
     return done
@@ -312,7 +325,7 @@ def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, co
 
 def reads_apart(recorder: Recorder, chain: Chain, target, meta: Meta):
     """Whether `chain` may read memory of `target` by another tensor."""
-    begun = PyObject_CallNoArgs(recorder.enter)
+    begun = PyObject_CallNoArgs(recorder.hide)
     if begun == 0:
         return 1
     Py_DecRef(begun)
@@ -320,7 +333,7 @@ def reads_apart(recorder: Recorder, chain: Chain, target, meta: Meta):
     failed = PyErr_Occurred() != 0
     if failed != 0:
         PyErr_Clear()
-    ended = PyObject_CallNoArgs(recorder.exit)
+    ended = PyObject_CallNoArgs(recorder.show)
     Py_DecRef(ended)
     tip: Node = chain.tip
     end = start + PyLong_AsLong(meta.nbytes)

@@ -21,6 +21,7 @@ from .layout import Ints, contiguous
 from .plan import View
 
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+NoModes = torch._C.DisableTorchFunction  # modes, such as a default device, see nothing either
 swap = torch._C._swap_tensor_impl
 _Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
@@ -118,7 +119,7 @@ class Tensor(torch.Tensor):
 
 Tensor.__module__ = "torch"  # torch's own messages name the class
 torch.Tensor._af = UNKNOWN  # type: ignore[attr-defined] - another thread may take the class away
-_leave_pending = lambda tensor: None  # noqa: E731 - set by chain, which knows how to flush
+_leave_pending = lambda tensor: tensor  # noqa: E731 - set by chain, which knows how to flush
 _set = torch.Tensor.__setattr__
 use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 
@@ -280,7 +281,7 @@ def _new_meta(key: tuple[Any, ...]) -> Meta | None:
     return meta
 
 
-def become(shell: Tensor, real: torch.Tensor, meta: Meta, node: object) -> Tensor | None:
+def become(shell: Tensor, real: torch.Tensor, meta: Any, node: object) -> Tensor | None:
     """Give `shell` the value `real`; returns the object that can serve as a shell of `node`.
 
     Returns None where C++ holds the shell: the value is then kept beside it. Call it without
@@ -290,10 +291,35 @@ def become(shell: Tensor, real: torch.Tensor, meta: Meta, node: object) -> Tenso
         _set(shell, "_af", Held(real))
         return None
     swap(shell, real)
+    return gave(shell, real, meta, node)
+
+
+def gave(shell: Tensor, real: torch.Tensor, meta: Any, node: object) -> Tensor:
+    """The rest of `become`, once they are exchanged."""
     shell.__dict__["_af"] = meta  # 0.04 us, __setattr__ 0.09 us
     real.__class__ = Tensor
     real.__dict__["_af"] = node
     return real  # type: ignore[return-value]
+
+
+is_shell = torch._C.TensorBase._python_dispatch.__get__  # type: ignore[attr-defined]
+_detach, _view_as = torch._C.TensorBase.detach, torch._C.TensorBase.view_as  # type: ignore[attr-defined]
+
+
+def plain_alias(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor of torch's own class over the same memory, version counter and autograd history.
+
+    None where there is no memory behind `tensor`: another thread may exchange it at any moment.
+    """
+    was, grad = torch.is_grad_enabled(), tensor.requires_grad
+    try:
+        torch._C._set_grad_enabled(True)  # or the alias would say so and lead nowhere
+        if grad:
+            # no Python runs from the test to the end of the call
+            return None if tensor._python_dispatch else _view_as(tensor, tensor)
+        return None if tensor._python_dispatch else _detach(tensor)
+    finally:
+        torch._C._set_grad_enabled(was)
 
 
 def alias(tensor: torch.Tensor) -> Tensor:

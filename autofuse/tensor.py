@@ -24,21 +24,25 @@ from torch import is_grad_enabled
 from . import op, ops
 from .chain import (
     _local,
-    add_inputs,
+    announced,
+    beside,
     counts,
     flush,
+    flush_all,
     flush_readers,
     flush_tensor,
     flush_thread,
+    is_alone,
     pending_version,
     record,
+    record_fresh,
     record_inplace,
     record_write,
     relieve,
-    withdraw,
+    writing,
 )
 from .eager import FEEDS, IN_C, Known, known_of
-from .errors import KernelError, LostGradientError
+from .errors import LostGradientError
 from .op import OPS, Op
 from .shell import (
     UNKNOWN,
@@ -122,6 +126,8 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
             state = x._af
             if state.recorder is not None:
                 flush(state.recorder, known.name)
+                if x._af.recorder is not None:  # in the middle of the flush that makes it
+                    return _run_any(func, known, args, kwargs)
             elif state.__class__ is not Meta and state is not UNKNOWN:
                 return _run_any(func, known, args, kwargs)
         elif x.__class__ not in SIMPLE and not (
@@ -143,6 +149,8 @@ def _are_settled(items: Any, known: Known) -> bool:
             state = x._af
             if state.recorder is not None:
                 flush(state.recorder, known.name)
+                if x._af.recorder is not None:
+                    return False
             elif state.__class__ is not Meta and state is not UNKNOWN:
                 return False
         elif x.__class__ not in SIMPLE:
@@ -163,6 +171,7 @@ def _fed(result: Any, known: Known) -> Any:
 def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     """Run an op of the table, on concrete operands, that the trie has found better off eager."""
     counts.eager[node.counted] += 1
+    node.recorder.reading = False
     node.skips += 1
     if node.skips > 100 and node.returns is not None:
         record_again(node)
@@ -187,6 +196,9 @@ def _keep_order(recorder: Any, args: Any) -> None:
 def _run_any(func: Handler, known: Known, args: Any, kwargs: Any) -> Any:
     """`run_eager` for nested arguments, keywords, Python functions and writes."""
     name = known.name
+    writes = known.writes or (kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")))
+    if writes and get_ident() not in writing:
+        return announced(_run_any, func, known, args, kwargs)
     recorder = _local.current
     items = _flat((*args, *kwargs.values()) if kwargs else args)
     if recorder is not None and recorder.chain.tip.holds_grad:
@@ -196,15 +208,15 @@ def _run_any(func: Handler, known: Known, args: Any, kwargs: Any) -> Any:
     for tensor in wrapped:
         if tensor._af.recorder is not None or isinstance(tensor._af, (Held, Lost)):
             flush_tensor(tensor, name)
-    if known.writes or (kwargs and (kwargs.get("out") is not None or kwargs.get("inplace"))):
-        flush_thread(name)
+    if writes:
+        flush_thread(name) if is_alone() else flush_all(name)
         for tensor in wrapped:
-            if not isinstance(tensor._af, Held):
+            if not _is_apart(tensor):
                 _set(tensor, "_af", UNKNOWN)
-    held = [tensor for tensor in wrapped if isinstance(tensor._af, Held)]
-    if held:
-        args, kwargs = _released(args), _released(kwargs or {})
-        wrapped = [tensor for tensor in wrapped if not isinstance(tensor._af, Held)]
+    if any(map(_is_apart, wrapped)):
+        stood: dict[int, Tensor] = {}
+        args, kwargs = _released(args, stood), _released(kwargs or {}, stood)
+        return _handed_back(run_eager(func, args, kwargs), stood)
     if name in _COPIES:
         for tensor in wrapped:
             tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
@@ -227,15 +239,32 @@ def _run_any(func: Handler, known: Known, args: Any, kwargs: Any) -> Any:
 _COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
 
 
-def _released(value: Any) -> Any:
-    """`value` with every held shell replaced by the tensor it stands for."""
+def _is_apart(tensor: Tensor) -> bool:
+    """Whether the value of `tensor` is beside it: C++ holds it, or the flush is not yet done."""
+    return tensor._af.recorder is not None or isinstance(tensor._af, Held)
+
+
+def _released(value: Any, stood: dict[int, Tensor]) -> Any:
+    """`value` with tensors whose values are beside them replaced by those.
+
+    stood: takes what each of these, by id, stands for.
+    """
     if value.__class__ is Tensor:
-        return value._af.real if isinstance(value._af, Held) else value
+        real = beside(value)
+        if real is None:
+            return value
+        stood[id(real)] = value
+        return real
     if value.__class__ in (tuple, list):
-        return value.__class__(map(_released, value))
+        return value.__class__([_released(item, stood) for item in value])
     if value.__class__ is dict:
-        return {key: _released(item) for key, item in value.items()}
+        return {key: _released(item, stood) for key, item in value.items()}
     return value
+
+
+def _handed_back(result: Any, stood: dict[int, Tensor]) -> Any:
+    """The result of a function that returns an argument, such as an in-place one."""
+    return stood.get(id(result), result)
 
 
 def _lifted(result: Any) -> Any:
@@ -332,16 +361,11 @@ def _torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -
                     "autofuse.materialize(tensor) before handing it over"
                 )
             flush_tensor(tensor, "C++")
-            if tensor._af.recorder is not None:
-                raise KernelError(
-                    f"{func} met a value that is being computed by the flush it interrupts; a "
-                    "finalizer must not use wrapped tensors"
-                )
     if func._schema.is_mutable:
         flush_thread("C++")
     counts.eager[name, "called from C++"] += 1
     with NoTorchFunction():
-        return func(*_released(args), **_released(kwargs))
+        return func(*_released(args, {}), **_released(kwargs, {}))
 
 
 # torch asks whose method it is; an AttributeError that it has to clear costs 0.6 us per op
@@ -353,13 +377,12 @@ Tensor.__torch_dispatch__ = staticmethod(_torch_dispatch)  # type: ignore[assign
 # the names that the handlers' text uses besides those above
 _HANDLER_NAMES = (
     _local,
-    add_inputs,
     concrete_meta,
     get_ident,
     is_grad_enabled,
     likely_meta,
+    record_fresh,
     relieve,
-    withdraw,
 )
 
 # --- recording handlers, generated per op: the hot path ---------------------------------------
@@ -371,37 +394,31 @@ def handler(self{more}):
         recorder = node.recorder or _local.current
         chain = recorder.chain if recorder is not None else None  # before `ident`, as in `record`
         if chain is not None and recorder.ident == get_ident():
+            tip = chain.tip
             first = node.index
             fresh = False
             if first < 0:
                 first = chain.slots.get(id(self))
                 if first is None:
+                    recorder.reading = fresh = True  # before the look at what it is
+                    node = self._af
                     first = node if node is not UNKNOWN else concrete_meta(self)
-                    fresh = True
-            nxt = chain.tip.next.get((OP, first))
-            if nxt is not None:
+            nxt = tip.next.get((OP, first))
+            if nxt is not None and recorder.grad is is_grad_enabled():
                 shell = nxt.shell
-                try:
-                    if shell is not None:
-                        if not fresh:
-                            chain.append(shell)
-                            chain.tip = nxt
-                            if recorder.chain is chain:
-                                return shell
-                        elif recorder.grad is is_grad_enabled() and add_inputs(
-                            recorder, chain, (self,), (first,)
-                        ):
-                            chain.pinned += nxt.fresh_bytes
-                            chain.append(shell)
-                            chain.tip = nxt
-                            if recorder.chain is chain:
-                                if chain.pinned > nxt.pinned_limit:
-                                    relieve(recorder, chain)
-                                return shell
-                except BaseException:  # interrupted: costs nothing otherwise
-                    withdraw(recorder, chain)
-                    raise
-                if nxt.reason and not chain and recorder.grad is is_grad_enabled():
+                if shell is not None:
+                    if fresh:
+                        if record_fresh(recorder, chain, tip, nxt, shell, (self,), (first,), ()):
+                            if chain.pinned > nxt.pinned_limit:
+                                relieve(recorder, chain)
+                            return shell
+                    elif recorder.chain is chain and chain.tip is tip:
+                        # no Python runs from here...
+                        chain.tip = nxt
+                        chain.append(shell)
+                        # ...to here
+                        return shell
+                elif nxt.reason and not chain:
                     return run_short(FUNC, nxt, self)
     {otherwise}shell = record(OP, (self,))
     return run_eager(FUNC, (self,)) if shell is None else shell
@@ -414,22 +431,29 @@ def handler(self, other{more}):
         recorder = node.recorder or _local.current
         chain = recorder.chain if recorder is not None else None  # before `ident`, as in `record`
         if chain is not None and recorder.ident == get_ident():
+            tip = chain.tip
             first = node.index
             fresh = late = None  # new Inputs
             if first < 0:
                 first = chain.slots.get(id(self))
                 if first is None:
+                    recorder.reading = True  # before the look at what it is
+                    node = self._af
                     first = node if node is not UNKNOWN else concrete_meta(self)
                     fresh = self
             cls = other.__class__
+            consts = ()
             if cls is float:
                 second = float
+                consts = (other,)
             elif cls is Tensor:
                 state = other._af
                 second = state.index
                 if second < 0:
                     second = chain.slots.get(id(other))
                     if second is None and other is not self:
+                        recorder.reading = True
+                        state = other._af
                         second = state if state is not UNKNOWN else concrete_meta(other)
                         late = other
                 elif state.recorder is not recorder:
@@ -437,40 +461,33 @@ def handler(self, other{more}):
             else:
                 second = chain.slots.get(id(other))
                 if second is None and (cls is _Plain or cls is _Parameter):
-                    second = likely_meta(other, chain.tip)
+                    recorder.reading = True
+                    second = likely_meta(other, tip)
                     late = other
-            nxt = chain.tip.next.get((OP, first, second))
-            if nxt is not None:
+            nxt = tip.next.get((OP, first, second))
+            if nxt is not None and recorder.grad is is_grad_enabled():
                 shell = nxt.shell
-                try:
-                    if shell is not None:
-                        if fresh is late is None:
-                            if cls is float:
-                                chain.consts.append(other)
-                            chain.append(shell)
+                if shell is not None:
+                    if fresh is late is None:
+                        if recorder.chain is chain and chain.tip is tip:
+                            # no Python runs from here...
+                            chain.consts += consts
                             chain.tip = nxt
-                            if recorder.chain is chain:
-                                return shell
-                        elif recorder.grad is is_grad_enabled() and (
-                            add_inputs(recorder, chain, (other,), (second,))
-                            if fresh is None
-                            else add_inputs(recorder, chain, (self,), (first,))
-                            if late is None
-                            else add_inputs(recorder, chain, (self, other), (first, second))
-                        ):
-                            chain.pinned += nxt.fresh_bytes
-                            if cls is float:
-                                chain.consts.append(other)
                             chain.append(shell)
-                            chain.tip = nxt
-                            if recorder.chain is chain:
-                                if chain.pinned > nxt.pinned_limit:
-                                    relieve(recorder, chain)
-                                return shell
-                except BaseException:
-                    withdraw(recorder, chain)
-                    raise
-                if nxt.reason and not chain and recorder.grad is is_grad_enabled():
+                            # ...to here
+                            return shell
+                    else:
+                        if fresh is None:
+                            xs, metas = (other,), (second,)
+                        elif late is None:
+                            xs, metas = (self,), (first,)
+                        else:
+                            xs, metas = (self, other), (first, second)
+                        if record_fresh(recorder, chain, tip, nxt, shell, xs, metas, consts):
+                            if chain.pinned > nxt.pinned_limit:
+                                relieve(recorder, chain)
+                            return shell
+                elif nxt.reason and not chain:
                     return run_short(FUNC, nxt, self, other)
     {otherwise}shell = record(OP, (self, other))
     return run_eager(FUNC, (self, other)) if shell is None else shell
@@ -613,10 +630,19 @@ def _is_settled(x: Tensor) -> bool:
 
 def _write_now(func: Handler, known: Known, target: Any, args: Any, kwargs: Any) -> Any:
     """Run an in-place op of the table on concrete operands, at once."""
-    flush_thread(known.name)
-    counts.eager[known.reason] += 1
-    with NoTorchFunction():
-        func(target, *args, **kwargs)
+    ident = get_ident()
+    nested = ident in writing
+    try:
+        writing[ident] = True  # as `announced`
+        if not is_alone():
+            flush_readers(target, known.name, others=True)
+        flush_thread(known.name)
+        counts.eager[known.reason] += 1
+        with NoTorchFunction():
+            func(target, *args, **kwargs)
+    finally:
+        if not nested:
+            writing.pop(ident, None)
     if target.__class__ is Tensor and is_grad_enabled():  # it may require grad now
         target.__dict__["_af"] = UNKNOWN
     return target

@@ -148,6 +148,7 @@ def test_a_write_whose_kernel_fails_counts_once(device, monkeypatch, capsys, wra
     version, value = x._version, x.tolist()
     y = w + x
     with monkeypatch.context() as patch:
+        patch.setattr(launch.CpuRunner, "_write", staticmethod(broken))
         patch.setattr(launch.CpuRunner, "_loop", staticmethod(broken))
         patch.setattr(autofuse.chain, "_run_ops", full)
         with pytest.raises(torch.OutOfMemoryError):
@@ -155,6 +156,7 @@ def test_a_write_whose_kernel_fails_counts_once(device, monkeypatch, capsys, wra
     assert x._version == version and x.tolist() == value
     assert_same(y, torch.full((64,), 3.0) + x, None)
     with monkeypatch.context() as patch:
+        patch.setattr(launch.CpuRunner, "_write", staticmethod(broken))
         patch.setattr(launch.CpuRunner, "_loop", staticmethod(broken))
         target.add_(w * 2.0)
     assert x._version == version + 1 and x[0] == value[0] + 6.0

@@ -1,4 +1,4 @@
-"""KeyboardInterrupt anywhere: what a program holds stays right, or says that it is lost."""
+"""KeyboardInterrupt anywhere: what a program holds stays right."""
 
 import os
 import sys
@@ -8,7 +8,6 @@ import torch
 
 import autofuse
 from autofuse import chain, launch, native
-from autofuse.errors import InterruptedFlushError
 from support import same_bits
 
 PACKAGE = autofuse.__path__[0]
@@ -96,7 +95,7 @@ def test_at_every_call(program, monkeypatch):
     want = plain(program, x, z, p)
     for _ in range(2):
         program([], w, v, p)  # its kernels are there
-    lost = done = count = 0
+    done = count = 0
     while not done:
         count += 1
         held = []
@@ -109,37 +108,34 @@ def test_at_every_call(program, monkeypatch):
         for recorder in chain._all_recorders:
             assert_whole(recorder)
         for got, right in zip(held, want, strict=False):
-            try:
-                got = torch.tensor(got.tolist())
-            except InterruptedFlushError as error:
-                assert "is lost: KeyboardInterrupt came while the chain was writing" in str(error)
-                assert "Compute it again" in str(error)
-                lost += 1
-                continue
-            assert bool(same_bits(got, right).all()), count
+            assert bool(same_bits(torch.tensor(got.tolist()), right).all()), count
         later = (w * 5.0 + 2.0) - v
         assert later.tolist() == (x * 5.0 + 2.0 - z).tolist(), count
     assert torch._C._is_torch_function_enabled()
     # machine code is not interrupted: fewer places
-    assert count > (5 if native.active() else 100) and lost <= count / 2
+    assert count > (5 if native.active() else 100)
 
 
 def test_what_is_written_has_another_version(monkeypatch):
     """Also if an interrupt comes at once: or backward would use a changed value that it saved."""
     if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
         pytest.skip("kernels run another way")
-    w, loop = autofuse.wrap(torch.ones(32)), launch.CpuRunner._loop
+    w, real = autofuse.wrap(torch.ones(32)), launch.increment_version
+    calls = []
 
-    def interrupted(*args):
-        loop(*args)
-        raise KeyboardInterrupt
+    def interrupted(tensor):
+        calls.append(tensor)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real(tensor)
 
     for target in (torch.zeros(32), autofuse.wrap(torch.zeros(32))):
         for _ in range(3):
             target.add_(w * 2.0)
         version = target._version
+        calls.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(launch.CpuRunner, "_loop", staticmethod(interrupted))
+            patch.setattr(launch, "increment_version", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 target.add_(w * 2.0)
         assert target.tolist() == [8.0] * 32 and target._version == version + 1

@@ -1,0 +1,336 @@
+"""Everything that Python may run in the middle, at once, for a while: nothing may break.
+
+    python tests/stress.py [--seconds 60] [--device cuda] [--threads 8] [--seed 0]
+
+The main thread records, reads, writes and trains. Meanwhile a signal handler runs every 300 us, the
+garbage collector at every container, finalizers and callbacks of weak references with it, and other
+threads hand pending values to each other, switched every microsecond. Handlers, finalizers and
+callbacks record, read, write, flush and raise. Every value is compared with eager PyTorch's, every
+write is counted. Prints one line of counts; exits with 1 after a wrong value, a lost write, an
+error that nobody here has raised, or a chain that can no longer be flushed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter
+from contextlib import suppress
+
+import torch
+
+import autofuse
+from autofuse import native
+
+N = 64
+
+
+class Foreign(Exception):
+    """What handlers, finalizers and callbacks raise."""
+
+
+failures: list[str] = []
+counts: Counter[str] = Counter()
+
+
+def failed(what: str) -> None:
+    failures.append(what)
+
+
+def check(got: torch.Tensor, want: list[float], what: str) -> None:
+    value = got.tolist()
+    if value != want:
+        failed(f"wrong value, {what}: {value[:3]} instead of {want[:3]}")
+
+
+class World:
+    """Tensors that everybody uses, and what eager PyTorch makes of them."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+        x, z = torch.rand(N, generator=generator), torch.rand(N, generator=generator)
+        self.x, self.z = x.to(device), z.to(device)
+        self.w, self.v = autofuse.wrap(self.x), autofuse.wrap(self.z)
+        self.device = device
+        with torch.no_grad():
+            self.chain = (self.x * 2.0 + self.z).abs() - self.x
+            self.chains = [(self.x * float(k) - self.z).tolist() for k in range(64)]
+            self.chain = self.chain.tolist()
+        p = torch.nn.Parameter(self.x.clone())
+        (p * self.z * 2.0).abs().sub(self.z).sum().backward()
+        self.gradient = p.grad.tolist()
+        self.touched = autofuse.wrap(torch.zeros(N, device=device))  # by handlers alone
+        self.touches = 0
+        self.depth: dict[int, int] = {}  # of actions, by thread
+        self.armed = False  # a signal handler may raise
+
+    # --- what handlers do ---
+
+    def record(self) -> None:
+        self.kept = (self.w * 2.0 + self.v).abs() - self.w
+
+    def read(self) -> None:
+        check((self.w * 2.0 + self.v).abs() - self.w, self.chain, "in the middle")
+
+    def function(self) -> None:
+        with torch.no_grad():
+            check(
+                torch.sub(torch.abs(torch.add(self.w * 2.0, self.v)), self.w), self.chain, "torch.*"
+            )
+
+    def write(self) -> None:
+        """The values stay what they are, the versions do not."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # eager PyTorch does not order writes and reads of several threads either
+        with torch.no_grad():
+            self.w.mul_(1.0)
+            self.z.add_(0.0)
+
+    def count(self) -> None:
+        with torch.no_grad():
+            self.touches += 1
+            self.touched.add_(self.w * 0.0 + 1.0)
+
+    def train(self) -> None:
+        with torch.enable_grad():
+            if not (torch.nn.Parameter(self.x.clone()) * 1.0).requires_grad:
+                return  # inside a __torch_dispatch__ no op has a gradient
+        p, v = torch.nn.Parameter(self.x.clone()), autofuse.wrap(self.z.clone())
+        with torch.enable_grad():
+            (v * p * 2.0).abs().sub(v).sum().backward()
+        check(p.grad, self.gradient, "gradient in the middle")
+
+    def flush(self) -> None:
+        autofuse.chain.flush_all("test")
+
+    def fail(self) -> None:
+        if self.armed or threading.current_thread() is not threading.main_thread():
+            self.armed = False
+            raise Foreign
+
+    def anything(self, *more: object) -> None:
+        depth = self.depth.get(threading.get_ident(), 0)
+        if depth > 2:  # what runs in the middle of what runs in the middle
+            return
+        self.depth[threading.get_ident()] = depth + 1
+        grad = torch.is_grad_enabled()
+        try:
+            self.something()
+        finally:
+            torch._C._set_grad_enabled(grad)  # what comes in no_grad's __enter__ leaves it off
+            self.depth[threading.get_ident()] = depth
+
+    def something(self) -> None:
+        action = self.random.choice(ACTIONS)
+        counts["actions"] += 1
+        try:
+            getattr(self, action)()
+        except Foreign:
+            raise
+        except BaseException as error:
+            failed(f"{action}: {''.join(traceback.format_exception(error))}")
+
+
+ACTIONS = 3 * ["record", "read", "function", "write", "train", "flush"] + ["fail"]
+
+
+class Garbage:
+    """A cycle whose finalizer does anything, with a pending value and a watched one."""
+
+    def __init__(self, world: World) -> None:
+        self.value, self.world = None, world
+        self.me = self
+        self.value = world.w * 3.0 - world.v
+        self.watch = weakref.ref(self.value, world.anything)
+
+    def __del__(self) -> None:
+        counts["finalizers"] += 1
+        if getattr(self, "value", None) is not None and self.world.random.random() < 0.5:
+            check(self.value, self.world.chains[3], "of a finalizer")
+        self.world.anything()
+
+
+# --- what the main thread does ----------------------------------------------------------------
+
+
+def values(world: World) -> None:
+    w, v = world.w, world.v
+    for k in range(1, 6):
+        y = w * float(k) - v
+        held = [y, y + 0.0, (y + 0.0) * 1.0]
+        check(held[world.random.randrange(3)], world.chains[k], "of the main thread")
+    check((w * 2.0 + v).abs() - w, world.chain, "a chain of the main thread")
+
+
+def sums(world: World) -> None:
+    w, v = world.w, world.v
+    total = ((w * 2.0 + v).abs() - w).max().item()
+    if total != max(world.chain):
+        failed(f"wrong maximum: {total}")
+
+
+def writes(world: World) -> None:
+    with torch.no_grad():
+        for target in (torch.zeros(N, device=world.device), autofuse.wrap(world.x.clone())):
+            start, done = target.tolist(), 0
+            try:
+                for _ in range(8):
+                    target.add_(world.w * 0.0 + 1.0)
+                    done += 1
+            finally:
+                now = target.tolist()
+                again = [[a + k for a in start] for k in (done, done + 1)]
+                exact = []
+                for k in (done, done + 1):
+                    value = torch.tensor(start)
+                    for _ in range(k):
+                        value = value + 1.0
+                    exact.append(value.tolist())
+                if now not in exact[: 1 if done == 8 else 2]:
+                    failed(f"a write was lost or doubled: {done} done, {now[:2]} from {start[:2]}")
+                del again
+        y = world.w * 2.0
+        y += world.v
+        z = y.abs()
+        y.mul_(0.0)
+        check(z - world.w, world.chain, "renamed")
+        check(y, [0.0] * N, "renamed and written")
+
+
+def gradients(world: World) -> None:
+    p, v = torch.nn.Parameter(world.x.clone()), autofuse.wrap(world.z.clone())
+    (v * p * 2.0).abs().sub(v).sum().backward()
+    check(p.grad, world.gradient, "gradient of the main thread")
+
+
+def functions(world: World) -> None:
+    @autofuse.fuse
+    def fused(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return (x * 2.0 + z).abs() - x
+
+    check(fused(world.x, world.z), world.chain, "of a fused function")
+
+
+PROGRAMS = [values, sums, writes, gradients, functions]
+
+
+def run(world: World, program) -> None:
+    """Run `program` where signal handlers may raise."""
+    world.armed = True
+    Garbage(world)
+    program(world)
+    world.armed = False
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+def produce(world: World, pipe: queue.Queue, until: float) -> None:
+    """Hand over pending values, and go on with them."""
+    w, v = autofuse.wrap(world.x.clone()), autofuse.wrap(world.z.clone())
+    k = 0
+    while time.monotonic() < until and not failures:
+        k = k % 63 + 1
+        y = w * float(k) - v
+        with suppress(queue.Full):
+            pipe.put((k, y), timeout=1)
+        for _ in range(k % 5):
+            y = y + 1.0
+    with suppress(queue.Full):
+        pipe.put(None, timeout=10)
+
+
+def consume(world: World, pipe: queue.Queue, until: float) -> None:
+    while (item := pipe.get(timeout=120)) is not None:
+        k, y = item
+        z = y + 0.0 if k % 2 else y
+        check(z, world.chains[k], "from another thread")
+        counts["handed over"] += 1
+
+
+def guarded(world: World, job, pipe, until: float) -> None:
+    try:
+        job(world, pipe, until)
+    except BaseException as error:
+        failed(f"a thread: {''.join(traceback.format_exception(error))}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.seconds + 120, exit=True)
+    torch.set_num_threads(1)
+    autofuse.config.compile = "now"
+    world = World(args.device, args.seed)
+    for program in PROGRAMS:  # their kernels are there
+        for _ in range(3):
+            program(world)
+
+    def unraisable(info) -> None:
+        if info.exc_type is not Foreign:
+            text = "".join(
+                traceback.format_exception(info.exc_type, info.exc_value, info.exc_traceback)
+            )
+            failed(f"{info.object!r}: {text}")
+
+    sys.unraisablehook = unraisable
+    until = time.monotonic() + args.seconds
+    threads = []
+    for _ in range(args.threads // 2):
+        pipe: queue.Queue = queue.Queue(64)
+        for job in (produce, consume):
+            thread = threading.Thread(target=guarded, args=(world, job, pipe, until), daemon=True)
+            threads.append(thread)
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    autofuse.config.always_fuse = True
+    sys.setswitchinterval(1e-6)
+    for thread in threads:
+        thread.start()
+    signal.signal(signal.SIGALRM, world.anything)
+    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+    gc.set_threshold(1)
+    while time.monotonic() < until and not failures:
+        program = world.random.choice(PROGRAMS)
+        try:
+            run(world, program)
+            counts[program.__name__] += 1
+        except BaseException as error:
+            world.armed = False
+            torch._C._set_grad_enabled(True)  # what comes in no_grad's __enter__ leaves it off
+            counts["raised"] += 1
+            if type(error) is not Foreign:
+                failed(f"{program.__name__}: {''.join(traceback.format_exception(error))}")
+    signal.setitimer(signal.ITIMER_REAL, 0, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    gc.set_threshold(*thresholds)
+    sys.setswitchinterval(interval)
+    for thread in threads:
+        thread.join(150)
+        if thread.is_alive():
+            failed("a thread does not end")
+    for program in PROGRAMS:  # whatever was is over
+        program(world)
+    machine = "machine code" if native.active() else "Python"
+    print(f"{sys.version.split()[0]}, torch {torch.__version__}, {machine}, {args.device}: "
+          f"{dict(counts)}, {len(failures)} failures")  # fmt: skip
+    for what in failures[:5]:
+        print(what)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

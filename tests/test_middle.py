@@ -1,0 +1,154 @@
+"""Code that runs in the middle of recording and flushing: at every place where Python lets it.
+
+Signal handlers, finalizers and callbacks of weak references are Python functions that run between
+two steps of another one. Here a program runs again and again, each time with one such function at
+the next place; whatever that function does, the program computes what eager PyTorch does.
+"""
+
+import signal
+import sys
+
+import pytest
+import torch
+from test_interrupts import PACKAGE, assert_whole, gradients, values, writes
+
+import autofuse
+from autofuse import chain, native
+
+
+class Middle:
+    """Call `action` at the `count`-th place in autofuse where Python looks for signals."""
+
+    def __init__(self, count, action):
+        self.left, self.action = count, action
+
+    def __enter__(self):
+        sys.setprofile(self.event)
+        return self
+
+    def __exit__(self, *exc):
+        sys.setprofile(None)
+
+    def event(self, frame, event, argument):
+        name = frame.f_code.co_filename
+        if event in ("return", "c_call") or not name.startswith((PACKAGE, "<autofuse")):
+            return
+        self.left -= 1
+        if self.left == 0:
+            sys.setprofile(None)
+            self.action()
+
+
+def chains(held, w, v, p):
+    """Chains of many Inputs, numbers and eager ops, of which some values stay."""
+    y = w
+    for k in range(4):
+        y = torch.maximum(y * v + float(k), w) - w
+        z = torch.where(y > 0.5, y, v)
+        held.append(z)
+    held.append(torch.minimum(y, z).to(torch.float64))
+    held.append(y.sum() * 2.0)
+    held.append((y + v).mm((z * 2.0).t()) if y.dim() == 2 else (y + v) * z.max())
+
+
+PROGRAMS = [values, writes, gradients, chains]
+
+
+class World:
+    """What actions use; `w`, `v` and `p` are the program's own."""
+
+    def __init__(self, held, w, v, p):
+        self.held, self.w, self.v, self.p = held, w, v, p
+        self.memory, self.kept = autofuse.wrap(torch.zeros(32)), []
+
+    def record(self):
+        self.kept.append(self.w * 7.0 + self.v)
+
+    def read(self):
+        assert (self.w * 7.0 + self.v).tolist() == self.want[0]
+
+    def read_what_is_pending(self):
+        for value in self.held:
+            value.detach().tolist()
+
+    def use_what_is_pending(self):
+        with torch.no_grad():
+            self.kept += [value * 1.0 for value in self.held[-1:]]
+            self.read_what_is_pending()
+
+    def write(self):
+        """The values stay as they are, the versions do not."""
+        with torch.no_grad():
+            self.w.mul_(1.0)
+            autofuse.unwrap(self.v).add_(0.0)
+            self.memory.add_(self.w * 2.0)
+
+    def write_to_what_is_pending(self):
+        with torch.no_grad():
+            for value in self.held[-1:]:
+                if not value.requires_grad:
+                    value.mul_(1.0)
+
+    def switch_modes(self):
+        with torch.no_grad(), torch.enable_grad():
+            self.kept.append(self.w * 7.0 + self.v)
+        with torch.inference_mode():
+            self.read()
+
+    def flush(self):
+        chain.flush_all("test")
+
+    def fail(self):
+        failing(None, None)
+
+
+class Foreign(Exception):
+    """What a signal handler raises."""
+
+
+def failing(number, frame):
+    raise Foreign
+
+
+ACTIONS = [name for name in vars(World) if not name.startswith("_")]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+def test_an_action_at_every_place(program, action, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, z = torch.rand(32), torch.rand(32)
+    p = torch.nn.Parameter(torch.rand(32))
+    w, v = autofuse.wrap(x), autofuse.wrap(z)
+    want = []
+    with autofuse.disabled():
+        program(want, x.clone(), z.clone(), p)
+    for _ in range(2):
+        program([], w, v, p)  # its kernels are there
+    want = [value.detach() for value in want]
+    before = signal.signal(signal.SIGUSR1, failing)
+    World.want = [(x * 7.0 + z).tolist()]
+    done = count = 0
+    try:
+        while not done:
+            count += 1
+            world = World([], w, v, p)
+            try:
+                with Middle(count, getattr(world, action)) as middle:
+                    program(world.held, w, v, p)
+                done = middle.left > 0
+            except Foreign:
+                assert action == "fail"
+            for recorder in chain._all_recorders:
+                assert_whole(recorder)
+            for got, right in zip(world.held, want, strict=False):
+                assert bool(torch.equal(autofuse.unwrap(got.detach()), right)), count
+            if action != "fail":
+                assert len(world.held) == len(want), count
+            for got in world.kept if action in ("record", "switch_modes") else ():
+                assert got.tolist() == World.want[0], count
+            assert torch._C._is_torch_function_enabled() and torch.is_grad_enabled()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert count > (3 if native.active() else 60)
