@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import struct
+import math
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from .op import OPS, composite, is_number, plain, row, spelled
+from .op import OPS, composite, is_number, plain, row, since, single, spelled
 
 _backward = torch.ops.aten
 _SIXTH = "0.16666667163372039794921875"  # 1.0f / 6.0f, in float64 too
 
+_SIGNED = since(2, 14)  # as for clamp
 plain(
     "relu",
     "x",
-    "x if x != x else fmax(x, 0)",
+    "0 if x < 0 else x" if _SIGNED else "x if x != x else fmax(x, 0)",
     integer="x if x > 0 else 0",
     accepts="fi",
     grad="threshold_backward(out, g)",
@@ -90,6 +91,7 @@ row(
     "x w",
     "x if x > 0 else w * x",
     one_dtype=True,
+    one_device=True,
     copies="f",
     eager=torch._prelu_kernel,
     grad="where(x > 0, g, w * g); where(x > 0, 0, x * g)",
@@ -118,7 +120,9 @@ row(
 row(
     "hardtanh",
     "x l h",
-    "x if x != x else l if l != l else h if h != h else fmin(fmax(x, l), h)",
+    "r = l if x < l else x; h if h < r else r"
+    if _SIGNED
+    else "x if x != x else l if l != l else h if h != h else fmin(fmax(x, l), h)",
     copies="f",
     grad="hardtanh_backward(g, x, l, h); none; none",
     eager=F.hardtanh,
@@ -161,9 +165,13 @@ def leaky_relu(input, negative_slope=0.01):
 @spelled()
 def rrelu(input, lower=1.0 / 8, upper=1.0 / 3, training=False):
     graph = torch.is_grad_enabled() and input.requires_grad
-    if training or graph or not lower <= upper or not input.is_contiguous():
+    if training or graph or not input.is_contiguous():
         return None
-    return OPS["leaky_relu"], (input, (lower + upper) / 2)
+    if not (is_number(lower) and is_number(upper) and -math.inf < lower <= upper < math.inf):
+        return None
+    if type(lower) is type(upper) is int:
+        return None  # torch halves their sum as an int64 tensor, in the default dtype
+    return OPS["leaky_relu"], (input, (float(lower) + float(upper)) / 2)
 
 
 @spelled()
@@ -187,7 +195,7 @@ def softplus(input, beta=1, threshold=20):
 
 
 def _elu(input, alpha, scale, input_scale):
-    if not all(type(s) in (int, float) for s in (alpha, scale, input_scale)):
+    if not all(map(is_number, (alpha, scale, input_scale))):
         return None
     return OPS["elu"], (input, float(alpha), float(scale), float(input_scale))
 
@@ -201,8 +209,7 @@ def elu(input, alpha=1.0):
 def celu(input, alpha=1.0):
     if not is_number(alpha) or not 1e-30 < abs(alpha) < 1e30:
         return None
-    single = struct.unpack("f", struct.pack("f", alpha))[0]
-    return OPS["celu"], (input, float(alpha), 1.0 / alpha, 1.0 / single)
+    return OPS["celu"], (input, float(alpha), 1.0 / alpha, 1.0 / single(alpha))
 
 
 @spelled()
@@ -230,7 +237,7 @@ def hardshrink(input, lambd=0.5):
 
 @spelled()
 def softshrink(input, lambd=0.5):
-    return (OPS["softshrink"], (input, lambd)) if lambd >= 0 else None
+    return (OPS["softshrink"], (input, lambd)) if 0 <= lambd < math.inf else None
 
 
 @spelled("threshold", "_threshold")
@@ -279,7 +286,7 @@ row(
 row(
     "smooth_l1_loss",
     "x y b:common",
-    "z = abs(x - y); 0.5 * z * z / b if z < b else z - 0.5 * b",
+    "z = abs(x - y); 0.5 * z * z / b if z < b else fma(-0.5, b, z)",
     narrow="z = abs(rnd(x - y)); 0.5 * z * z / b if z < b else z - rnd(0.5 * b)",
     eager=lambda x, y, b: F.smooth_l1_loss(x, y, reduction="none", beta=b),
     grad="smooth_l1_loss_backward(g, x, y, b); smooth_l1_loss_backward(g, y, x, b); none",

@@ -14,6 +14,7 @@ load32: Any = GIVEN  # its lower half
 store: Any = GIVEN  # (address, word)
 store_double: Any = GIVEN  # (address, double)
 store_float: Any = GIVEN  # the same rounded to float
+reciprocal: Any = GIVEN  # of a double, as C divides
 call_pointer: Any = GIVEN  # (address, words...): what the C function there returns
 room: Any = GIVEN  # (count): the address of words that live until the function returns
 

@@ -39,6 +39,7 @@ from . import shell as _shell
 from .autograd import Graph, graded, graph_of, pays
 from .compile import Order
 from .config import config, watch
+from .dtypes import EXACT, Wide
 from .errors import (
     ColdKernelError,
     KernelError,
@@ -317,8 +318,10 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
                 edge.append(state.index)
                 continue
         elif cls is float or cls is int or cls is bool:
-            if cls is int and not -_INT64 <= x < _INT64:
-                return None
+            if cls is int and not -EXACT <= x <= EXACT:
+                if not -_INT64 <= x < _INT64:
+                    return None
+                cls = Wide
             edge.append(cls)
             consts.append(x)
             continue
@@ -331,6 +334,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         if state is None or state.__class__ is not Meta or state.device is not recorder.device:
             x, state = _input(x, recorder)
             if state is _SCALAR:
+                if op.one_device:
+                    return None
                 edge.append(x.__class__)
                 consts.append(x)
                 on_host = True

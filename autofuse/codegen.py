@@ -91,8 +91,10 @@ def _statements(plan: Plan, index: int, line: Line, target: str) -> list[str]:
     for name, role, ref in zip(op.names, op.roles, line.refs, strict=True):
         if ref >= CONST:
             value, code = f"c{ref - CONST}", const_code(plan, ref - CONST)
-            exact = op.scalar if plan.device == "cuda" else op.cpu_scalar
-            keep = role == "opmath" or (role == "promote" and exact == "opmath")
+            exact = op.scalar
+            if plan.device == "cpu":
+                exact = op.cpu_scalar if name == op.names[-1] else "common"
+            keep = role in ("opmath", "inverse") or (role == "promote" and exact == "opmath")
             wanted = own if keep else common
         else:
             value = f"v{ref}" if ref >= 0 else f"x{~ref}"
@@ -107,11 +109,11 @@ def _statements(plan: Plan, index: int, line: Line, target: str) -> list[str]:
     for part in parts:
         assert isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name)
         name = part.targets[0].id
-        value = _substituted(part.value, names, common, plan.device)
+        value = _substituted(part.value, names, common)
         names[name] = f"v{index}_{name}"
         text.append(f"    {names[name]} = {value}")
     assert isinstance(result, ast.Expr)
-    value = _substituted(result.value, names, common, plan.device)
+    value = _substituted(result.value, names, common)
     code = _code(plan, index)
     free = code in ("f32", "f64") and plan.relaxed and isinstance(op.result, str)
     kind = "" if free and _has_name(result.value) else f": {code}"
@@ -126,8 +128,8 @@ def parse(source: str) -> tuple[ast.stmt, ...]:
 
 
 class _Substitute(ast.NodeTransformer):
-    def __init__(self, names: dict[str, str], common: str, device: str) -> None:
-        self.names, self.common, self.device = names, common, device
+    def __init__(self, names: dict[str, str], common: str) -> None:
+        self.names, self.common = names, common
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
         return ast.Name(self.names.get(node.id, node.id), node.ctx)
@@ -148,11 +150,6 @@ class _Substitute(ast.NodeTransformer):
             if self.common not in ("f16", "bf16"):
                 return args[0]
             return ast.Call(ast.Name(self.common, ast.Load()), args, [])
-        if node.func.id == "by" and self.device == "cuda":
-            reciprocal = ast.BinOp(ast.Constant(1), ast.Div(), args[1])
-            return ast.BinOp(args[0], ast.Mult(), reciprocal)
-        if node.func.id in ("by", "divide"):
-            return ast.BinOp(args[0], ast.Div(), args[1])
         return ast.Call(node.func, args, [])
 
 
@@ -161,6 +158,6 @@ def _has_name(tree: ast.expr) -> bool:
     return bool(names - {"inf", "nan"})
 
 
-def _substituted(tree: ast.expr, names: dict[str, str], common: str, device: str) -> str:
+def _substituted(tree: ast.expr, names: dict[str, str], common: str) -> str:
     copy = ast.parse(ast.unparse(tree), mode="eval").body
-    return ast.unparse(_Substitute(names, common, device).visit(copy))
+    return ast.unparse(_Substitute(names, common).visit(copy))

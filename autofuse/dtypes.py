@@ -30,7 +30,14 @@ def kind(dtype: torch.dtype) -> str:
     return "f" if dtype.is_floating_point else "i"
 
 
-_SCALARS = {bool: torch.bool, int: torch.int64}
+EXACT = 1 << 53  # ints up to this are exact as float64, so that float32 rounds them once
+
+
+class Wide(int):
+    """Stands in edges for the class of an int beyond EXACT."""
+
+
+_SCALARS = {bool: torch.bool, int: torch.int64, Wide: torch.int64}
 
 
 def result_type(operands: tuple[tuple[torch.dtype | type, int], ...]) -> torch.dtype:

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from .chain import Chain
     from .trie import Node
 
-_CONST_KINDS = {"f32": 0, "f64": 1, "i64": 2}  # as `native_flush.sent` tells them apart
+# as `native_flush.sent` tells them apart; 2 more for a reciprocal
+_CONST_KINDS = {"f32": 0, "f64": 1, "i64": 4}
 _FORMATS = {"u64": "Q", "i64": "q", "i32": "i4x", "f32": "f4x", "f64": "d"}
 
 
@@ -218,6 +219,11 @@ def _answer(given: list[Ref | None], made: str) -> str:
 def log_of(number: float) -> float:
     """The logarithm as C gives it."""
     return math.log(number) if number > 0 else float("-inf") if number == 0 else float("nan")
+
+
+def reciprocal_of(number: float) -> float:
+    """The reciprocal as C gives it."""
+    return 1.0 / number if number else math.copysign(math.inf, number)
 
 
 _entered: set[int] = set()  # threads of torch's engine in which a context is current
@@ -410,8 +416,8 @@ class CudaRunner(Runner):
                 words += [places[ref], 15 if wide and piece.plan.lanes > 1 else 0]
             words.append(len(piece.consts))
             codes = slots.formats[len(refs) :]
-            for const, code in zip(piece.consts, codes, strict=True):
-                words += [const, _CONST_KINDS[code]]
+            for const, code, inverse in zip(piece.consts, codes, piece.plan.inverted, strict=True):
+                words += [const, _CONST_KINDS[code] + 2 * inverse]
         return Program([*map(int, words)], [*kept, room, self._parts])
 
     def answering(
@@ -479,7 +485,7 @@ class CudaRunner(Runner):
             "unaligned": self._unaligned, "launch": self._launch, "empty": _empty_strided,
             "version": raw_version_of, "address": address_of, "use_count": use_count,
             "swap": swap, "Tensor": Tensor, "settle": settle, "owners": self.visible,
-            "streams": _streams,
+            "streams": _streams, "reciprocal": reciprocal_of,
         }  # fmt: skip
         lines = list(head)
         if self.into:
@@ -561,7 +567,9 @@ class CudaRunner(Runner):
         space[f"entry{k}"], space[f"pack{k}"] = entry, slots.pack
         space[f"buffer{k}"], space[f"slots{k}"] = slots.buffer, slots
         space[f"blocks{k}"], space[f"params{k}"] = slots.blocks, slots.address
-        values = [*_addresses(piece), *(f"consts[{const}]" for const in piece.consts)]
+        values = _addresses(piece)
+        for const, inverse in zip(piece.consts, piece.plan.inverted, strict=True):
+            values.append(f"reciprocal(consts[{const}])" if inverse else f"consts[{const}]")
         arguments = ", ".join(values)
         lines = [f"pack{k}(buffer{k}, 0, {arguments})"]
         if piece.consts:

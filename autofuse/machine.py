@@ -334,6 +334,9 @@ class _Body:
         narrow = self.builder.fptrunc(self._value(value), ir.FloatType())
         return self.builder.store(narrow, self._pointer(address, ir.FloatType()))
 
+    def _reciprocal(self, value: ast.expr) -> Any:
+        return self.builder.fdiv(DOUBLE(1.0), self._value(value))
+
     def _call_pointer(self, address: ast.expr, *args: ast.expr) -> Any:
         signature = ir.FunctionType(WORD, [WORD] * len(args))
         function = self.builder.inttoptr(self._word(address), signature.as_pointer())
@@ -347,4 +350,5 @@ class _Body:
         return self.builder.ptrtoint(place, WORD)
 
 
-_BUILTINS = {"load", "load32", "store", "store_double", "store_float", "call_pointer", "room"}
+_BUILTINS = {"load", "load32", "store", "store_double", "store_float", "reciprocal",
+             "call_pointer", "room"}  # fmt: skip

@@ -69,6 +69,7 @@ from .c import (
     load,
     load32,
     ranges,
+    reciprocal,
     room,
     store,
     store_double,
@@ -382,6 +383,10 @@ def sent(words, at, consts, stream):
                 store_float(slot, PyFloat_AsDouble(const))
             elif kind == 1:
                 store_double(slot, PyFloat_AsDouble(const))
+            elif kind == 2:
+                store_float(slot, reciprocal(PyFloat_AsDouble(const)))
+            elif kind == 3:
+                store_double(slot, reciprocal(PyFloat_AsDouble(const)))
             else:
                 store(slot, PyLong_AsLong(const))
             slot += 8

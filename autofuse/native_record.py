@@ -56,6 +56,7 @@ from .c import (
     room,
     store,
 )
+from .dtypes import EXACT
 from .shell import Meta, Tensor
 from .trie import Node
 
@@ -352,8 +353,11 @@ def item_of(recorder: Recorder, chain: Chain, x):
     if kind is float or kind is bool:
         return kind
     if kind is int:
-        if PyLong_AsLong(x) == -1 and PyErr_Occurred() != 0:
+        value = PyLong_AsLong(x)
+        if value == -1 and PyErr_Occurred() != 0:
             PyErr_Clear()
+            return 0
+        if value > EXACT or value < -EXACT:
             return 0
         return kind
     if kind is Tensor:

@@ -11,13 +11,14 @@ makes of other pointwise functions; it returns its result, or None as a spelling
 from __future__ import annotations
 
 import ast
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .dtypes import CODES, kind, result_type
+from .dtypes import CODES, EXACT, kind, result_type
 from .layout import Ints
 
 Operand = object  # a tensor or a Python scalar
@@ -30,15 +31,15 @@ class Op:
 
     params: the operands' names, in order. A suffix takes an operand out of type promotion:
         `c:bool` must be a bool tensor, `s:opmath` is a scalar in the compute type, `v:common` is a
-        scalar converted to the dtype of the others.
+        scalar converted to the dtype of the others, `i:inverse` one of which a kernel on CUDA is
+        given the reciprocal, taken in float64.
     result: "common" (the promoted dtype), "float" (the same, integers first become the default
         float dtype), "bool", or the dtype itself (a cast).
     accepts: categories the promoted dtype may have: f(loat), i(nteger), b(ool), or w for the wide
         floats, float32 and float64, alone. Others are eager.
     scalar: whether a promoting Python scalar is first rounded to the "common" dtype or stays in
-        the "opmath" type: on CUDA; `cpu_scalar` is the same for the CPU.
-    by_scalar: the Op that stands in when the last operand is a scalar. Its `by(x, y)` divides as
-        torch does then: by multiplying with the reciprocal on CUDA, truly on the CPU.
+        the "opmath" type: on CUDA; `cpu_scalar` is the same for the CPU, for the last operand.
+    by_scalar: the Op that stands in when the last operand is a scalar.
     integer, boolean: the expressions for integers and for bool, where they are others; integer `/`
         and `%` truncate as in C, and on the CPU, where they raise, the op is eager.
     narrow: the expression for float16 and bfloat16, where PyTorch's kernel rounds on the way.
@@ -74,6 +75,7 @@ class Op:
     cpu: str = ""
     takes_bool: bool = True  # as an operand, even where another one decides the dtype
     tensors_only: bool = False  # no Python scalar among the operands
+    one_device: bool = False  # beside tensors on CUDA torch takes no 0-d one that is on the CPU
     one_dtype: bool = False  # of all operands
     identical: bool = True  # to eager on CUDA, bit for bit; otherwise fused by `relaxed` alone
     reversed: bool = False  # the result's layout follows the operands from the last to the first
@@ -240,6 +242,21 @@ spelled = _registrar(SPELLINGS)  # a chooser
 composite = _registrar(COMPOSITES)  # what stands for functions that PyTorch composes
 
 
+def since(*version: int) -> bool:
+    """Whether torch is of this version or newer: its kernels differ."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= version
+
+
 def is_number(value: Operand) -> bool:
-    """Whether a chooser has been given a Python int or float."""
-    return type(value) in (int, float)
+    """Whether a chooser has been given a Python float, or an int that is one as well."""
+    return type(value) is float or (type(value) is int and -EXACT <= value <= EXACT)
+
+
+def single(value: float) -> float:
+    """`value` rounded to float32."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def is_nan(value: Operand) -> bool:
+    """Whether a chooser has been given the Python number NaN."""
+    return type(value) is float and value != value

@@ -19,7 +19,7 @@ from . import activations as _activations  # noqa: F401 - they add their rows
 from . import special as _special  # noqa: F401
 from .dtypes import CODES
 from .layout import Ints, result_stride
-from .op import METHODS, OPS, Operand, composite, is_number, plain, row, spelled
+from .op import METHODS, OPS, composite, is_nan, is_number, plain, row, since, single, spelled
 
 # --- one operand ---------------------------------------------------------------------------------
 
@@ -204,11 +204,13 @@ row(
 
 
 @spelled("round")
-def _round(input, *, decimals=0):
+def _round(input, *, decimals=None):
+    if decimals is None:
+        return OPS["round"], (input,)
+    if type(decimals) is not int or abs(decimals) > 300 or not input.is_floating_point():
+        return None
     if decimals == 0:
         return OPS["round"], (input,)
-    if type(decimals) is not int or abs(decimals) > 300:
-        return None
     return OPS["round_to" if decimals > 0 else "round_before"], (input, 10.0 ** abs(decimals))
 
 
@@ -234,10 +236,11 @@ plain(
     **_WITH_BOOL,
     grad="g * y; g * x",
 )
+# CUDA multiplies by the reciprocal of a number, which it takes in float64 since torch 2.10
 row(
     "div_by_scalar",
-    "x y",
-    "by(x, y)",
+    *(("x y:inverse", "x * y") if since(2, 10) else ("x y", "x * (1 / y)")),
+    cpu="x / y",
     scalar="opmath",
     cpu_scalar="opmath",
     result="float",
@@ -254,8 +257,6 @@ plain(
     # where z can be +0 for a q of -0, and y = 0 or either infinite, where z is NaN
     f16="r = rcp(y); q = x * r; z = fma(fma(-y, q, x), r, q); z if abs(z) > 0 else q",
     bf16="div_wide(x, y)",  # quotients of 8-bit significands lie 2^-18 from a tie, or on it
-    scalar="opmath",
-    cpu_scalar="opmath",
     result="float",
     accepts="fib",
     by_scalar=OPS["div_by_scalar"],
@@ -265,6 +266,7 @@ row(
     "add_scaled",
     "x y s:opmath",
     "fma(s, y, x)",
+    cpu="fma(rnd(s), y, x)",
     integer="x + s * y",
     **_ARITHMETIC,
     eager=lambda x, y, s: torch.add(x, y, alpha=s),
@@ -274,6 +276,7 @@ row(
     "sub_scaled",
     "x y s:opmath",
     "fma(-s, y, x)",
+    cpu="fma(-rnd(s), y, x)",
     integer="x - s * y",
     takes_bool=False,
     **_ARITHMETIC,
@@ -284,6 +287,7 @@ row(
     "rsub_scaled",
     "x y s:opmath",
     "fma(-s, x, y)",
+    cpu="fma(-rnd(s), x, y)",
     integer="y - s * x",
     takes_bool=False,
     reversed=True,
@@ -295,7 +299,8 @@ _QUOTIENT = {"integer": "x / y", "accepts": "fi"}
 row(
     "div_trunc_by_scalar",
     "x y",
-    "trunc(by(x, y))",
+    "trunc(x * (1 / y))",
+    cpu="trunc(x / y)",
     **_QUOTIENT,
     scalar="opmath",
     cpu_scalar="opmath",
@@ -311,22 +316,29 @@ row(
 )
 _FLOORED = (
     "m = fmod(x, y);"
-    "d = {by}(x - m, y);"
+    "d = (x - m) {by};"
     "d = d - 1 if m != 0 and (y < 0) != (m < 0) else d;"
     "f = rnd(floor(d));"
     "f = rnd(f + 1) if d - f > 0.5 else f;"
-    "{by}(x, y) if y == 0 else copysign(0, {by}(x, y)) if d == 0 else f"
+    "x {by} if y == 0 else copysign(0, x {by}) if d == 0 else f"
 )
 _WHOLE = {
     "integer": "q = x / y; q - 1 if (x < 0) != (y < 0) and x % y != 0 else q",
     "accepts": "fi",
-    "scalar": "opmath",
 }
-row("div_floor_by_scalar", "x y", _FLOORED.format(by="by"), **_WHOLE, cpu_scalar="opmath")
+row(
+    "div_floor_by_scalar",
+    "x y",
+    _FLOORED.format(by="* (1 / y)"),
+    cpu=_FLOORED.format(by="/ y"),
+    **_WHOLE,
+    scalar="opmath",
+    cpu_scalar="opmath",
+)
 row(
     "div_floor",
     "x y",
-    _FLOORED.format(by="divide"),
+    _FLOORED.format(by="/ y"),
     **_WHOLE,
     by_scalar=OPS["div_floor_by_scalar"],
     eager=partial(torch.div, rounding_mode="floor"),
@@ -335,7 +347,7 @@ row(
 row(
     "floor_divide",  # the same, but torch has no derivative for it
     "x y",
-    _FLOORED.format(by="divide"),
+    _FLOORED.format(by="/ y"),
     **_WHOLE,
     by_scalar=OPS["div_floor_by_scalar"],
 )
@@ -470,6 +482,7 @@ row(
     "x y",
     "pow(x, y)",
     keeps="out",
+    one_device=True,  # a 0-d exponent on the CPU is a number
     grad="where(y == 0.0, 0, g * (y * pow(x, y - 1)));"
     "g * where(logical_and(x == 0, y >= 0), 0, out * log(x))",
 )
@@ -537,20 +550,27 @@ row(
     eager=partial(torch.pow, exponent=-2),
     grad="g * (-2.0 * pow(x, -3.0))",
 )
+# where both are zeros CUDA's clamp of numbers gives x since torch 2.14, and 0 or -0 before
+_SIGNED = since(2, 14)
+_BOUND = {"accepts": "fi", "one_device": True}
+_AT_LEAST = {"integer": "x if x > y else y", **_BOUND}
+_AT_MOST = {"integer": "x if x < y else y", **_BOUND}
+row("clamp_min_by_scalar", "x y", "y if x < y else x", **_AT_LEAST)
+row("clamp_max_by_scalar", "x y", "y if x > y else x", **_AT_MOST)
 row(
     "clamp_min",
     "x y",
     "x if x != x else y if y != y else fmax(x, y)",
-    integer="x if x > y else y",
-    accepts="fi",
+    by_scalar=OPS["clamp_min_by_scalar"] if _SIGNED else None,
+    **_AT_LEAST,
     grad="where(x >= y, g, 0); where(x < y, g, 0)",
 )
 row(
     "clamp_max",
     "x y",
     "x if x != x else y if y != y else fmin(x, y)",
-    integer="x if x < y else y",
-    accepts="fi",
+    by_scalar=OPS["clamp_max_by_scalar"] if _SIGNED else None,
+    **_AT_MOST,
     grad="where(x <= y, g, 0); where(x > y, g, 0)",
 )
 
@@ -558,29 +578,28 @@ _POWERS = {0.5: "half", 1.5: "1_5", 2.0: "2", 3.0: "3", 4.0: "4",
            -0.5: "minus_half", -1.0: "minus_1", -2.0: "minus_2"}  # fmt: skip
 
 
-def _same(value: Operand, number: float) -> bool:
-    return is_number(value) and value == number
+def _sum(name, input, other, alpha):
+    whole = type(alpha) is int
+    if whole and alpha == 1:
+        return OPS[name], (input, other)
+    if not is_number(alpha) or (whole and alpha == 0 and name != "add"):
+        return None  # torch negates alpha: an int has no -0
+    return OPS[f"{name}_scaled"], (input, other, alpha)
 
 
 @spelled()
 def add(input, other, *, alpha=1):
-    if _same(alpha, 1):
-        return OPS["add"], (input, other)
-    return (OPS["add_scaled"], (input, other, alpha)) if is_number(alpha) else None
+    return _sum("add", input, other, alpha)
 
 
 @spelled("sub", "subtract")
 def _sub(input, other, *, alpha=1):
-    if _same(alpha, 1):
-        return OPS["sub"], (input, other)
-    return (OPS["sub_scaled"], (input, other, alpha)) if is_number(alpha) else None
+    return _sum("sub", input, other, alpha)
 
 
 @spelled()
 def rsub(input, other, *, alpha=1):
-    if _same(alpha, 1):
-        return OPS["rsub"], (input, other)
-    return (OPS["rsub_scaled"], (input, other, alpha)) if is_number(alpha) else None
+    return _sum("rsub", input, other, alpha)
 
 
 @spelled("div", "divide")
@@ -598,12 +617,18 @@ def floor_divide(input, other):
 def _pow(input, exponent):
     if not isinstance(input, torch.Tensor):
         return None if input in (0, 1) else (OPS["rpow_scalar"], (input, exponent))
+    if isinstance(exponent, torch.Tensor):
+        return OPS["pow"], (input, exponent)
     if not is_number(exponent):
-        return None if type(exponent) is bool else (OPS["pow"], (input, exponent))
+        return None
     if exponent in (0, 1) or not math.isfinite(exponent):
         return None
     if not input.is_floating_point() and type(exponent) is float:
         return None  # the exponent promotes
+    if not float(exponent).is_integer() and single(exponent).is_integer():
+        return None  # on the CPU torch rounds it for a part of the elements
+    if 0 < abs(exponent - (half := round(exponent * 2) / 2)) < 0.01 and half in _POWERS:
+        return None  # on CUDA it may round to one of these, and is then treated as such
     special = _POWERS.get(exponent)
     if special is None or (special in ("4", "1_5") and not input.is_floating_point()):
         return OPS["pow_scalar"], (input, exponent)
@@ -695,6 +720,8 @@ def contiguous(input, *, memory_format=torch.contiguous_format):
 def _bounds(input, low, high):
     if low is None and high is None:
         return None
+    if is_nan(low) or is_nan(high):
+        return None  # clamp and clamp_min differ, and devices do
     if high is None:
         return OPS["clamp_min"], (input, low)
     if low is None:
@@ -709,9 +736,15 @@ def _bounds(input, low, high):
 row(
     "clamp",
     "x l h",
-    "x if x != x else l if l != l else h if h != h else fmin(fmax(x, l), h)",
+    (
+        "r = l if x < l else x; r = h if h < r else r;"
+        "x if x != x else l if l != l else h if h != h else r"
+        if _SIGNED
+        else "x if x != x else l if l != l else h if h != h else fmin(fmax(x, l), h)"
+    ),
     integer="h if (x if x > l else l) > h else (x if x > l else l)",
     accepts="fi",
+    one_device=True,
     # nested, for the layout: torch joins the conditions in place
     grad="where(x >= l, where(x <= h, g, 0), 0); where(x < l, where(l < h, g, 0), 0);"
     "where(x > h, g, where(h < l, g, 0))",
@@ -732,25 +765,51 @@ row(
     grad="masked_fill(g, m, 0); none; none",
 )
 _LERP = "d = y - x; fma(w, d, x) if abs(w) < 0.5 else fma(-d, 1 - w, y)"
-row("lerp", "x y w", _LERP, keeps="w", grad="g * (1 - w); g * w; g * (y - x)")
-row("lerp_scalar", "x y w:opmath", _LERP, eager=torch.lerp, grad="g * (1 - w); g * w; none")
-row("addcmul", "x y z", "fma(y, z, x)", integer="x + y * z", accepts="fi", grad="g; g * z; g * y")
+_ALONE = {"one_device": True}
+row("lerp", "x y w", _LERP, keeps="w", **_ALONE, grad="g * (1 - w); g * w; g * (y - x)")
+row(
+    "lerp_scalar",
+    "x y w:opmath",
+    _LERP,
+    **_ALONE,
+    eager=torch.lerp,
+    grad="g * (1 - w); g * w; none",
+)
+row(
+    "addcmul",
+    "x y z",
+    "fma(y, z, x)",
+    integer="x + y * z",
+    accepts="fi",
+    **_ALONE,
+    grad="g; g * z; g * y",
+)
+_ONE = since(2, 11)  # CUDA's addcmul leaves out the product with a value of 1
 row(
     "addcmul_scaled",
     "x y z s:opmath",
-    "fma(s, y * z, x)",
+    "fma(y, z, x) if s == 1 else fma(s, y * z, x)" if _ONE else "fma(s, y * z, x)",
     cpu="fma(s * y, z, x)",
     integer="x + s * y * z",
     accepts="fi",
+    **_ALONE,
     eager=lambda x, y, z, s: torch.addcmul(x, y, z, value=s),
     grad="g; g * (z * s); g * (y * s); none",
 )
-row("addcdiv", "x y z", "x + y / z", keeps="z", grad="g; g * reciprocal(z); -g * (y / (z * z))")
+row(
+    "addcdiv",
+    "x y z",
+    "x + y / z",
+    keeps="z",
+    **_ALONE,
+    grad="g; g * reciprocal(z); -g * (y / (z * z))",
+)
 row(
     "addcdiv_scaled",
     "x y z s:opmath",
     "fma(s, y / z, x)",
     cpu="x + s * y / z",
+    **_ALONE,
     eager=lambda x, y, z, s: torch.addcdiv(x, y, z, value=s),
     keeps="z",
     grad="g; g * (s / z); -g * (y * s / (z * z)); none",
@@ -764,12 +823,12 @@ def _clamp(input, min=None, max=None):
 
 @spelled()
 def clamp_min(input, min):
-    return OPS["clamp_min"], (input, min)
+    return _bounds(input, min, None)
 
 
 @spelled()
 def clamp_max(input, max):
-    return OPS["clamp_max"], (input, max)
+    return _bounds(input, None, max)
 
 
 @spelled()
@@ -803,7 +862,9 @@ def lerp(input, end, weight):
 def _addc(name, input, tensor1, tensor2, value):
     if not input.dtype is tensor1.dtype is tensor2.dtype:
         return None
-    if _same(value, 1):
+    if not is_number(value):
+        return None
+    if value == 1 and (_ONE or name == "addcdiv" or not input.is_cuda):
         return OPS[name], (input, tensor1, tensor2)
     return OPS[f"{name}_scaled"], (input, tensor1, tensor2, value)
 

@@ -78,6 +78,16 @@ class Plan:
         text = "_".join(ops[:8]) + (f"_and_{len(ops) - 8}" if len(ops) > 8 else "")
         return f"af_{text}"
 
+    @property
+    def inverted(self) -> tuple[bool, ...]:
+        """Of each Const, whether the kernel is given its reciprocal."""
+        found = [False] * len(self.consts)
+        for line in self.lines:
+            for role, ref in zip(line.op.roles, line.refs, strict=True):
+                if ref >= CONST and role == "inverse":
+                    found[ref - CONST] = self.device == "cuda"
+        return tuple(found)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from .op import METHODS, OPS, composite, is_number, plain, row, spelled
+from .op import METHODS, OPS, composite, plain, row, spelled
 
 _FLOAT = {"result": "float", "accepts": "fib"}
 _WIDE = {"result": "float", "accepts": "wib"}
@@ -165,8 +165,8 @@ for _name, _log, _grad in (
 
 def _logarithm(name):
     def choose(input, other):
-        scalar = is_number(input) or is_number(other)
-        return OPS[f"{name}_scalar" if scalar else name], (input, other)
+        tensors = isinstance(input, torch.Tensor) and isinstance(other, torch.Tensor)
+        return OPS[name if tensors else f"{name}_scalar"], (input, other)
 
     return choose
 

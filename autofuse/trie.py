@@ -20,7 +20,7 @@ import torch
 from . import layout
 from .codegen import parse
 from .config import config
-from .dtypes import CODES
+from .dtypes import CODES, Wide
 from .op import Op
 from .plan import CONST, Program, Ref, Step
 from .shell import Meta, Tensor, make_meta
@@ -198,7 +198,7 @@ def extend(
             views.append(operand)
         else:
             args.append(CONST + len(consts))
-            consts.append(operand)
+            consts.append(int if operand is Wide else operand)
             views.append(operand)
     tensors = [view for view in views if isinstance(view, Meta)]
     device = recorder.device
@@ -214,6 +214,8 @@ def extend(
     if resolved is None:
         return eager_node(recorder, tip, op, "dtypes that are not fused")
     common, result = resolved
+    if Wide in views and CODES[common] in ("f32", "f16", "bf16"):
+        return eager_node(recorder, tip, op, "an int that float64 would round first")
     if device.type == "cpu" and CODES[common] in ("f16", "bf16"):
         if any(meta.ndim == 0 and meta.dtype is not common for meta in tensors):
             return eager_node(recorder, tip, op, "a wider 0-d tensor, which the CPU does not round")
@@ -239,6 +241,6 @@ def extend(
     node.pinned_limit = max(config.pinned_bytes, 2 * largest)
     if op.fits and common is not torch.bool:
         info = torch.finfo(common) if common.is_floating_point else torch.iinfo(common)
-        node.limits = (info.min, info.max)
+        node.limits = (max(info.min, -info.max), info.max)  # `sub` negates its alpha
     node.holds_grad |= graph
     return node

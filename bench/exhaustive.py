@@ -421,7 +421,16 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Result]]:
     parser.add_argument("--short", action="store_true", help="16-bit expressions, proven or not")
     parser.add_argument("--commit", default="", help="for the head; git is asked if not given")
     parser.add_argument("--out", type=Path, help="directory for exhaustive.md and .json")
+    parser.add_argument("--numbers", action="store_true", help="sweep Python numbers, see scalars")
+    parser.add_argument("--count", type=int, default=4096, help="with --numbers: of them")
+    parser.add_argument("--tiers", default="kernel,eager", help="with --numbers")
+    parser.add_argument("--spellings", default="function,in-place,out=", help="with --numbers")
+    parser.add_argument("--jobs", type=int, default=1, help="with --numbers: processes")
     args = parser.parse_args(arguments)
+    if args.numbers:
+        import scalars
+
+        return scalars.run(args)
     # or eager would be compared with itself
     autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
     autofuse.config.always_fuse = True  # one op too

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -197,3 +200,163 @@ FLOAT_TO_INT: dict[str, Call] = {
     f"to_{str(dtype)[6:]}": (lambda x, dtype=dtype: x.to(dtype))
     for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 }
+
+
+# --- Python numbers as operands and options -------------------------------------------------------
+
+
+class Numeric(NamedTuple):
+    """A call over `tensors` operands and then `numbers` Python numbers, in its spellings.
+
+    whole: its numbers are ints by their nature, a count of digits or an order, up to this.
+    """
+
+    call: Call
+    tensors: int = 1
+    numbers: int = 1
+    inplace: Call | None = None  # writes the first operand
+    out: Call | None = None  # takes `out` as well
+    whole: int = 0
+
+    @property
+    def spellings(self) -> dict[str, Call]:
+        """Those that torch has, by their names."""
+        named = {"function": self.call, "in-place": self.inplace, "out=": self.out}
+        return {name: call for name, call in named.items() if call is not None}
+
+
+def _plainly(function: Call, *operands: object) -> torch.Tensor:
+    return function(*operands)
+
+
+def _numeric(
+    name: str,
+    form: Callable[..., torch.Tensor] = _plainly,
+    tensors: int = 1,
+    numbers: int = 1,
+    place: object = torch,
+    whole: int = 0,
+) -> Numeric:
+    """`form` of a function of `place`, of its in-place method and with `out=`."""
+    function = getattr(place, name)
+    method = getattr(torch.Tensor, f"{name}_", None)
+    return Numeric(
+        functools.partial(form, function),
+        tensors,
+        numbers,
+        functools.partial(form, method) if method is not None else None,
+        lambda *operands, out: form(functools.partial(function, out=out), *operands),
+        whole,
+    )
+
+
+def _left(
+    name: str, form: Callable[..., torch.Tensor] | None = None, place: object = torch
+) -> Numeric:
+    """`name` with its number on the left."""
+    form = form or (lambda function, x, s: function(s, x))
+    return _numeric(name, form, place=place)._replace(inplace=None)
+
+
+def _reflected(function: Call, x: torch.Tensor, s: object) -> torch.Tensor:
+    return function(s, x)
+
+
+def _activation(name: str, numbers: int = 1, inplace: bool = True) -> Numeric:
+    function = getattr(F, name)
+    written = functools.partial(function, inplace=True) if inplace else None
+    return Numeric(function, 1, numbers, written)
+
+
+_RIGHT = (
+    "add sub mul div floor_divide fmod remainder copysign pow float_power xlogy rsub eq ne lt le "
+    "gt ge bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift clamp_min "
+    "clamp_max"
+).split()
+_LEFT = (
+    "add sub mul div floor_divide remainder pow float_power xlogy bitwise_and bitwise_or "
+    "bitwise_xor bitwise_left_shift bitwise_right_shift"
+).split()
+_QUOTIENTS = "div divide fmod remainder floordiv rfloordiv mod rmod".split()
+_OPERATORS = "add truediv floordiv mod pow".split()
+_REFLECTED = "add sub mul truediv floordiv mod pow and_ xor lshift lt".split()
+
+NUMERIC: dict[str, Numeric] = {
+    **{name: _numeric(name) for name in _RIGHT},
+    **{f"{name}_of_number": _left(name) for name in _LEFT},
+    **{
+        f"operator_{name}": Numeric(
+            getattr(operator, name), inplace=getattr(operator, f"i{name.rstrip('_')}")
+        )
+        for name in _OPERATORS
+    },
+    **{
+        f"operator_r{name}": Numeric(functools.partial(_reflected, getattr(operator, name)))
+        for name in _REFLECTED
+    },
+    **{
+        f"div_{mode}": _numeric("div", lambda f, x, s, m=mode: f(x, s, rounding_mode=m))
+        for mode in ("trunc", "floor")
+    },
+    **{
+        f"div_{mode}_of_number": _left("div", lambda f, x, s, m=mode: f(s, x, rounding_mode=m))
+        for mode in ("trunc", "floor")
+    },
+    "xlog1py": _numeric("xlog1py", place=torch.special),
+    "xlog1py_of_number": _left("xlog1py", place=torch.special),
+    **{
+        f"{name}_alpha": _numeric(name, lambda f, x, y, a: f(x, y, alpha=a), tensors=2)
+        for name in ("add", "sub", "rsub")
+    },
+    **{
+        f"{name}_number_alpha": _numeric(name, lambda f, x, s, a: f(x, s, alpha=a), numbers=2)
+        for name in ("add", "sub", "rsub")
+    },
+    **{
+        f"{name}_of_number_alpha": _left(name, lambda f, x, s, a: f(s, x, alpha=a))._replace(
+            numbers=2
+        )
+        for name in ("add", "sub")
+    },
+    **{
+        f"{name}_value": _numeric(name, lambda f, x, y, z, v: f(x, y, z, value=v), tensors=3)
+        for name in ("addcmul", "addcdiv")
+    },
+    "lerp_weight": _numeric("lerp", tensors=2),
+    "clamp_min_only": _numeric("clamp", lambda f, x, low: f(x, min=low)),
+    "clamp_max_only": _numeric("clamp", lambda f, x, high: f(x, max=high)),
+    "clamp": _numeric("clamp", numbers=2),
+    "where_number": Numeric(lambda x, y, s: torch.where(y > 0, x, s), 2),
+    "where_of_number": Numeric(lambda x, y, s: torch.where(y > 0, s, x), 2),
+    "where_numbers": Numeric(lambda x, s, t: torch.where(x > 0, s, t), 1, 2),
+    "masked_fill": Numeric(
+        lambda x, y, s: x.masked_fill(y > 0, s), 2, 1, lambda x, y, s: x.masked_fill_(y > 0, s)
+    ),
+    "nan_to_num": _numeric("nan_to_num", numbers=3),
+    "logit": _numeric("logit"),
+    "round_decimals": _numeric("round", lambda f, x, d: f(x, decimals=d), whole=2000),
+    "polygamma": _numeric("polygamma", lambda f, x, n: f(n, x), whole=20)._replace(
+        inplace=lambda x, n: x.polygamma_(n)
+    ),
+    "isclose": Numeric(lambda x, y, r, a: torch.isclose(x, y, rtol=r, atol=a), 2, 2),
+    "leaky_relu": _activation("leaky_relu"),
+    "elu": _activation("elu"),
+    "celu": _activation("celu"),
+    "softplus": _activation("softplus", 2, inplace=False),
+    "hardtanh": _activation("hardtanh", 2),
+    "hardshrink": _activation("hardshrink", inplace=False),
+    "softshrink": _activation("softshrink", inplace=False),
+    "threshold": _activation("threshold", 2),
+    "rrelu": Numeric(
+        lambda x, low, high: F.rrelu(x, low, high),
+        1,
+        2,
+        lambda x, low, high: F.rrelu(x, low, high, inplace=True),
+    ),
+    "smooth_l1_beta": Numeric(
+        lambda x, y, b: F.smooth_l1_loss(x, y, reduction="none", beta=b), 2
+    ),
+    "huber_delta": Numeric(lambda x, y, d: F.huber_loss(x, y, reduction="none", delta=d), 2),
+    "dropout": Numeric(lambda x, p: F.dropout(x * 1, p, training=False), 1),
+}  # fmt: skip
+DIVISIONS = {name for name in NUMERIC if set(name.split("_")) & set(_QUOTIENTS)}  # of integers too

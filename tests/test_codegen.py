@@ -14,7 +14,7 @@ from autofuse.ops import CASTS, OPS
 from autofuse.plan import CONST, Program, Step, View, make_pieces, unvectorised
 
 CAPABILITY = (9, 0)
-STAND_INS = {"div_by_scalar", "div_trunc_by_scalar", "div_floor_by_scalar"}
+STAND_INS = {name for name in OPS if name.endswith("_by_scalar")}
 # libdevice computes these float32 functions partly in float64
 DOUBLE_INSIDE = {"digamma"}
 SLOW_PATH = set("sin cos tan sinc trigamma bessel_j0 bessel_j1 bessel_y0 bessel_y1".split())

@@ -15,6 +15,7 @@ from autofuse.c import (
     call_pointer,
     load,
     load32,
+    reciprocal,
     room,
     store,
     store_double,
@@ -106,6 +107,7 @@ def written(at, x):
     store_double(at + 8, PyFloat_AsDouble(x))
     store(at + 16, 0)
     store_float(at + 16, PyFloat_AsDouble(x))
+    store_double(at + 24, reciprocal(PyFloat_AsDouble(x)))
     return load32(at + 16)
 
 
@@ -186,10 +188,14 @@ def test_doubles(run):
 
     assert between(0.5, 0.0, 1.0) == 1
     assert between(1.0, 0.0, 1.0) == between(float("nan"), 0.0, 1.0) == 0
-    place, three = (ctypes.c_uint8 * 24)(), 3
+    place, three = (ctypes.c_uint8 * 32)(), 3
     assert run(written, ctypes.addressof(place), id(three)) == 0x40400000
     assert ctypes.c_int64.from_buffer(place).value == 3
     assert ctypes.c_double.from_buffer(place, 8).value == 3.0
+    assert ctypes.c_double.from_buffer(place, 24).value == 1 / 3
+    nothing = 0
+    run(written, ctypes.addressof(place), id(nothing))
+    assert ctypes.c_double.from_buffer(place, 24).value == float("inf")
 
 
 def test_pointers(run):
