@@ -561,7 +561,8 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
         eager = eager_node(recorder, tip, op, tip.reason)
         eager.meta = node.meta
         node = eager
-    dtypes_checked = op.result == "bool" and int in key and node.common not in ("f32", "f64")
+    has_int = int in key or Wide in key
+    dtypes_checked = op.result == "bool" and has_int and node.common not in ("f32", "f64")
     if dtypes_checked and node.common not in ("i64", "f16", "bf16"):
         node = eager_node(recorder, tip, op, "an integer that may not fit the dtype")
     node.key = key
