@@ -8,11 +8,14 @@ which costs 0.3 s to import and 35 ms a kernel.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from typing import Any
 
 from .cache import DiskCache
@@ -24,9 +27,10 @@ _lock = threading.RLock()  # numba's typing and LLVM's contexts are not made for
 
 
 def forget_threads() -> None:
-    """After a fork: another thread may have held the lock."""
+    """After a fork: another thread may have held the lock, or LLVM's."""
     global _lock
     _lock = threading.RLock()
+    _linker.cache_clear()
 
 
 class BuildError(Exception):
@@ -131,7 +135,7 @@ def compile_object(source: Source) -> bytes:
     from llvmlite import binding as llvm
 
     machine = _own_machine()
-    module = llvm.parse_assembly(str(emit_cpu(source)))
+    module = llvm.parse_assembly(str(emit_cpu(source, converts_halves())))
     module.triple = machine.triple
     module.data_layout = str(machine.target_data)
     module.verify()
@@ -152,6 +156,12 @@ def processor() -> tuple[str, str]:
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
+def converts_halves() -> bool:
+    """Whether this machine's processor has instructions from float16 to float32 and back."""
+    arch = platform.machine().lower()
+    return arch in ("aarch64", "arm64") or "+f16c" in processor()[1].split(",")
+
+
 @cache
 def _own_machine() -> Any:
     return target_machine()
@@ -170,3 +180,36 @@ def target_machine(opt: int = 3) -> Any:
         codemodel="jitdefault",
         jit=True,
     )
+
+
+# --- linking -------------------------------------------------------------------------------------
+
+_numbers = count()
+
+
+def link(binary: bytes, names: Sequence[str]) -> tuple[list[int], object]:
+    """The addresses of functions of an object file in this process, and what keeps them there.
+
+    Raises BuildError where the object file calls what this process does not have: LLVM's MCJIT
+    would call address 0.
+    """
+    from llvmlite import binding as llvm
+
+    jit = _linker()
+    builder = llvm.JITLibraryBuilder().add_object_img(binary).add_current_process()
+    for name in names:
+        builder.export_symbol(name)
+    try:
+        linked = builder.link(jit, f"autofuse {next(_numbers)}")
+    except RuntimeError as error:
+        raise BuildError(f"LLVM cannot link it: {error}") from None
+    return [linked[name] for name in names], linked
+
+
+@cache
+def _linker() -> Any:
+    from llvmlite import binding as llvm
+
+    jit = llvm.create_lljit_compiler(target_machine())
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(jit))  # for ever: what it has linked lives in it
+    return jit

@@ -31,10 +31,11 @@ def emit_cuda(
         emitter.work(emitter.walks(group, emitter.sizes), group)
 
 
-def emit_cpu(source: Source) -> ir.Module:
+def emit_cpu(source: Source, halves: bool) -> ir.Module:
     """A module with one function (start, stop, *parameters) over rows, or over columns.
 
     start and stop count columns where there is one axis, rows where there are more.
+    halves: whether the processor converts float16.
     """
     parameters = Parameters.of(source)
     kinds = [CARRIED.get(code, I64) for code in parameters.codes]  # a pointer is a number
@@ -42,7 +43,8 @@ def emit_cpu(source: Source) -> ir.Module:
     function = ir.Function(module, ir.FunctionType(VOID, [I64, I64, *kinds]), source.name)
     start, stop, *params = function.args
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    emitter = _Emitter(source, builder, Cpu(builder), params)
+    zero = builder.ashr(start, I64(63))
+    emitter = _Emitter(source, builder, Cpu(builder, halves, zero), params)
     if source.rank == 1:
         with _loop(builder, start, stop) as column:
             emitter.work([column], column)

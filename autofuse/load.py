@@ -113,18 +113,13 @@ _CTYPES = {
 
 
 def _load_cpu(binary: bytes, source: Source) -> Module:
-    from llvmlite import binding as llvm
+    from .build import BuildError, link
 
-    from .build import target_machine
-
-    machine = target_machine()
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    engine.add_object_file(llvm.ObjectFileRef.from_data(binary))
-    engine.finalize_object()
-    address = engine.get_function_address(source.name)
-    if not address:
-        raise KernelError(f"no {source.name} in its object file")
+    try:
+        (address,), linked = link(binary, [source.name])
+    except BuildError as error:
+        raise KernelError(f"cannot load {source.name}: {error}") from None
     kinds = [_CTYPES[code] for code in Parameters.of(source).codes]
     bounds = (ctypes.c_int64, ctypes.c_int64)
     entry = ctypes.CFUNCTYPE(None, *bounds, *kinds)(address)  # gives the GIL up while it runs
-    return Module(entry, engine, torch.device("cpu"))
+    return Module(entry, linked, torch.device("cpu"))

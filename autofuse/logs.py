@@ -141,7 +141,7 @@ def assembly(source: Source, target: str) -> tuple[str, str]:
 
     with build._lock:
         if source.device == "cpu":
-            return ".ll", str(emit_cpu(source))
+            return ".ll", str(emit_cpu(source, build.converts_halves()))
         return ".ptx", build.compile_ptx(source, build.capability_of(target))
 
 

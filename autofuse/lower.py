@@ -352,7 +352,7 @@ class Element:
                 else (builder.icmp_unsigned("!=", x, zero))
             )
         elif value.floating and floating:
-            x = builder.fpext(x, target) if target == F64 else builder.fptrunc(x, target)
+            x = builder.fpext(x, target) if target == F64 else self.target.narrowed(x)
         elif value.floating:
             wide = I64 if own in ("i64", "u8") else I32
             x = builder.fptosi(x, wide)
@@ -368,7 +368,7 @@ class Element:
         else:
             x = (builder.zext if source in ("u8", "b1") else builder.sext)(x, target)
         if code in ("f16", "bf16"):
-            x = self.target.round16(x, code)
+            return self.target.round16(x, code)
         return Value(x, own)
 
     # --- memory -------------------------------------------------------------------------------

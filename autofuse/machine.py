@@ -19,7 +19,7 @@ from typing import Any
 from llvmlite import binding as llvm
 from llvmlite import ir
 
-from .build import target_machine
+from .build import link, target_machine
 
 WORD, INT, DOUBLE, VOID = ir.IntType(64), ir.IntType(32), ir.DoubleType(), ir.VoidType()
 _KINDS = {"word": WORD, "int": INT, "double": DOUBLE, "void": VOID}
@@ -83,8 +83,9 @@ class Machine:
         passes.add_simplify_cfg_pass()
         passes.add_instruction_combine_pass()
         passes.run(module, builder)
-        self._engine = llvm.create_mcjit_compiler(module, machine)
-        self._engine.finalize_object()
+        made = [*self.functions, *(f"entry_{k}" for k in range(len(entries)))]
+        addresses, self._linked = link(machine.emit_object(module), made)
+        self._addresses = dict(zip(made, addresses, strict=True))
 
     def _declared(self, function: Callable[..., Any]) -> ir.Function:
         arity = function.__code__.co_argcount
@@ -92,7 +93,7 @@ class Machine:
 
     def address(self, name: str) -> int:
         """Where the function called `name` begins."""
-        return self._engine.get_function_address(name)
+        return self._addresses[name]
 
     def entry(self, k: int) -> int:
         """Where the function of the k-th entry begins, which takes one word less."""
@@ -309,7 +310,7 @@ class _Body:
         assert len(args) == kind.arity, name
         function = self.machine.module.globals.get(name)
         if function is None:
-            if not hasattr(ctypes.pythonapi, name):  # LLVM would take 0 for its address
+            if not hasattr(ctypes.pythonapi, name):
                 raise NotImplementedError(f"Python has no function {name}")
             signature = ir.FunctionType(kind.result, [WORD] * kind.arity)
             function = ir.Function(self.machine.module, signature, name)

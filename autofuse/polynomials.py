@@ -362,10 +362,12 @@ DOUBLE: dict[str, Callable[..., Real]] = {
 
 
 def vectorised(builder: ir.IRBuilder, name: str, args: Sequence[Any]) -> Any:
-    """The float32 function `name` of LLVM values, or None if it is not one of these."""
+    """The function `name` of float32 values, still to be rounded if it is a float64.
+
+    None if it is not one of these.
+    """
     if name in SINGLE:
         return SINGLE[name](*(Real(builder, x) for x in args)).ir
     if name in DOUBLE:
-        value = DOUBLE[name](*(Real(builder, builder.fpext(x, F64)) for x in args))
-        return builder.fptrunc(value.ir, F32)
+        return DOUBLE[name](*(Real(builder, builder.fpext(x, F64)) for x in args)).ir
     return None

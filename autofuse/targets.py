@@ -119,13 +119,17 @@ class Cuda:
             zero = (self.builder.zext if kind.width > 32 else self.builder.trunc)(zero, kind)
         return self.builder.or_(value, zero)
 
-    def round16(self, value: Any, code: str) -> Any:
+    def narrowed(self, value: Any) -> Any:
+        """float64 `value` rounded to float32."""
+        return self.builder.fptrunc(value, F32)
+
+    def round16(self, value: Any, code: str) -> Value:
         """float32 `value` rounded to bfloat16 or float16, as float32."""
         builder = self.builder
         if code == "f16":
-            return self.from_half(self.to_half(value))
+            return Value(self.from_half(self.to_half(value)), "f32")
         if self.capability < (8, 0):
-            return _round_bf16(builder, value)
+            return Value(_round_bf16(builder, value), "f32")
         # one F2FP instruction; the scalar conversion compiles to two slower ones
         word = builder.asm(
             ir.FunctionType(I32, [F32]),
@@ -134,7 +138,7 @@ class Cuda:
             [value],
             False,
         )
-        return builder.bitcast(word, F32)
+        return Value(builder.bitcast(word, F32), "f32")
 
     def pairs(self, code: str) -> bool:
         """Whether the arithmetic of `code` comes in pairs: two 16-bit values in a register."""
@@ -180,6 +184,9 @@ class Cpu:
     """What differs on the CPU: libm, and LLVM contracts nothing on its own.
 
     A call of libm keeps a loop from vectorising, so most float32 functions are polynomials.
+
+    halves: whether the processor converts float16; one that does not would call a compiler's
+        runtime library, which no process need have. zero: an i64 of 0 that LLVM does not know.
     """
 
     INTRINSICS = {
@@ -188,14 +195,14 @@ class Cpu:
     }  # fmt: skip
     RENAMED = {"abs": "fabs", "round": "nearbyint", "fmax": "maxnum", "fmin": "minnum"}
 
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        self.builder = builder
+    def __init__(self, builder: ir.IRBuilder, halves: bool, zero: Any) -> None:
+        self.builder, self.halves, self.zero = builder, halves, zero
 
     def call(self, name: str, args: list[Value]) -> Any:
         values = [arg.ir for arg in args]
         kind = values[0].type
         if kind == F32 and (value := vectorised(self.builder, name, values)) is not None:
-            return value
+            return value if value.type == F32 else self.narrowed(value)
         if name == "rsqrt":
             return self.builder.fdiv(ir.Constant(kind, 1.0), self.call("sqrt", args))
         if name == "fmod":
@@ -218,15 +225,31 @@ class Cpu:
     def opaque(self, value: Any) -> Any:
         return value
 
-    def round16(self, value: Any, code: str) -> Any:
+    def narrowed(self, value: Any) -> Any:
+        """float64 `value` rounded to float32, behind which LLVM cannot look.
+
+        Where the result is rounded to float16 it would let a copysign be one of float16, whose sign
+        is then a float64 that becomes a float16: by the runtime library, but for AVX512-FP16.
+        """
+        builder = self.builder
+        bits = builder.bitcast(builder.fptrunc(value, F32), I32)
+        return builder.bitcast(builder.or_(bits, builder.trunc(self.zero, I32)), F32)
+
+    def round16(self, value: Any, code: str) -> Value:
         if code == "bf16":
-            return _round_bf16(self.builder, value)
-        return self.builder.fpext(self.builder.fptrunc(value, F16), F32)
+            return Value(_round_bf16(self.builder, value), "f32")
+        bits = self.to_half(value)
+        return Value(self.from_half(bits), "f32", bits)
 
     def to_half(self, value: Any) -> Any:
-        return self.builder.bitcast(self.builder.fptrunc(value, F16), I16)
+        builder = self.builder
+        if not self.halves:
+            return _half_of(builder, value)
+        return builder.bitcast(builder.fptrunc(value, F16), I16)
 
     def from_half(self, bits: Any) -> Any:
+        if not self.halves:
+            return _from_half(self.builder, bits)
         return self.builder.fpext(self.builder.bitcast(bits, F16), F32)
 
     def pointer(self, address: Any, pointee: ir.Type) -> Any:
@@ -259,3 +282,39 @@ def _round_bf16(builder: ir.IRBuilder, value: Any) -> Any:
     )
     nan = builder.fcmp_unordered("uno", value, value)
     return builder.bitcast(builder.select(nan, I32(0x7FC00000), rounded), F32)
+
+
+def _half_of(builder: ir.IRBuilder, value: Any) -> Any:
+    """float32 rounded to nearest even as the bits of a float16; NaN becomes a quiet NaN.
+
+    Nothing here is subnormal but `value`, so that it does not matter whether those count as 0.
+    """
+    bits = builder.bitcast(value, I32)
+    size = builder.and_(bits, I32(0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(size, I32(13)), I32(1))
+    biased = builder.sub(size, I32((112 << 23) - 0xFFF))  # exponents begin at -15, not at -127
+    normal = builder.lshr(builder.add(biased, odd), I32(13))
+    half = I32(126 << 23)  # of 0.5, whose last place is float16's smallest number
+    shifted = builder.fadd(builder.bitcast(size, F32), builder.bitcast(half, F32))
+    small = builder.sub(builder.bitcast(shifted, I32), half)
+    nan = builder.icmp_unsigned(">", size, I32(0xFF << 23))
+    large = builder.select(nan, I32(0x7E00), I32(0x7C00))
+    rounded = builder.select(builder.icmp_unsigned("<", size, I32(113 << 23)), small, normal)
+    rounded = builder.select(builder.icmp_unsigned(">=", size, I32(143 << 23)), large, rounded)
+    sign = builder.and_(builder.lshr(bits, I32(16)), I32(0x8000))
+    return builder.trunc(builder.or_(rounded, sign), I16)
+
+
+def _from_half(builder: ir.IRBuilder, bits: Any) -> Any:
+    """The float32 that the bits of a float16 stand for."""
+    word = builder.zext(bits, I32)
+    size = builder.shl(builder.and_(word, I32(0x7FFF)), I32(13))
+    normal = builder.add(size, I32(112 << 23))
+    large = builder.add(size, I32(224 << 23))  # infinity, NaN
+    least = I32(113 << 23)  # of 2^-14, the smallest normal number
+    shifted = builder.bitcast(builder.add(size, least), F32)
+    small = builder.bitcast(builder.fsub(shifted, builder.bitcast(least, F32)), I32)
+    value = builder.select(builder.icmp_unsigned("<", size, I32(1 << 23)), small, normal)
+    value = builder.select(builder.icmp_unsigned(">=", size, I32(31 << 23)), large, value)
+    sign = builder.shl(builder.and_(word, I32(0x8000)), I32(16))
+    return builder.bitcast(builder.or_(value, sign), F32)
