@@ -275,33 +275,44 @@ def _submit(request: Request, compiler: Service) -> None:
 
 
 def _deliver(request: Request, answer: Answer, queued: set[Request]) -> None:
-    """Take what the background compiler has made; in its thread."""
+    """Take what the background compiler has made; in its thread. Whatever fails, `wait` returns."""
     module, error = None, answer.error
     if not error:
         try:
             module = load(answer.binary, request.source, request.device)
         except Exception as failure:
             error = f"{request.source.name}: {failure}"
-    if module is not None and queued is _queued:  # before `wait` returns
-        outcome = "hard miss" if answer.built else "soft miss"
-        us = (time.perf_counter() - request.begun) * 1e6
-        for listener in list(listeners):
-            listener.made(request.source, request.device, outcome, us, request.position)
-    with _lock:
-        if queued is not _queued:
-            return  # forgotten meanwhile
-        if module is not None:
-            counts["compiled" if answer.built else "loaded"] += 1
-            _keep(request, module)
-        elif answer.refused:
-            request.state = "rare"  # compiled in this process, when it is needed next
-        else:
-            request.state, request.error = "failed", error
-        queued.discard(request)
-        _done.notify_all()
-    _stir()
+    try:
+        if module is not None and queued is _queued:  # before `wait` returns
+            outcome = "hard miss" if answer.built else "soft miss"
+            us = (time.perf_counter() - request.begun) * 1e6
+            for listener in list(listeners):
+                listener.made(request.source, request.device, outcome, us, request.position)
+    finally:
+        if _took(request, module, error, answer, queued):
+            _stir()
     if answer.unsaved:
         say_unsaved(answer.unsaved)
+
+
+def _took(
+    request: Request, module: Module | None, error: str, answer: Answer, queued: set[Request]
+) -> bool:
+    """Keep the module, or what became of it; False if it was forgotten meanwhile."""
+    with _lock:
+        if queued is not _queued:
+            return False
+        request.state, request.error = "failed", error or "no memory for it"
+        try:
+            if module is not None:
+                counts["compiled" if answer.built else "loaded"] += 1
+                _keep(request, module)
+            elif answer.refused:
+                request.state = "rare"  # compiled in this process, when it is needed next
+        finally:
+            queued.discard(request)
+            _done.notify_all()
+    return True
 
 
 def _publish(request: Request, binary: bytes) -> Kernel:

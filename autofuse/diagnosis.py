@@ -21,6 +21,7 @@ import torch
 
 from . import native
 from .api import materialize, wrap
+from .background import Service
 from .build import assemble
 from .cache import DiskCache
 from .config import SETTINGS, changed, config
@@ -61,6 +62,8 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "CUDA target", cuda_target(capability)
     yield "machine code", "in use" if native.active() else native.absent or "switched off"
     cache = DiskCache()
+    why = Service(1, cache).trial()
+    yield "background compiler", f"does not start: {why}" if why else "starts"
     yield "cache", str(cache.directory or "none: no home directory is known")
     yield "kept there", _kept(cache)
     settings = [f"{variable}={text}" for variable, text in changed(os.environ).items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from . import background
 from . import compile as _compile
 from .chain import _all_recorders, counts, totals
 from .coverage import coverage as coverage
@@ -25,6 +26,8 @@ class Stats:
     live_outs_stored: values that were written to memory.
     bytes_saved_for_backward: of the tensors that the autograd nodes of fused chains keep.
     replays: chains that ran as eager ops because their kernel failed.
+    eager_ops: eager ops on wrapped tensors, by name and reason.
+    workers_lost: processes of the background compiler that died or did not answer, by reason.
     """
 
     ops_recorded: int = 0
@@ -41,6 +44,7 @@ class Stats:
     eager_flushes: int = 0
     replays: int = 0
     eager_ops: dict[tuple[str, str], int] = field(default_factory=dict)
+    workers_lost: dict[str, int] = field(default_factory=dict)
 
 
 _base: Counter[str] = Counter()
@@ -71,6 +75,7 @@ def stats() -> Stats:
         flushes=dict(counts.flushes),
         replays=counts.replays,
         eager_ops=dict(counts.eager),
+        workers_lost=dict(background.lost),
     )  # fmt: skip
 
 
@@ -81,3 +86,4 @@ def reset_stats() -> None:
     counts.flushes.clear()
     counts.eager.clear()
     counts.replays = 0
+    background.lost.clear()

@@ -503,7 +503,7 @@ def test_a_chain_whose_worker_died_stays_eager(capsys):
 
 
 def test_workers_that_keep_dying_are_given_up(service, monkeypatch):
-    broken = background.BOOT.replace("main()", "worker._serve = None; main()").replace(
+    broken = background.BOOT.replace("main(answers", "worker._serve = None; main(answers").replace(
         "import main", "import main; from autofuse import worker"
     )
     monkeypatch.setattr(background, "BOOT", broken)
@@ -767,13 +767,12 @@ def test_a_warm_start_imports_no_compiler(tmp_path):
 
 def test_a_worker_knows_no_torch():
     package = os.path.dirname(autofuse.__file__)
-    text = background.BOOT.replace("main()", "", 1).replace("from autofuse.worker import main", "")
-    text = text.replace("main()", "") + textwrap.dedent("""
+    text = background.BOOT.replace("main(answers, library)", "") + textwrap.dedent("""
         from autofuse import build, cache, source, worker
-        print("torch" in sys.modules, "numba" in sys.modules)
+        print("torch" in sys.modules, "numba" in sys.modules, file=os.fdopen(answers.fileno(), "w"))
     """)
     done = subprocess.run(
-        [sys.executable, "-c", text, package], capture_output=True, text=True, timeout=60
+        [sys.executable, "-S", "-c", text, package], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["False", "False"], done.stderr
 
