@@ -68,6 +68,30 @@ class Worker:
     process: subprocess.Popen[bytes]
     errors: IO[bytes] | None
 
+    @staticmethod
+    def begin(command: list[str], environment: dict[str, str]) -> Worker:
+        """A fresh interpreter for `-c command`, not a fork: no CUDA state, no locks of ours.
+
+        It is told where packages are, and our settings.
+        """
+        ours = ("PYTHONPATH", "AUTOFUSE")
+        inherited = {key: text for key, text in os.environ.items() if not key.startswith(ours)}
+        errors: IO[bytes] | None = None
+        with suppress(OSError):  # no room: nobody will know what it writes
+            errors = tempfile.TemporaryFile()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-S", "-c", *command],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+                stderr=subprocess.DEVNULL if errors is None else errors,
+                env={**inherited, "CUDA_VISIBLE_DEVICES": "", **_ONE_THREAD, **environment},
+            )  # fmt: skip
+        except BaseException:
+            if errors is not None:
+                errors.close()
+            raise
+        return Worker(process, errors)
+
     def ask(self, question: dict[str, Any], seconds: float) -> tuple[dict[str, Any], bytes]:
         """What it answers; it is killed after `seconds`. Raises LostError."""
         process, hung = self.process, []
@@ -92,9 +116,9 @@ class Worker:
         finally:
             watch.cancel()
         if frame is None:
-            raise LostError(
-                f"it did not answer in {seconds:g} s" if hung else self._fate("it closed its pipe")
-            )
+            if hung:
+                raise HungError(f"it did not answer in {seconds:g} s")
+            raise LostError(self._fate("it closed its pipe"))
         return frame
 
     def _fate(self, otherwise: str) -> str:
@@ -127,8 +151,17 @@ class Worker:
                     stream.close()
 
 
+def packages() -> list[str]:
+    """Where this process finds packages, but for the working directory."""
+    return [os.path.abspath(path) for path in sys.path if path and isinstance(path, str)]
+
+
 class LostError(Exception):
     """A worker is of no use any more."""
+
+
+class HungError(LostError):
+    """It took too long."""
 
 
 class RefusedError(Exception):
@@ -265,31 +298,16 @@ class Service:
 
     def _settings(self) -> dict[str, Any]:
         directory = self.cache.directory
-        return {  # '' is the working directory
-            "path": [os.path.abspath(path) for path in sys.path if path and isinstance(path, str)],
+        return {
+            "path": packages(),
             "maxsize": self.cache.maxsize,
             "directory": directory and str(directory),
         }
 
     def _begin(self) -> Worker:
-        # a fresh interpreter, not a fork: no CUDA state, no locks of ours
-        command = [sys.executable, "-S", "-c", BOOT, str(Path(__file__).parent)]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **_ONE_THREAD}
-        environment.pop("PYTHONPATH", None)  # it is told our path
-        errors: IO[bytes] | None = None
-        with suppress(OSError):  # no room: nobody will know what it writes
-            errors = tempfile.TemporaryFile()
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment,
-                stderr=subprocess.DEVNULL if errors is None else errors,
-            )  # fmt: skip
-        except BaseException:
-            if errors is not None:
-                errors.close()
-            raise
-        self.processes.append(process)
-        return Worker(process, errors)
+        worker = Worker.begin([BOOT, str(Path(__file__).parent)], {})
+        self.processes.append(worker.process)
+        return worker
 
     def _ask(self, worker: Worker, job: Job) -> Answer:
         """The worker's answer. Raises LostError."""

@@ -15,41 +15,100 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import hashlib
 import sys
 import sysconfig
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import llvmlite
 import torch
 
 from . import c, chain, launch, native_call, native_flush, native_record, native_write, tensor
+from .build import processor
 from .config import config, watch
+from .errors import warn_once
 from .machine import Machine
 from .shell import NoTorchFunction, Tensor
+from .verdict import verdict
 
 _STAGES = (native_record, native_flush, native_call, native_write)
 _Function = Callable[..., Any]
 
 
-def _vectorcall(function: _Function) -> ctypes.c_uint64:
-    """Where `function` has the address of what runs it."""
-    place = ctypes.c_uint64.from_address(id(type(function)) + 56).value  # tp_vectorcall_offset
-    return ctypes.c_uint64.from_address(id(function) + place)
+# what machine code relies on besides itself, in this package
+_RELIED = ("machine", "c", "native", "trial", "chain", "shell", "trie", "launch", "eager", "tensor",
+           *(stage.__name__.rpartition(".")[2] for stage in _STAGES))  # fmt: skip
 
 
-_python = _vectorcall(_vectorcall).value
+class _Calls:
+    """Where functions have the address of what runs them, and the address that Python's have."""
+
+    def __init__(self) -> None:
+        def probe() -> None: ...
+
+        words = _words(probe)
+        if sys.version_info < (3, 12):
+            python = ctypes.cast(ctypes.pythonapi._PyFunction_Vectorcall, ctypes.c_void_p).value
+            found = [k for k, word in enumerate(words) if word == python]
+        else:
+            self._make = ctypes.pythonapi.PyFunction_SetVectorcall
+            self._make.restype, self._make.argtypes = None, (ctypes.py_object, ctypes.c_void_p)
+            before, mark = list(words), id(probe)
+            self._make(probe, mark)  # which nobody calls
+            found = [k for k, word in enumerate(words) if word == mark != before[k]]
+            self._make(probe, before[found[0]] if found else None)
+        if len(found) != 1:
+            raise NotImplementedError("functions keep what runs them elsewhere")
+        self.place, self.python = found[0], words[found[0]]
+
+    def set(self, function: _Function, address: int) -> None:
+        """Let `address` run `function` from now on."""
+        if sys.version_info < (3, 12):
+            _words(function)[self.place] = address
+        else:
+            self._make(function, address)
+
+    def check(self, function: _Function) -> None:
+        """Refuse a function that something else runs already."""
+        if type(function) is not types.FunctionType or _words(function)[self.place] != self.python:
+            raise NotImplementedError(f"{function!r} is not run by Python")
 
 
-def _set(function: _Function, address: int) -> None:
-    """Let `address` run `function` from now on."""
-    if sys.version_info < (3, 12):
-        _vectorcall(function).value = address
-        return
-    make = ctypes.pythonapi.PyFunction_SetVectorcall
-    make.restype, make.argtypes = None, (ctypes.py_object, ctypes.c_void_p)
-    make(function, address)
+def _words(x: object) -> Any:
+    """An object's own memory, in words."""
+    return (ctypes.c_uint64 * (type(x).__basicsize__ // 8)).from_address(id(x))
+
+
+def _check_objects() -> None:
+    """Refuse where objects do not lie as the stages read them. The last test follows a pointer."""
+
+    def count(address: int) -> int:
+        return ctypes.c_uint32.from_address(address).value
+
+    held, shells = [object(), object(), object()], [object(), object()]
+    for x in (held, held[0], (1, 2), {}, 1.5, 7, None, True, torch.empty(0), object, count, Tensor):
+        if _words(x)[1] != id(type(x)):
+            raise NotImplementedError("objects have their type elsewhere")
+    before = count(id(held[0]))
+    more = [held[0]] * 3
+    if count(id(held[0])) - before != len(more):
+        raise NotImplementedError("objects have their reference count elsewhere")
+    addresses = list(map(id, shells))
+    if chain._counts(shells) != tuple(count(a) + chain.ALONE - 1 for a in addresses):
+        raise NotImplementedError("Python counts references in another way")
+    many = tuple(held)
+    inside = (ctypes.c_uint64 * 3).from_address(id(many) + c.ITEMS)
+    if list(inside) != list(map(id, held)):
+        raise NotImplementedError("tuples have their items elsewhere")
+    if c.LISTED + 8 > list.__basicsize__ or not _words(held)[c.LISTED // 8]:
+        raise NotImplementedError("lists have another size")
+    inside = (ctypes.c_uint64 * 3).from_address(_words(held)[c.LISTED // 8])
+    if list(inside) != list(map(id, held)):
+        raise NotImplementedError("lists have their items elsewhere")
 
 
 def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
@@ -89,7 +148,10 @@ class _Native:
 
     def __init__(self) -> None:
         self.on = False
-        self.hot = _hot()
+        _check_objects()
+        self.hot, self.calls = _hot(), _Calls()
+        for _, function, _ in self.hot:
+            self.calls.check(function)
         entries, self._kept = [], []
         for name, _, data in self.hot:
             words = [item if type(item) is int else id(item) for item in data]
@@ -99,7 +161,10 @@ class _Native:
         names = {**vars(builtins), **vars(c)}
         for stage in _STAGES:
             names |= vars(stage)
-        self.machine = Machine(_functions(), {**names, **_given()}, entries)
+        given = {**_given(), "PYTHON": self.calls.python}
+        self.machine = Machine(_functions(), {**names, **given}, entries)
+        # for ever: whoever reloads a module still holds functions that lead into it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def switch(self, on: bool) -> None:
         """Let the functions run as machine code, or not: 2.6 ms."""
@@ -107,7 +172,7 @@ class _Native:
             return
         self.on = on
         for k, (_, function, _) in enumerate(self.hot):
-            _set(function, self.machine.entry(k) if on else _python)
+            self.calls.set(function, self.machine.entry(k) if on else self.calls.python)
 
 
 def _functions() -> list[_Function]:
@@ -134,7 +199,7 @@ def _places() -> dict[str, int]:
         "VERSION_GETTER": version[1], "VERSION_CLOSURE": version[4],
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
         "ADDRESS_METHOD": address[1], "USERS_METHOD": users[1],
-        "WEAKREFS": _weakrefs(), "PYTHON": _python,
+        "WEAKREFS": _weakrefs(),
     }  # fmt: skip
 
 
@@ -160,27 +225,69 @@ def _weakrefs() -> int:
     return offset
 
 
-_native: _Native | None = None
+_native: _Native | None = globals().get("_native")  # also if this module is loaded again
 absent = ""  # why there is no machine code
 
 
 def _follow(*reason: object) -> None:
     """Do what `config.native` says."""
-    global _native, absent
+    global absent
     if _native is None:
         if not config.native or absent:
             return
-        try:
-            if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-                raise NotImplementedError("it is made for CPython with its global lock")
-            if sys.maxsize < 1 << 32 or sys.byteorder != "little":
-                raise NotImplementedError("it is made for 64-bit little-endian machines")
-            _native = _Native()
-        # no source text of the stages; another torch; another LLVM
-        except (NotImplementedError, OSError, KeyError, RuntimeError) as error:
-            absent = f"{type(error).__name__}: {error}"
+        absent = _refusal()
+        if absent:
             return
-    _native.switch(config.native)
+        try:
+            absent = verdict(_facts())
+            if not absent:
+                make()
+        except Exception as error:  # no source text of the stages; another torch; another LLVM
+            absent = f"{type(error).__name__}: {error}"
+        if absent:
+            warn_once(f"autofuse: recording and launching are left to Python: {absent}")
+            return
+    switch(config.native)
+
+
+def make() -> None:
+    """Make the machine code, which nothing runs yet. Raises whatever stands in its way."""
+    global _native
+    if _native is None:
+        _native = _Native()
+
+
+def switch(on: bool) -> None:
+    """Let it run, or not."""
+    assert _native is not None
+    _native.switch(on)
+
+
+def hot() -> dict[types.CodeType, str]:
+    """The Python functions that machine code stands for: its names for them by their code."""
+    assert _native is not None
+    return {function.__code__: name for name, function, _ in _native.hot}
+
+
+def _refusal() -> str:
+    """Why this is no Python and no machine that it is made for."""
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "machine code is made for CPython with its global lock"
+    if sys.version_info < (3, 11):
+        return "machine code is made for Python 3.11 and later"  # PyObject_Vectorcall is a macro
+    if sys.maxsize < 1 << 32 or sys.byteorder != "little":
+        return "machine code is made for 64-bit little-endian machines"
+    return ""
+
+
+def _facts() -> list[str]:
+    """All that decides whether machine code does what Python does."""
+    sources = hashlib.sha256()
+    for name in _RELIED:
+        sources.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    built = (getattr(sys, "abiflags", ""), getattr(torch.version, "git_version", ""))
+    return [sys.version, torch.__version__, llvmlite.__version__, *map(str, built), *processor(),
+            sources.hexdigest()]  # fmt: skip
 
 
 def active() -> bool:

@@ -8,13 +8,13 @@ import autofuse
 PACKAGE = Path(autofuse.__file__).parent
 # each module may import only what stands before it
 ORDER = [
-    "errors", "position", "progress", "cache", "worker", "background", "source", "polynomials",
-    "targets", "lower", "emit", "build", "inside", "machine", "c", "toolchain", "kinds", "config",
-    "dtypes",
+    "errors", "position", "progress", "cache", "worker", "background", "verdict", "source",
+    "polynomials", "targets", "lower", "emit", "build", "inside", "machine", "c", "toolchain", "kinds",
+    "config", "dtypes",
     "layout", "op", "activations", "special", "ops", "coverage", "plan", "codegen", "load",
     "compile", "shell", "launch", "trie", "rules", "autograd", "eager", "chain", "tensor",
     "native_record", "native_flush", "native_call", "native_write", "native", "boundaries", "api",
-    "report", "diagnosis", "observe", "logs", "check", "reads", "holders", "wording",
+    "report", "trial", "diagnosis", "observe", "logs", "check", "reads", "holders", "wording",
     "explaining", "__init__", "__main__",
 ]  # fmt: skip
 EXCEPTIONS = {("boundaries", "api")}  # inside a function: unwrap is public vocabulary

@@ -1,0 +1,209 @@
+"""A script: what a trial says of machine code in which something is wrong, each in its own fork.
+
+Prints JSON: the name of a breakage -> [signal that ended it, what the trial said].
+"""
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+
+os.environ["AUTOFUSE_NATIVE"] = "0"
+
+from autofuse import c, native, native_flush, native_record, trial  # noqa: E402
+from autofuse.machine import C  # noqa: E402
+
+
+def replace(stage, function):
+    """Let `function` be the machine function of its name."""
+    function.__module__ = stage.__name__
+    setattr(stage, function.__name__, function)
+
+
+def give(**others):
+    """Give the stages something else."""
+    given = native._given()
+    native._given = lambda: {**given, **{name: make(given) for name, make in others.items()}}
+
+
+def nothing():
+    pass
+
+
+def lists_elsewhere():
+    c.LISTED = native_flush.LISTED = 32
+
+
+def lists_at_no_pointer():
+    c.LISTED = native_flush.LISTED = 16
+
+
+def tuples_elsewhere():
+    c.ITEMS = native_record.ITEMS = 16
+
+
+def types_elsewhere():
+    def class_of(x):
+        return load(x + 16)  # noqa: F821
+
+    replace(native_record, class_of)
+
+
+def types_at_no_address():
+    def class_of(x):
+        return load(x - x + 8)  # noqa: F821
+
+    replace(native_record, class_of)
+
+
+def calls_elsewhere():
+    real = native._Calls.__init__
+
+    def init(self):
+        real(self)
+        self.place -= 1
+
+    native._Calls.__init__ = init
+
+
+def functions_run_by_another():
+    from autofuse import chain
+
+    calls = native._Calls()
+    calls.set(chain.relieve, calls.python + 1)
+    native._hot = lambda: [("flush", chain.relieve, ())]
+
+
+def counts_elsewhere():
+    give(COUNTED=lambda given: given["COUNTED"] + 1)
+
+
+def other_count_of_references():
+    from autofuse import chain
+
+    chain.ALONE += 1
+
+
+def other_getter():
+    give(VERSION_GETTER=lambda given: given["GRAD_GETTER"],
+         VERSION_CLOSURE=lambda given: given["GRAD_CLOSURE"])  # fmt: skip
+
+
+def other_method():
+    give(ADDRESS_METHOD=lambda given: given["USERS_METHOD"])
+
+
+def getters_have_moved():
+    real = native._entry
+    native._entry = lambda descriptor, kind, size: real(type.__dict__["__dict__"], kind, size)
+
+
+def no_such_getter():
+    from autofuse.shell import Tensor
+
+    native.Tensor = type("Tensor", (Tensor,), {"__weakrefoffset__": 0})
+    native.torch._C.TensorBase = object
+
+
+def weak_references_elsewhere():
+    give(WEAKREFS=lambda given: given["WEAKREFS"] - 8)
+
+
+def no_such_c_function():
+    def number_of(function):
+        return PyList_NoSuchFunction(function)  # noqa: F821
+
+    native_record.PyList_NoSuchFunction = C("word", 1)
+    replace(native_record, number_of)
+
+
+def counts_twice():
+    def count_one(counter, key):
+        number = 2
+        before = PyDict_GetItemWithError(counter, key)  # noqa: F821
+        if before != 0:
+            number += PyLong_AsLong(before)  # noqa: F821
+        counted = PyLong_FromLong(number)  # noqa: F821
+        PyDict_SetItem(counter, key, counted)  # noqa: F821
+        Py_DecRef(counted)  # noqa: F821
+
+    replace(native_record, count_one)
+
+
+def leaves_all_to_python():
+    def handler(entry, function, args, flags, names):
+        return python(function, args, flags, names)  # noqa: F821
+
+    replace(native_record, handler)
+
+
+def keeps_a_reference():
+    def address_of(tensor):
+        address = call_pointer(ADDRESS_METHOD, tensor, 0)  # noqa: F821
+        if address == 0:
+            return 0
+        return PyLong_AsLong(address)  # noqa: F821
+
+    replace(native_flush, address_of)
+
+
+def gives_a_reference_back_twice():
+    def count_one(counter, key):
+        number = 1
+        before = PyDict_GetItemWithError(counter, key)  # noqa: F821
+        if before != 0:
+            number += PyLong_AsLong(before)  # noqa: F821
+        counted = PyLong_FromLong(number)  # noqa: F821
+        PyDict_SetItem(counter, key, counted)  # noqa: F821
+        Py_DecRef(counted)  # noqa: F821
+        Py_DecRef(counter)  # noqa: F821
+
+    replace(native_record, count_one)
+
+
+def ends_in_an_assertion():
+    def make(*args):
+        raise AssertionError("not so")
+
+    native.Machine = make
+
+
+def of_a_type_that_is_missing():
+    native.c = None
+
+
+BREAKAGES = (
+    nothing, lists_elsewhere, lists_at_no_pointer, tuples_elsewhere, types_elsewhere,
+    types_at_no_address, calls_elsewhere, functions_run_by_another, counts_elsewhere,
+    other_count_of_references, other_getter, other_method, getters_have_moved, no_such_getter,
+    weak_references_elsewhere, no_such_c_function, counts_twice, leaves_all_to_python,
+    keeps_a_reference, gives_a_reference_back_twice, ends_in_an_assertion,
+    of_a_type_that_is_missing,
+)  # fmt: skip
+
+
+def tried(breakage):
+    """(signal, what the trial says) in a fork."""
+    mine, others = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        try:
+            breakage()
+            said = trial.differences()
+        except Exception as error:
+            said = f"the breakage itself: {error!r}"
+        os.write(others, said.encode()[:4000])
+        os._exit(0)
+    os.close(others)
+    if not select.select([mine], [], [], 120)[0]:
+        os.kill(pid, signal.SIGKILL)
+    said = os.read(mine, 4000).decode()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said
+
+
+if __name__ == "__main__":
+    chosen = [b for b in BREAKAGES if not sys.argv[1:] or b.__name__ in sys.argv[1:]]
+    json.dump({breakage.__name__: tried(breakage) for breakage in chosen}, sys.stdout, indent=1)

@@ -1,0 +1,389 @@
+"""Machine code must doubt: whatever is not as it should be, Python alone runs, and says why."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import autofuse
+from autofuse import errors, native, verdict
+from autofuse.background import HungError, LostError
+from autofuse.cache import DiskCache
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="there is no machine code for Python 3.10"
+)
+CRASH = "gave no answer"
+WHY = {  # breakage -> what is said of it; "" where the trial itself crashes
+    "nothing": "",
+    "lists_elsewhere": CRASH,
+    "lists_at_no_pointer": CRASH,
+    "tuples_elsewhere": "tuples have their items elsewhere",
+    "types_elsewhere": "left to Python by handler",
+    "types_at_no_address": CRASH,
+    "calls_elsewhere": "is not run by Python",
+    "functions_run_by_another": "relieve .* is not run by Python",
+    "counts_elsewhere": "left to Python by flush",
+    "other_count_of_references": "counts references in another way",
+    "other_getter": "modified in place",
+    "other_method": CRASH,
+    "getters_have_moved": "is no method_descriptor",
+    "no_such_getter": "_version",
+    "weak_references_elsewhere": "other results than in Python|left to Python",
+    "no_such_c_function": "Python has no function PyList_NoSuchFunction",
+    "counts_twice": "has other flushes",
+    "leaves_all_to_python": "left to Python by handler",
+    "keeps_a_reference": "references are not given back",
+    "gives_a_reference_back_twice": f"has other flushes|{CRASH}",
+    "ends_in_an_assertion": "AssertionError: not so",
+    "of_a_type_that_is_missing": "AttributeError: 'NoneType'",
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What the trial says of every breakage, from one process for all."""
+    environment = {**os.environ, "AUTOFUSE_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
+    environment.pop("AUTOFUSE_TEST_LAUNCH", None)
+    command = [sys.executable, "-W", "ignore", str(HERE / "breakages.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("breakage", WHY)
+def test_no_breakage_passes_the_trial(breakage, said):
+    status, text = said[breakage]
+    if breakage == "nothing":
+        assert (status, text) == (0, "")
+        return
+    text = CRASH if status < 0 else text  # as `verdict` says it
+    assert re.search(WHY[breakage], text), (status, text)
+
+
+def test_every_breakage_is_expected(said):
+    assert said.keys() == WHY.keys()
+
+
+# --- from import to report -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of the package with one line changed, and a function that runs a program with it."""
+
+    def copy(file, old, new):
+        package = tmp_path / "with" / "autofuse"
+        shutil.copytree(Path(autofuse.__file__).parent, package)
+        text = (package / file).read_text()
+        assert text.count(old) == 1
+        (package / file).write_text(text.replace(old, new))
+        directory = tmp_path / "kernels"
+
+        def run(program, *more):
+            environment = {key: v for key, v in os.environ.items() if key[:8] != "AUTOFUSE"}
+            environment |= {"PYTHONPATH": str(package.parent), "AUTOFUSE_CACHE_DIR": str(directory)}
+            command = [
+                sys.executable,
+                *(["-c", textwrap.dedent(program)] if program else []),
+                *more,
+            ]
+            return subprocess.run(
+                command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+            )
+
+        return run
+
+    return copy
+
+
+PROGRAM = """
+import torch, autofuse
+from autofuse import native
+x = autofuse.wrap(torch.ones(4))
+for _ in range(4):
+    assert (torch.exp(x * 2.0) - x).tolist() == (torch.exp(torch.ones(4) * 2.0) - 1).tolist()
+native._follow(), setattr(autofuse.config, "native", True)
+print(native.active(), native.absent)
+"""
+# of a process that could try nothing
+ALONE = "import sys\nsys.executable = ''\n"
+
+
+def test_machine_code_that_crashes_is_not_used(copied):
+    run = copied("native_record.py", "return load(x + 8)", "return load(x - x + 8)")
+    done = run(PROGRAM)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("False the process that tried it gave no answer: it was ended by")
+    assert done.stderr.count("recording and launching are left to Python: the process") == 1
+    again = run(ALONE + PROGRAM)  # the verdict is kept
+    assert again.stdout == done.stdout and again.stderr == done.stderr
+    report = run("", "-m", "autofuse", "report")
+    (line,) = [x for x in report.stdout.splitlines() if x.startswith("machine code")]
+    assert "gave no answer" in line, report.stdout
+
+
+def test_machine_code_that_differs_is_not_used(copied):
+    run = copied("native_record.py", "    number = 1\n", "    number = 2\n")
+    done = run(PROGRAM)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("False run 1 of 'operators' has other flushes than in Python")
+    assert "left to Python: run 1" in done.stderr
+
+
+# --- verdicts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tries(monkeypatch, tmp_path):
+    """The verdicts that trying gives, and those given so far."""
+    monkeypatch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path))
+    given = []
+
+    class Tries(list):
+        def __call__(self):
+            given.append(self.pop(0))
+            return given[-1]
+
+    made = Tries()
+    made.given = given
+    monkeypatch.setattr(verdict, "_tried", made)
+    return made
+
+
+def test_a_verdict_is_kept(tries):
+    tries += [("", True), ("odd", True)]
+    for facts, want in ((["a"], ""), (["b"], "odd")):
+        assert verdict.verdict(facts) == want
+        assert verdict.verdict(facts) == want
+    assert not tries
+
+
+def test_what_says_nothing_of_the_next_process_is_not_kept(tries):
+    tries += [("interrupted", False), ("", True)]
+    assert verdict.verdict(["a"]) == "interrupted"
+    assert verdict.verdict(["a"]) == "" == verdict.verdict(["a"])
+
+
+def test_a_damaged_verdict_is_none(tries, tmp_path):
+    tries += [("odd", True), ("", True)]
+    assert verdict.verdict(["a"]) == "odd"
+    (entry,) = tmp_path.glob("*.kernel")
+    data = bytearray(entry.read_bytes())
+    data[-1] ^= 1
+    entry.write_bytes(data)
+    assert verdict.verdict(["a"]) == ""
+
+
+def test_without_a_disk_cache_every_process_tries(tries, monkeypatch):
+    monkeypatch.setenv("AUTOFUSE_CACHE_MAXSIZE", "0")
+    tries += [("", True), ("", True)]
+    assert verdict.verdict(["a"]) == "" == verdict.verdict(["a"]) and not tries
+
+
+@pytest.mark.parametrize("error, decided", [(LostError("x"), False), (HungError("x"), True)])
+def test_a_trial_that_hangs_is_a_verdict(error, decided, monkeypatch):
+    def ask(*args):
+        raise error
+
+    monkeypatch.setattr(verdict.Worker, "ask", ask)
+    assert verdict._tried() == ("the process that tried it gave no answer: x", decided)
+
+
+def test_a_trial_takes_no_longer_than_it_may(monkeypatch):
+    monkeypatch.setattr(verdict, "BOOT", "import time; time.sleep(60)")
+    monkeypatch.setattr(verdict, "SECONDS", 0.3)
+    reason, decided = verdict._tried()
+    assert "did not answer in 0.3 s" in reason and decided
+
+
+@pytest.mark.parametrize("where", ["executable", "Popen", "end"])
+def test_a_trial_that_cannot_be_made_is_tried_again_by_the_next_process(where, monkeypatch):
+    if where == "executable":
+        monkeypatch.setattr(sys, "executable", "")
+    elif where == "Popen":
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    else:
+        monkeypatch.setattr(verdict, "BOOT", "raise SystemExit('no torch here')")
+    reason, decided = verdict._tried()
+    assert reason and not decided
+    assert where != "end" or "no torch here" in reason
+
+
+@pytest.mark.parametrize(
+    "what", ["Python", "torch", "llvmlite", "processor", "sources", "build of torch"]
+)
+def test_what_a_verdict_is_for(what, monkeypatch, tmp_path):
+    before = native._facts()
+    if what == "Python":
+        monkeypatch.setattr(sys, "version", "4.0")
+    elif what == "torch":
+        monkeypatch.setattr(torch, "__version__", "4.0")
+    elif what == "build of torch":
+        monkeypatch.setattr(torch.version, "git_version", "another")
+    elif what == "llvmlite":
+        monkeypatch.setattr(native.llvmlite, "__version__", "4.0")
+    elif what == "processor":
+        monkeypatch.setattr(native, "processor", lambda: ("another", ""))
+    else:
+        shutil.copytree(Path(native.__file__).parent, tmp_path / "autofuse")
+        file = tmp_path / "autofuse" / "native_flush.py"
+        file.write_text(file.read_text() + "#")
+        monkeypatch.setattr(native, "__file__", str(tmp_path / "autofuse" / "native.py"))
+    assert native._facts() != before
+
+
+def test_sources_that_machine_code_is_made_of_are_among_its_facts():
+    """And those of the objects that it reads: modules with names in its code."""
+    stages = {stage.__name__.rpartition(".")[2] for stage in native._STAGES}
+    names = set().union(*({*vars(stage)} for stage in native._STAGES))
+    owners = {
+        module.__name__.rpartition(".")[2]
+        for module in (sys.modules.get(getattr(value, "__module__", "") or "")
+                       for stage in native._STAGES for value in vars(stage).values())
+        if module is not None and module.__name__.startswith("autofuse.")
+    }  # fmt: skip
+    assert names and stages | owners <= {*native._RELIED}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [AttributeError, TypeError, AssertionError, OSError, KeyError, MemoryError, SystemError],
+)
+def test_no_error_ends_the_import(error, monkeypatch, capsys):
+    def broken(*args):
+        raise error("not so")
+
+    monkeypatch.setattr(native, "_native", None)
+    monkeypatch.setattr(native, "absent", "")
+    monkeypatch.setattr(native, "verdict", broken)
+    errors._said.clear()
+    for _ in range(2):
+        native._follow()
+    assert not native.active() and "not so" in native.absent
+    said = capsys.readouterr().err
+    assert said.count("recording and launching are left to Python") == 1 and error.__name__ in said
+
+
+@pytest.mark.parametrize(
+    "name, value, why",
+    [
+        ("implementation", type("Other", (), {"name": "pypy"}), "CPython with its global lock"),
+        ("version_info", (3, 10, 0), "Python 3.11"),
+        ("maxsize", 1 << 31, "64-bit"),
+        ("byteorder", "big", "little-endian"),
+    ],
+)
+def test_other_pythons_are_refused(name, value, why, monkeypatch):
+    assert native._refusal() == ""
+    monkeypatch.setattr(native.sys, name, value)
+    assert why in native._refusal()
+
+
+def test_pythons_without_a_global_lock_are_refused(monkeypatch):
+    monkeypatch.setattr(native.sysconfig, "get_config_var", lambda name: 1)
+    assert "global lock" in native._refusal()
+
+
+def test_where_it_is_off_nothing_is_looked_at(tmp_path):
+    program = """
+        import ctypes, sys, torch
+        ctypes.c_uint64.from_address = None
+        import autofuse
+        from autofuse import native
+        assert native._native is None and not native.absent and not native.active()
+    """
+    environment = {**os.environ, "AUTOFUSE_NATIVE": "0", "AUTOFUSE_CACHE_DIR": str(tmp_path)}
+    environment.pop("AUTOFUSE_TEST_LAUNCH", None)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True,
+        text=True, cwd=HERE.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+def test_kept_verdicts_are_found_by_their_cache_alone(tries, tmp_path):
+    tries += [("", True)]
+    verdict.verdict(["a"])
+    (entry,) = DiskCache(tmp_path).entries()
+    assert (entry.about["name"], entry.about["target"]) == ("machine code", "as Python")
+
+
+# --- modules that are loaded again ---------------------------------------------------------------
+
+AGAIN = """
+import faulthandler, gc, importlib, sys
+faulthandler.enable()
+import torch, autofuse
+
+def program():
+    x, eye = autofuse.wrap(torch.ones(4)), torch.eye(4)
+    for _ in range(3):
+        t = torch.sigmoid(x * 2.0 + 1.0) - x
+        t.mul_(2.0)
+        got = torch.mv(eye, t).sum().item()
+    p = torch.nn.Parameter(torch.ones(4))
+    (torch.sigmoid(autofuse.wrap(torch.ones(4)) * p) * 3).sum().backward()
+    return got
+
+def check(native):
+    autofuse.config.native = native
+    assert program() == want
+
+want = program()
+modules = {name: m for name, m in sys.modules.items() if name.partition(".")[0] == "autofuse"}
+"""
+
+
+@pytest.mark.parametrize("how", ["each", "the package", "native", "a second copy"])
+def test_loading_again_does_not_crash(how):
+    """What functions lead to stays, whoever forgets it; the objects of before go on working."""
+    text = {
+        "each": """
+            for name, module in modules.items():
+                importlib.reload(module)
+                gc.collect()
+                check(True), check(False)
+        """,
+        "the package": """
+            for _ in range(3):
+                importlib.reload(autofuse)
+                gc.collect()
+                check(True), check(False)
+        """,
+        "native": """
+            for _ in range(3):
+                importlib.reload(autofuse.native)
+                importlib.reload(autofuse)
+                gc.collect()
+                check(True)
+                assert autofuse.native.active()
+                check(False)
+                assert not autofuse.native._native.on
+        """,
+        "a second copy": """
+            for name in modules:
+                del sys.modules[name]
+            del modules, autofuse
+            gc.collect()
+            import autofuse
+            check(True), check(False)
+            print(autofuse.native.absent)
+        """,
+    }[how]
+    environment = {k: v for k, v in os.environ.items() if k != "AUTOFUSE_TEST_LAUNCH"}
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN + textwrap.dedent(text)], env=environment,
+        cwd=HERE.parent, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
