@@ -191,6 +191,9 @@ def flushed(recorder: Recorder, reason, target):
     k = 0
     while k < size:
         held = PyLong_FromLong(load32(PyList_GetItem(chain, k)) + COUNTED)
+        if held == 0:
+            Py_DecRef(alive)
+            return -1
         store(alive + ITEMS + 8 * (into + k), held)
         k += 1
     runner = PyDict_GetItemWithError(tip.runners, alive)
@@ -256,8 +259,11 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason, target
         count_one(flushes, reason)
         Py_DecRef(flushes)
         counted = PyLong_FromLong(PyLong_AsLong(recorder.launches) + (done > 1))
-        recorder.launches = counted
-        Py_DecRef(counted)
+        if counted == 0:  # no memory: it goes uncounted
+            PyErr_Clear()
+        else:
+            recorder.launches = counted
+            Py_DecRef(counted)
         k = 0
         while k < size:
             shell = PyList_GetItem(chain, k)
@@ -541,6 +547,8 @@ def answered(program: Program, words, incoming, saved, given):
     if class_of(incoming) is not tuple or class_of(saved) is not tuple or is_elsewhere(words) != 0:
         return 0
     ident = PyLong_FromLong(PyThread_get_thread_ident())
+    if ident == 0:
+        return 0
     known = PySet_Contains(entered, ident)  # threads with a current context
     Py_DecRef(ident)
     if known != 1:
@@ -603,9 +611,13 @@ def count_writes(chain: Chain, words, at, shells):
     """Give outputs the versions that in-place ops on their handles made, before they are saved."""
     outputs = load(words + OUTPUTS)
     while shells > 0:
+        times = 0
         number = PyLong_FromLong(load(at))
-        times = PyDict_GetItemWithError(chain.bumps, number)
-        Py_DecRef(number)
+        if number == 0:
+            PyErr_Clear()
+        else:
+            times = PyDict_GetItemWithError(chain.bumps, number)
+            Py_DecRef(number)
         if times != 0:
             times = PyLong_AsLong(times)
         while times > 0:
@@ -618,6 +630,9 @@ def count_writes(chain: Chain, words, at, shells):
 def bumped(tensor):
     """Let the version counter of `tensor` go up."""
     tensors = PyTuple_New(1)
+    if tensors == 0:
+        PyErr_Clear()
+        return
     Py_IncRef(tensor)
     store(tensors + ITEMS, tensor)
     done = PyObject_CallOneArg(increment_version, tensors)

@@ -118,6 +118,9 @@ def state_of(x):
 def slot_of(chain: Chain, x):
     """~position of the Input x, or 0."""
     number = PyLong_FromVoidPtr(x)
+    if number == 0:  # no memory: no edge has this, so that Python decides
+        PyErr_Clear()
+        return EMPTY
     slot = PyDict_GetItemWithError(chain.slots, number)
     Py_DecRef(number)
     return slot
@@ -201,11 +204,15 @@ def recorded_in(recorder: Recorder, chain: Chain, func, op, operands, count, wan
     if consts != 0 and node.limits is not None and fits(node, operands, key, count) == 0:
         return 0
     if fresh != 0:
-        if added(recorder, chain, tip, operands, key, count) == 0:
-            return 0
         pinned = PyLong_FromLong(PyLong_AsLong(chain.pinned) + PyLong_AsLong(node.fresh_bytes))
-        chain.pinned = pinned
+        if pinned == 0:
+            return 0
+        done = added(recorder, chain, tip, operands, key, count)
+        if done != 0:
+            chain.pinned = pinned
         Py_DecRef(pinned)
+        if done == 0:
+            return 0
     elif recorder.chain is not chain or chain.tip is not tip:
         return 0
     k = 0
@@ -266,6 +273,8 @@ def run_short(recorder: Recorder, func, node: Node, operands, count):
         return 0
     recorder.reading = False
     skips = PyLong_FromLong(PyLong_AsLong(node.skips) + 1)
+    if skips == 0:
+        return 0
     node.skips = skips
     Py_DecRef(skips)
     Py_IncRef(node)  # a finalizer may let the op be recorded again
@@ -312,8 +321,11 @@ def count_one(counter, key):
     if before != 0:
         number += PyLong_AsLong(before)
     counted = PyLong_FromLong(number)
-    PyDict_SetItem(counter, key, counted)
-    Py_DecRef(counted)
+    if counted == 0:  # no memory: it goes uncounted
+        PyErr_Clear()
+    else:
+        PyDict_SetItem(counter, key, counted)
+        Py_DecRef(counted)
 
 
 def ended(function):
@@ -450,14 +462,15 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
     if begun == 0:
         return 0
     Py_DecRef(begun)
-    marks = room(14)  # the version and the address of each
+    marks = room(28)  # of each the version, the address, its own as a number, its slot
     known = 0
     done = 1
     k = 0
     while k < count and done != 0:
         meta = load(key + 8 * k + 8)
         if class_of(meta) is Meta:
-            done = marked(recorder, load(operands + 8 * k), meta, marks + 16 * known)
+            slot = ~(PyTuple_Size(tip.inputs) + known)
+            done = marked(recorder, load(operands + 8 * k), meta, slot, marks + 32 * known)
             known += done
         k += 1
     if done == 0:
@@ -471,18 +484,24 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
         position = 0
         while k < count:
             if class_of(load(key + 8 * k + 8)) is Meta:
-                added_one(chain, load(operands + 8 * k), marks + 16 * position)
+                place = marks + 32 * position
+                PyList_Append(chain.inputs, load(operands + 8 * k))
+                PyList_Append(chain.marks, load(place))
+                PyList_Append(chain.marks, load(place + 8))
+                PyDict_SetItem(chain.slots, load(place + 16), load(place + 24))
                 position += 1
             k += 1
     while known > 0:
         known -= 1
-        Py_DecRef(load(marks + 16 * known))
-        Py_DecRef(load(marks + 16 * known + 8))
+        k = 0
+        while k < 32:
+            Py_DecRef(load(marks + 32 * known + k))
+            k += 8
     return done
 
 
-def marked(recorder: Recorder, x, meta: Meta, place):
-    """Put the version and the address of x there, new references; 0 if x is not as its Meta."""
+def marked(recorder: Recorder, x, meta: Meta, slot, place):
+    """Put what is known of the next Input x there, new references; 0 if x is not as its Meta."""
     if meta.inference is True:
         return 0
     if recorder.grad is True:
@@ -492,26 +511,15 @@ def marked(recorder: Recorder, x, meta: Meta, place):
         Py_DecRef(requires)
         if requires is not meta.requires_grad:
             return 0
-    version = call_pointer(VERSION_GETTER, x, VERSION_CLOSURE)
-    if version == 0:
-        return 0
-    address = call_pointer(ADDRESS_METHOD, x, 0)
-    if address == 0:
-        Py_DecRef(version)
-        return 0
-    store(place, version)
-    store(place + 8, address)
-    return 1
-
-
-def added_one(chain: Chain, x, marks):
-    """Make x the next Input."""
-    number = PyLong_FromVoidPtr(x)
-    slot = PyLong_FromLong(~PyList_Size(chain.inputs))
-    PyList_Append(chain.inputs, x)
-    PyList_Append(chain.marks, load(marks))
-    PyList_Append(chain.marks, load(marks + 8))
-    PyDict_SetItem(chain.slots, number, slot)
-    Py_DecRef(number)
-    Py_DecRef(slot)
-    return 1
+    store(place, call_pointer(VERSION_GETTER, x, VERSION_CLOSURE))
+    store(place + 8, call_pointer(ADDRESS_METHOD, x, 0))
+    store(place + 16, PyLong_FromVoidPtr(x))
+    store(place + 24, PyLong_FromLong(slot))
+    if load(place) != 0 and load(place + 8) != 0 and load(place + 16) != 0:
+        if load(place + 24) != 0:
+            return 1
+    k = 0
+    while k < 32:
+        Py_DecRef(load(place + k))
+        k += 8
+    return 0

@@ -203,9 +203,18 @@ def renamed_in(recorder: Recorder, chain: Chain, node: Node, op, target, operand
         bumps = PyDict_New()  # up to Python 3.11 this runs finalizers
     else:
         Py_IncRef(bumps)
-    done = 0
+    times = 1
+    before = 0
+    if bumps != 0:
+        before = PyDict_GetItemWithError(bumps, node.index)
+    if before != 0:
+        times += PyLong_AsLong(before)
+    number = PyLong_FromLong(times)
+    done = bumps != 0 and number != 0
     new: Node = state_of(result)
-    if recorder.chain is chain and chain.tip is new and state_of(target) is node and bumps != 0:
+    if recorder.chain is not chain or chain.tip is not new or state_of(target) is not node:
+        done = 0
+    if done != 0:
         last = PyLong_AsLong(new.index)
         Py_IncRef(result)
         PyList_SetItem(chain, first, result)
@@ -215,16 +224,11 @@ def renamed_in(recorder: Recorder, chain: Chain, node: Node, op, target, operand
         new.shell = target
         PyObject_GenericSetAttr(target, AF, new)
         PyObject_GenericSetAttr(result, AF, node)
-        times = 1
-        before = PyDict_GetItemWithError(bumps, node.index)
         if before != 0:
-            times += PyLong_AsLong(before)
             PyDict_DelItem(bumps, node.index)
-        number = PyLong_FromLong(times)
         PyDict_SetItem(bumps, new.index, number)
-        Py_DecRef(number)
         chain.bumps = bumps
-        done = 1
+    Py_DecRef(number)
     Py_DecRef(bumps)
     Py_DecRef(result)
     return done

@@ -1,10 +1,14 @@
 """The language of machine code: each construct does in words what it says."""
 
+import ast
 import ctypes
+import inspect
 import sys
+import textwrap
 
 import pytest
 
+from autofuse import native
 from autofuse.c import (
     ITEMS,
     Py_IncRef,
@@ -245,3 +249,49 @@ no_such_function = C("word", 1)
 def test_what_it_does_not_know_it_refuses(function):
     with pytest.raises((KeyError, AssertionError, NotImplementedError)):
         Machine([function], globals())
+
+
+ALLOCATE = {"PyLong_FromLong", "PyLong_FromVoidPtr", "PyTuple_New", "PyDict_New"}
+
+
+def test_what_may_not_be_allocated_is_asked_for():
+    """Results of functions that allocate are compared with 0 where they are first used.
+
+    Integers from -5 to 256 are there already, a list that is given away is for whoever takes it.
+    """
+    seen = 0
+    for function in native._functions():
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        calls = {
+            id(node): node for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ALLOCATE
+        }  # fmt: skip
+        small = [k for k, call in calls.items() if _is_small(call)]
+        for k in small:
+            del calls[k]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and id(node.value) in calls:
+                seen += 1
+                del calls[id(node.value)]
+                (target,) = node.targets
+                assert isinstance(target, ast.Name)
+                uses = [
+                    (use.lineno, use.col_offset) for use in ast.walk(tree)
+                    if isinstance(use, ast.Name) and use.id == target.id
+                    and isinstance(use.ctx, ast.Load) and use.lineno > node.lineno
+                ]  # fmt: skip
+                asked = [
+                    (test.left.lineno, test.left.col_offset) for test in ast.walk(tree)
+                    if isinstance(test, ast.Compare) and isinstance(test.left, ast.Name)
+                    and ast.unparse(test) in (f"{target.id} == 0", f"{target.id} != 0")
+                ]  # fmt: skip
+                assert min(uses) in asked, f"{function.__name__}, line {node.lineno}: {target.id}"
+        assert not calls, f"{function.__name__}: {[ast.unparse(call) for call in calls.values()]}"
+    assert seen >= 12
+
+
+def _is_small(call):
+    try:
+        return -5 <= ast.literal_eval(call.args[0]) <= 256
+    except (ValueError, IndexError):
+        return False
