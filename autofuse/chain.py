@@ -367,17 +367,20 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         shell = _shell_of(node)
     if on_host and node.meta is not None and not node.meta.shape:
         counts.eager[op.name, "0-d tensors on two devices, which promote each other"] += 1
+        recorder.reading = False
         return None
     if consts and node.limits is not None:
         low, high = node.limits
         if not all(low <= value <= high or not math.isfinite(value) for value in consts):
             counts.eager[op.name, "a scalar that does not fit"] += 1
+            recorder.reading = False
             return None
     if fresh:
         done = record_fresh(recorder, chain, tip, node, shell, fresh[::2], fresh[1::2], consts)
         if not done:
             if done is None:
                 counts.eager[op.name, "in the middle of a write"] += 1
+                recorder.reading = False
                 return None
             return record(op, operands)
         if chain.pinned > node.pinned_limit:
@@ -489,6 +492,8 @@ def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:
         flush(chosen, "interrupt")  # goes on with one that was interrupted
         return record(op, operands)
     if chosen is None or chosen is _local.current or not chosen.ident:
+        if _local.current is not None:
+            _local.current.reading = False
         return None
     _local.current = chosen
     return record(op, operands)

@@ -589,19 +589,20 @@ class CudaRunner(Runner):
         launch = f"error = launch(entry, {shape}, stream, params, 0)[0]"
         if not writing:
             return [*lines, launch, "if error: fail(error)"]
-        space["bump"] = increment_version
+        space["count_write"], space["bump"] = increment_version, bump
         made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
         return [
             *lines,
             f"made = {{{made}}}",
+            "if chain.bumps is not None: bump(chain, made)",
             "if chain.values is None:",
             "    try:",
-            "        chain.values = made; chain.into = None",
+            "        chain.values = made; chain.bumps = chain.into = None",
             f"        {launch}",
             "        if error: chain.values = None; chain.into = into; fail(error)",
             "    except Exception: raise",
-            "    except BaseException: bump(into); raise",
-            "    bump(into)",
+            "    except BaseException: count_write(into); raise",
+            "    count_write(into)",
         ]
 
 
@@ -751,6 +752,7 @@ class CpuRunner(Runner):
         """
         ran: list[None] = []
         run = itertools.starmap(entry, [(0, steps, *arguments)])  # runs when `ran` takes it
+        bump(chain, values)
         if chain.values is None:
             try:
                 # no Python runs from here...

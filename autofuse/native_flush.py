@@ -108,8 +108,17 @@ if TYPE_CHECKING:
 
 def flush(entry, function, args, flags, names):
     """`chain.flush`."""
-    if names == 0 and flags & COUNT == 2:
-        done = flushed(load(args), load(args + 8), 0)
+    count = flags & COUNT
+    if names == 0 and (count == 2 or count == 4):
+        recorder: Recorder = load(args)
+        target = 0
+        done = 0
+        if count == 4:
+            target = load(args + 16)
+            chain: Chain = recorder.chain
+            if target is None or chain.tip is not load(args + 24):
+                return python(function, args, flags, names)
+        done = flushed(recorder, load(args + 8), target)
         if done > 0:
             Py_IncRef(True)
             return True

@@ -9,8 +9,8 @@ PACKAGE = Path(autofuse.__file__).parent
 # each module may import only what stands before it
 ORDER = [
     "errors", "position", "progress", "cache", "worker", "background", "verdict", "source",
-    "polynomials", "targets", "lower", "emit", "build", "inside", "machine", "c", "toolchain", "kinds",
-    "config", "dtypes",
+    "polynomials", "targets", "lower", "emit", "build", "inside", "machine", "c", "toolchain",
+    "kinds", "config", "dtypes",
     "layout", "op", "activations", "special", "ops", "coverage", "plan", "codegen", "load",
     "compile", "shell", "launch", "trie", "rules", "autograd", "eager", "chain", "tensor",
     "native_record", "native_flush", "native_call", "native_write", "native", "boundaries", "api",
