@@ -14,7 +14,8 @@ import torch
 Position = tuple[str, int]  # file, line
 
 PACKAGE, TORCH = (os.path.dirname(path) + os.sep for path in (__file__, torch.__file__))
-_INSIDE = (PACKAGE, TORCH, "<autofuse", contextlib.__file__, threading.__file__)
+OURS = (PACKAGE, "<autofuse")  # how the names of our files begin, and of code made while running
+_INSIDE = (*OURS, TORCH, contextlib.__file__, threading.__file__)
 
 
 def is_inside(frame: FrameType) -> bool:

@@ -8,9 +8,8 @@ import torch
 
 import autofuse
 from autofuse import chain, launch, native
+from autofuse.position import OURS
 from support import same_bits
-
-PACKAGE = autofuse.__path__[0]
 
 
 class Interrupted:
@@ -32,7 +31,7 @@ class Interrupted:
 
     def event(self, frame, event, argument):
         name = frame.f_code.co_filename
-        if event in ("return", "c_call") or not name.startswith((PACKAGE, "<autofuse")):
+        if event in ("return", "c_call") or not name.startswith(OURS):
             return
         self.left -= 1
         if self.left == 0:

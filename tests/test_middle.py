@@ -10,10 +10,11 @@ import sys
 
 import pytest
 import torch
-from test_interrupts import PACKAGE, assert_whole, gradients, values, writes
+from test_interrupts import assert_whole, gradients, values, writes
 
 import autofuse
 from autofuse import chain, native
+from autofuse.position import OURS
 
 
 class Middle:
@@ -31,7 +32,7 @@ class Middle:
 
     def event(self, frame, event, argument):
         name = frame.f_code.co_filename
-        if event in ("return", "c_call") or not name.startswith((PACKAGE, "<autofuse")):
+        if event in ("return", "c_call") or not name.startswith(OURS):
             return
         self.left -= 1
         if self.left == 0:

@@ -17,6 +17,7 @@ import torch
 
 import autofuse
 from autofuse import chain, native, tensor
+from autofuse.position import OURS
 from support import DEVICES
 
 pytestmark = pytest.mark.skipif(not native.active(), reason=f"no machine code: {native.absent}")
@@ -41,7 +42,7 @@ def functions_called(program):
 
     def profile(frame, event, argument):
         file = frame.f_code.co_filename
-        if event == "call" and "autofuse" in file and not file.endswith("trial.py"):  # the driver
+        if event == "call" and file.startswith(OURS) and not file.endswith("trial.py"):  # the driver
             names.append(frame.f_code.co_name)
 
     sys.setprofile(profile)
