@@ -5,23 +5,33 @@ import functools
 import gc
 import operator
 import os
-import subprocess
+import platform
 import sys
+import sysconfig
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
 import autofuse
 from autofuse import chain, native, tensor
+from autofuse.op import OPS
 from autofuse.position import OURS
 from support import DEVICES
 
-pytestmark = pytest.mark.skipif(not native.active(), reason=f"no machine code: {native.absent}")
-HERE = Path(__file__).parent
+# where machine code has to be: Python 3.10 has the function that it calls most in headers alone
+SUPPORTED = (
+    (sys.implementation.name, sys.platform, platform.machine()) == ("cpython", "linux", "x86_64")
+    and (3, 11) <= sys.version_info < (3, 14)
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")
+)
+OFF = os.environ.get("AUTOFUSE_NATIVE") == "0"
+pytestmark = pytest.mark.skipif(
+    OFF or not (SUPPORTED or native.active()),
+    reason="AUTOFUSE_NATIVE is 0" if OFF else f"no machine code here: {native.absent}",
+)
 
 
 @pytest.fixture(params=DEVICES)
@@ -51,6 +61,120 @@ def functions_called(program):
     finally:
         sys.setprofile(None)
     return names
+
+
+def from_c(function):
+    """`function`, called from C: Python 3.11 runs the bodies of others by itself."""
+    return functools.partial(function)
+
+
+# --- it is in use, and by which calls ----------------------------------------------------------
+
+
+def test_it_is_in_use():
+    """Where it is not, everything works and is slower by half: nothing else would tell."""
+    assert native.active(), native.absent
+
+
+class Operands:
+    """What the programs below compute with."""
+
+    def __init__(self):
+        self.x, self.v, self.w = (autofuse.wrap(torch.ones(4, 4)) for _ in range(3))
+        self.plain = torch.eye(4)
+
+    def flush(self):
+        self.x * 2.0
+        from_c(chain.flush)(chain._local.current, "test")
+
+    def inplace(self):
+        made = self.x * 2.0
+        from_c(chain.record_inplace)(OPS["add"], made, (made, self.v))
+
+    def write(self):
+        made = self.v * 2.0
+        from_c(chain.record_write)(OPS["sub"], self.w, (self.w, made))
+
+    def answer(self):
+        leaf = torch.nn.Parameter(self.plain.clone())
+        with torch.enable_grad():
+            (self.x * leaf + 1.0).sigmoid().sum().backward()
+
+
+ONLY = (autofuse.Tensor,)
+# machine functions: the Python function that each stands for, and a call from C that leads there
+ENTERED = {
+    "handler": ("handler", lambda o: from_c(autofuse.Tensor.__mul__)(o.x, 2.0)),
+    "record": ("record", lambda o: from_c(chain.record)(OPS["add"], (o.x, o.v))),
+    "record_inplace": ("record_inplace", Operands.inplace),
+    "record_write": ("record_write", Operands.write),
+    "flush": ("flush", Operands.flush),
+    "answer": ("answer", Operands.answer),
+    "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
+    "feeding": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
+    "torch_function": (
+        "_torch_function", lambda o: from_c(tensor._torch_function)(torch.tanh, ONLY, (o.x,))
+    ),
+    "ask_overrides": (
+        "ask_overrides", lambda o: from_c(tensor.ask_overrides)(torch.tanh, (o.x,), o.x)
+    ),
+}  # fmt: skip
+LAUNCHED = {"record_write", "flush", "answer"}  # on the CPU Python launches
+
+
+def python_functions(program, on, monkeypatch):
+    """Python functions of autofuse that run in the fifth run of `program`, native `on` or not."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    autofuse.config.native = on
+    operands = Operands()
+    try:
+        with torch.no_grad():
+            for _ in range(4):
+                program(operands)
+                chain.flush_all("test")
+            return functions_called(lambda: program(operands))
+    finally:
+        autofuse.config.native = True
+
+
+def test_every_machine_function_has_its_line_here():
+    assert ENTERED.keys() == {name for name, _, _ in native._hot()}
+
+
+@pytest.mark.parametrize("name", ENTERED)
+def test_each_machine_function_runs_instead_of_the_one_it_stands_for(name, monkeypatch):
+    if name in LAUNCHED and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        pytest.skip("CPU kernels are launched by Python")
+    stands_for, program = ENTERED[name]
+    assert stands_for in python_functions(program, False, monkeypatch)
+    assert stands_for not in python_functions(program, True, monkeypatch)
+
+
+# what people write: the first Python function that runs, and whether Python itself calls it
+WRITTEN = {
+    "x * 2.0": ("handler", False, lambda o: o.x * 2.0),
+    "torch.sigmoid(x)": ("_torch_function", False, lambda o: torch.sigmoid(o.x)),
+    "torch.mm(x, plain)": ("_torch_function", False, lambda o: torch.mm(o.x, o.plain)),
+    "x @ plain": ("call", False, lambda o: o.x @ o.plain),
+    "w *= v": ("call", False, lambda o: operator.imul(o.w, o.v)),
+    "x.sigmoid()": ("handler", True, lambda o: o.x.sigmoid()),
+    "x.mm(plain)": ("call", True, lambda o: o.x.mm(o.plain)),
+    "w.mul_(v)": ("call", True, lambda o: o.w.mul_(o.v)),
+    "F.mish(x)": ("ask_overrides", True, lambda o: torch.nn.functional.mish(o.x)),
+    "F.relu(x)": ("ask_overrides", True, lambda o: torch.nn.functional.relu(o.x)),
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_what_runs_by_machine_code_alone(text, monkeypatch):
+    """All of these from Python 3.12 on; in 3.11 what C calls, as the README says."""
+    first, called_by_python, program = WRITTEN[text]
+    assert python_functions(program, False, monkeypatch)[0] == first
+    left = [first] if called_by_python and sys.version_info < (3, 12) else []
+    assert python_functions(program, True, monkeypatch)[:1] == left
+
+
+# --- it does what Python does ------------------------------------------------------------------
 
 
 def steps(w, v, p, row):
@@ -104,16 +228,6 @@ def test_recording_runs_no_python():
     def program():
         y = torch.sigmoid(x) * 2.0
         return y - x
-
-    assert_recorded_without_python(program)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 runs their bodies by itself")
-def test_functions_of_torch_in_python_run_none_of_autofuse():
-    x = autofuse.wrap(torch.randn(8))
-
-    def program():
-        return torch.nn.functional.relu(torch.nn.functional.mish(x))
 
     assert_recorded_without_python(program)
 
@@ -173,11 +287,6 @@ def test_functions_stay_functions():
         add(autofuse.wrap(torch.ones(2)))
     with pytest.raises(TypeError):
         tensor._torch_function()
-
-
-def from_c(function):
-    """`function`, called from C: Python 3.11 runs the bodies of others by itself."""
-    return functools.partial(function)
 
 
 def test_calls_by_hand():
@@ -419,25 +528,3 @@ def test_an_op_that_is_eager_for_a_while_is_recorded_again(monkeypatch):
         rounds.append(recorded)
     autofuse.config.native = True
     assert rounds[0] == rounds[1] and rounds[0][-1] > 100
-
-
-# the same programs by Python alone, and by CUDA's way of launching
-@pytest.mark.parametrize(
-    "setting, files",
-    [
-        ("AUTOFUSE_NATIVE=0", "test_tiny test_liveness test_inplace test_interrupts test_keys"),
-        ("AUTOFUSE_TEST_LAUNCH=1", "test_liveness test_inplace test_autograd test_native"),
-    ],
-)
-def test_the_other_way(setting, files):
-    if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        pytest.skip("this is the other way")
-    name, _, value = setting.partition("=")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
-               "-k", "not cuda",
-               *(str(HERE / f"{file}.py") for file in files.split())]  # fmt: skip
-    done = subprocess.run(
-        command, env={**os.environ, name: value}, cwd=HERE.parent, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "passed" in done.stdout

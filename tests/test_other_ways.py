@@ -1,0 +1,31 @@
+"""The tests of the hot path once more: by Python alone, and by CUDA's way of launching."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    "setting, files",
+    [
+        ("AUTOFUSE_NATIVE=0", "test_tiny test_liveness test_inplace test_interrupts test_keys"),
+        ("AUTOFUSE_TEST_LAUNCH=1", "test_liveness test_inplace test_autograd test_native"),
+    ],
+)
+def test_the_other_way(setting, files):
+    if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        pytest.skip("this is the other way")
+    name, _, value = setting.partition("=")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
+               "-k", "not cuda",
+               *(str(HERE / f"{file}.py") for file in files.split())]  # fmt: skip
+    done = subprocess.run(
+        command, env={**os.environ, name: value}, cwd=HERE.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout
