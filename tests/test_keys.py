@@ -66,10 +66,15 @@ def test_dtype_is_in_key(device):
 
 
 def test_kind_of_scalar_is_in_key(device):
-    x = tensor(device, 4, 4, dtype=torch.int32)
-    results = [x * 1, x * 1.0, x * True]
-    autofuse.materialize(*results)
-    assert [r.dtype for r in results] == [torch.int32, torch.float32, torch.int32]
+    """`True == 1 == 1.0`, and a tensor of bools becomes another one with each of them."""
+    x = tensor(device, 4, 4, dtype=torch.bool)
+    kinds = [(1, torch.int64), (1.0, torch.float32), (True, torch.bool)]
+    for again in (False, True, True):
+        for scalar, dtype in kinds:
+            results = []
+            assert compiled(lambda: results.append(x * scalar) or results[0]) == (not again)
+            assert_same(results[0], torch.ones(4, 4, dtype=dtype, device=device), None)
+        kinds.reverse()
 
 
 def test_live_outs_are_in_key(device):
