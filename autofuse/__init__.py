@@ -1,5 +1,6 @@
 """autofuse: eager PyTorch, with chains of pointwise ops run as one kernel each."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from . import boundaries, check, logs, native
@@ -19,6 +20,12 @@ from .shell import Tensor
 if TYPE_CHECKING:
     from .explaining import Report, explain
     from .wording import show
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "autofuse needs Python's global lock, which this free-threaded build has switched off; "
+        "PYTHON_GIL=1 switches it on"
+    )
 
 __version__ = "0.1.0"
 __all__ = [

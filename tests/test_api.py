@@ -257,6 +257,14 @@ def test_enabled_may_be_assigned_at_any_time(monkeypatch):
     assert autofuse.is_pending(w * 2)
 
 
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_python_without_its_lock_is_refused(locked):
+    code = f"import sys, torch\nsys._is_gil_enabled = lambda: {locked}\nimport autofuse"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode == 0) is locked
+    assert ("ImportError: autofuse needs Python's global lock" in done.stderr) is not locked
+
+
 @pytest.mark.parametrize(("value", "works"), [("0", True), ("1", True), ("no", False)])
 def test_environment(value, works):
     code = (

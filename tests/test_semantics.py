@@ -204,6 +204,13 @@ def test_scalars_that_do_not_fit(call):
     assert_same_as_eager(call, torch.arange(4.0))
 
 
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1])
+def test_integers_about_the_largest(number):
+    for dtype in (torch.int64, torch.float32, torch.bool):
+        for call in (lambda t: t * number, lambda t: t < number, lambda t: t.clamp(max=number)):
+            assert_same_as_eager(call, torch.arange(4).to(dtype))
+
+
 def test_interrupted_flush_tries_again(monkeypatch):
     y = W(torch.ones(3)) * 7.5 + 2.25
 
