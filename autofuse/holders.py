@@ -68,8 +68,7 @@ def _variables(frame: FrameType, modules: set[int]) -> list[tuple[str, Any]]:
     """The local variables of `frame`, and those of its module unless it is among `modules`."""
     variables, module = frame.f_locals, frame.f_globals
     found = list(variables.items())
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        # up to 3.12 this is a copy that stays with the frame, and would keep the values alive
+    if _COPY and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         if sys.getrefcount(variables) <= _COPY:
             variables.clear()
     if id(module) not in modules and variables is not module and not is_inside(frame):
@@ -86,7 +85,8 @@ def _calibrate() -> int:
     return count
 
 
-_COPY = _calibrate()
+# up to Python 3.12 `f_locals` is a copy that stays with the frame, and would keep the values alive
+_COPY = _calibrate() if sys.version_info < (3, 13) else 0
 
 
 def _add_containers(
