@@ -113,6 +113,41 @@ def test_a_write_to_memory_is_fused_with_what_it_reads(device):
 
 
 @device_param
+def test_the_same_ops_as_a_write_and_as_a_value(device):
+    """The kernel that writes is another one, whatever holds the values and whichever ran first."""
+    for order in ((True, False), (False, True)):
+        autofuse.chain.forget(autofuse.chain.recorder_for(torch.empty(0, device=device).device))
+        target, y = (autofuse.wrap(t) for t in pair(device))
+        want = autofuse.unwrap(target).clone()
+        for write in order:
+            for references in range(16):  # runners are known by their numbers
+                half = y * 0.5
+                held = [half] * references
+                result = target.sub_(half) if write else target - half
+                del half
+                autofuse.chain.flush_all("test")
+                expected = want - autofuse.unwrap(y) * 0.5
+                assert_same(result, expected, None)
+                want = expected if write else want
+                assert_same(target, want, None)
+                del held, result
+
+
+@device_param
+def test_a_write_to_memory_that_another_shape_reads(device):
+    """By another kernel, which may come after the one that writes."""
+
+    def f(target, small, large):
+        grown = small * 2.0
+        read = large * target
+        target.add_(grown)
+        return read, grown
+
+    row = torch.randn(4, device=device)
+    assert_same_as_eager(f, row, torch.randn(4, device=device), torch.randn(3, 4, device=device))
+
+
+@device_param
 @pytest.mark.parametrize("make", [torch.clone, torch.nn.Parameter], ids=["tensor", "parameter"])
 def test_a_write_to_plain_memory_is_fused_with_what_it_reads(make, device):
     """Also where the chain reads that memory, as weight decay does."""

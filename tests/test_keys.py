@@ -77,6 +77,22 @@ def test_kind_of_scalar_is_in_key(device):
         kinds.reverse()
 
 
+def test_modes_of_the_moment_are_in_key(device):
+    """The same ops in other modes have other results, in whatever order the modes come."""
+    x, n = tensor(device, 4, 4), tensor(device, 4, 4, dtype=torch.int32)
+    for inference in (False, True, False, True):
+        with torch.inference_mode(inference):
+            y = autofuse.materialize(x * 2.0 + 1.0)
+            assert y.is_inference() is inference
+            assert_same(y * 2.0, torch.full((4, 4), 6.0, device=device), None)
+    for dtype in (torch.float32, torch.float64, torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert_same(n * 1.5, torch.full((4, 4), 1.5, dtype=dtype, device=device), None)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def test_live_outs_are_in_key(device):
     x = tensor(device, 4, 4)
     held = []
