@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
+from types import ClassMethodDescriptorType
 from typing import Any
 
 import torch
@@ -305,15 +306,15 @@ def _flushed_at_end(owner: Any) -> None:
 def _closed_during(owner: Any, name: str) -> None:
     """Record nothing while the class or instance method `owner.name` runs."""
     original = owner.__dict__[name]
-    static = isinstance(original, classmethod)
-    function = original.__func__ if static else original
+    of_class = isinstance(original, (classmethod, ClassMethodDescriptorType))  # C's, torch 2.14
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(getattr(original, "__func__", original))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with closed(name):
-            return function(*args, **kwargs)
+            bound = original.__get__(None, self) if of_class else original.__get__(self)
+            return bound(*args, **kwargs)
 
-    setattr(owner, name, classmethod(call) if static else call)
+    setattr(owner, name, classmethod(call) if of_class else call)
 
 
 def _plain(tensor: Tensor) -> torch.Tensor:

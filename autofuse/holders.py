@@ -98,9 +98,16 @@ def _add_containers(
     """Add to `names` the containers and objects that refer to the `missing` shells."""
     ours.add(id(missing))
     for referrer in gc.get_referrers(*(shell for _, shell in missing)):
-        if id(referrer) in ours or isinstance(referrer, (Chain, Node, FrameType)):
+        if id(referrer) in ours or isinstance(referrer, (Chain, Node)):
             continue
         referents = set(map(id, gc.get_referents(referrer)))
+        if isinstance(referrer, FrameType):  # its variables are known, but for a generator's
+            if sys.version_info >= (3, 11):  # which refers to them itself
+                continue
+            above = (r for r in gc.get_referrers(referrer) if isinstance(r, GeneratorType))
+            referrer = next(above, None)
+            if referrer is None:
+                continue
         for k, shell in missing:
             name = _as_holder(referrer, shell, theirs) if id(shell) in referents else ""
             if name and not (name == "a closure" and names[k]):  # its variable is named

@@ -134,6 +134,21 @@ def test_the_same_ops_as_a_write_and_as_a_value(device):
 
 
 @device_param
+@pytest.mark.parametrize("born", [True, False])
+def test_writes_in_inference_mode_are_not_fused(born, device):
+    """A tensor that was born there has no version that a kernel's write could count."""
+    want = torch.ones(4, device=device) + 2.0
+    for _ in range(3):
+        with torch.inference_mode(born):
+            target, y = (autofuse.wrap(torch.ones(4, device=device)) for _ in range(2))
+        with torch.inference_mode():
+            target.add_(y * 2.0)
+            assert_same(autofuse.unwrap(target).clone(), want.clone(), None)
+    stats = autofuse.stats()
+    assert "write" not in stats.flushes and stats.replays == 0
+
+
+@device_param
 def test_a_write_to_memory_that_another_shape_reads(device):
     """By another kernel, which may come after the one that writes."""
 
