@@ -208,7 +208,7 @@ FLOAT_TO_INT: dict[str, Call] = {
 class Numeric(NamedTuple):
     """A call over `tensors` operands and then `numbers` Python numbers, in its spellings.
 
-    whole: its numbers are ints by their nature, a count of digits or an order, up to this.
+    whole: the numbers to call it with, where they are ints by their nature.
     """
 
     call: Call
@@ -216,7 +216,7 @@ class Numeric(NamedTuple):
     numbers: int = 1
     inplace: Call | None = None  # writes the first operand
     out: Call | None = None  # takes `out` as well
-    whole: int = 0
+    whole: tuple[object, ...] = ()
 
     @property
     def spellings(self) -> dict[str, Call]:
@@ -235,7 +235,7 @@ def _numeric(
     tensors: int = 1,
     numbers: int = 1,
     place: object = torch,
-    whole: int = 0,
+    whole: tuple[object, ...] = (),
 ) -> Numeric:
     """`form` of a function of `place`, of its in-place method and with `out=`."""
     function = getattr(place, name)
@@ -280,6 +280,9 @@ _LEFT = (
 _QUOTIENTS = "div divide fmod remainder floordiv rfloordiv mod rmod".split()
 _OPERATORS = "add truediv floordiv mod pow".split()
 _REFLECTED = "add sub mul truediv floordiv mod pow and_ xor lshift lt".split()
+
+# for what takes ints alone; of polygamma more would not end: torch sums the distance to zero up
+_ODD = (True, False, 2**63, 2**64, 1.0, 0.5, float("nan"), None)
 
 NUMERIC: dict[str, Numeric] = {
     **{name: _numeric(name) for name in _RIGHT},
@@ -334,10 +337,12 @@ NUMERIC: dict[str, Numeric] = {
     ),
     "nan_to_num": _numeric("nan_to_num", numbers=3),
     "logit": _numeric("logit"),
-    "round_decimals": _numeric("round", lambda f, x, d: f(x, decimals=d), whole=2000),
-    "polygamma": _numeric("polygamma", lambda f, x, n: f(n, x), whole=20)._replace(
-        inplace=lambda x, n: x.polygamma_(n)
+    "round_decimals": _numeric(
+        "round", lambda f, x, d: f(x, decimals=d), whole=(*range(-2000, 2001), *_ODD)
     ),
+    "polygamma": _numeric(
+        "polygamma", lambda f, x, n: f(n, x), whole=(*range(-20, 2), *_ODD)
+    )._replace(inplace=lambda x, n: x.polygamma_(n)),
     "isclose": Numeric(lambda x, y, r, a: torch.isclose(x, y, rtol=r, atol=a), 2, 2),
     "leaky_relu": _activation("leaky_relu"),
     "elu": _activation("elu"),
