@@ -130,7 +130,7 @@ def _patch_inplace() -> None:
 
 
 def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    recorders = _chain._all_recorders
+    recorders = _chain._all_recorders.refs
     handler = OPTIONS.get(original)
 
     @functools.wraps(original)
@@ -138,8 +138,9 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if not recorders:
             return original(*args, **kwargs)
         if handler is not None and args and args[0].__class__ in _PLAIN:
-            for recorder in recorders:
-                if recorder.chain:
+            for known in recorders[:]:
+                recorder = known()
+                if recorder is not None and recorder.chain:
                     if _asks_us(args, kwargs):
                         return handler(*args, **kwargs)  # torch would take 4 us to find it
                     break
@@ -147,10 +148,8 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         nested = ident in writing
         try:
             writing[ident] = True  # as `announced`, in 0.2 us less
-            for recorder in recorders:
-                if recorder.chain or recorder.reading or not recorder.ident:
-                    _flush_readers_of(args, kwargs, name)
-                    break
+            if _pending():
+                _flush_readers_of(args, kwargs, name)
             return original(*args, **kwargs)
         finally:
             if not nested:
@@ -216,10 +215,11 @@ def _patch_attributes() -> None:
 
 
 def _pending() -> bool:
-    return any(
-        recorder.chain or recorder.reading or recorder.running is not None
-        for recorder in _chain._all_recorders
-    )
+    for known in _chain._all_recorders.refs[:]:
+        recorder = known()
+        if recorder is not None and (recorder.chain or recorder.reading or not recorder.ident):
+            return True
+    return False
 
 
 # --- code that takes tensors without asking -------------------------------------------------------

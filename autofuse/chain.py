@@ -25,12 +25,12 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from sys import getrefcount
 from threading import get_ident
 from typing import Any, Protocol
-from weakref import getweakrefcount
+from weakref import getweakrefcount, ref
 
 import torch
 
@@ -139,16 +139,17 @@ class Chain(list):  # type: ignore[type-arg]
 class Recorder:
     """What one thread records on one device."""
 
-    __slots__ = ("acquire", "chain", "closed", "device", "enter", "exit", "grad",
-                 "guarded", "hide", "home", "ident", "inference", "last_wait", "launches", "lock",
-                 "off", "reading", "release", "resting", "roots", "running", "runners", "show",
-                 "size", "spare", "stream", "thread", "waits")  # fmt: skip
+    __slots__ = ("__weakref__", "acquire", "chain", "closed", "device", "ended", "enter", "exit",
+                 "grad", "guarded", "hide", "home", "ident", "inference", "last_wait", "launches",
+                 "lock", "off", "reading", "release", "resting", "roots", "running", "runners",
+                 "show", "size", "spare", "stream", "thread", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
         self.thread = ident  # whose it is; -1 once that has ended
         self.ident = ident  # the same, or 0 while a flush has taken the chain
         self.relock()
+        self.ended = False  # its thread has gone
         self.guarded = False  # `native` runs an eager op, with torch functions off
         modes = NoTorchFunction()
         self.enter, self.exit = modes.__enter__, modes.__exit__
@@ -209,17 +210,71 @@ class Recorder:
         while not self.open():  # something was recorded in the middle
             flush(self, reason)
 
+    def end(self) -> None:
+        """The thread has gone: only values that somebody holds stay pending.
+
+        They keep their recorder; whoever needs one first flushes it, as any other thread's.
+        """
+        self.ended = True
+        self.thread = -1  # its number is used again; a value of it is another thread's now
+        if self.acquire(blocking=False):  # else somebody flushes it; a fork may have lost who
+            try:
+                if self.chain and max(_counts(self.chain)) <= DEAD:
+                    flush(self, "end of a thread")
+                self.leave()
+            finally:
+                self.release()
+
+    def leave(self) -> None:
+        """Once nothing is pending any more, be nothing that holds something.
+
+        Undone by hand, for a cycle would wait for the garbage collector.
+        """
+        if not self.ident:  # in the middle of a flush, which does this at its end
+            return
+        self.ident = -1
+        if self.chain:
+            return
+        counts.forgotten.update(totals(self))
+        self.runners.clear()
+        nodes = list(self.roots.values())
+        self.roots.clear()
+        for node in nodes:
+            nodes += node.next.values()
+            if node.returns is not None:
+                nodes.append(node.returns[2])
+            node.next.clear()
+            node.runners.clear()
+            node.recent = node.returns = node.shell = None
+        self.spare = None
+        self.home = self.closed = self.chain.tip = _NOWHERE
+
+
+_NOWHERE = Node(None, None, None)  # type: ignore[arg-type] - where recorders end
+
+
+class _Recorders:
+    """All recorders that there are: their threads hold them, and values that are pending."""
+
+    def __init__(self) -> None:
+        self.refs: list[ref[Recorder]] = []
+
+    def add(self, recorder: Recorder) -> None:
+        self.refs.append(ref(recorder, self.refs.remove))
+
+    def __iter__(self) -> Iterator[Recorder]:
+        for known in self.refs[:]:  # other threads add and remove
+            recorder = known()
+            if recorder is not None:
+                yield recorder
+
 
 class _Owned(dict):  # type: ignore[type-arg]
-    """A thread's recorders by device; goes when the thread goes, and its number is used again."""
+    """A thread's recorders by device; goes when the thread goes."""
 
     def __del__(self) -> None:
         for recorder in self.values():
-            recorder.thread = -1  # whoever holds a value of it now is another thread
-            recorder.ident = recorder.ident and -1
-            if not recorder.chain and recorder in _all_recorders:
-                _all_recorders.remove(recorder)
-                counts.forgotten.update(totals(recorder))
+            recorder.end()
 
 
 class _Local(threading.local):
@@ -233,13 +288,13 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_all_recorders: list[Recorder] = []
+_all_recorders = _Recorders()
 writing: dict[int, bool] = {}  # threads that look for readers of what they are about to write
 
 
 def is_alone() -> bool:
     """Whether no other thread has recorded anything."""
-    return len(_all_recorders) == len(_local.recorders)
+    return len(_all_recorders.refs) == len(_local.recorders)
 
 
 def announced(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +341,7 @@ def recorder_for(device: torch.device) -> Recorder:
     if recorder is None:
         device = _shell.same_device(device)
         recorder = _local.recorders[device] = Recorder(device, get_ident(), _local.closed > 0)
-        _all_recorders.append(recorder)
+        _all_recorders.add(recorder)
     return recorder
 
 
@@ -816,6 +871,8 @@ def _flush(
     # no recording is in the middle of it; who writes holds it, and adds nothing to it
     if getrefcount(chain) == _HELD_HERE + (into is not None):
         recorder.spare = chain.emptied()
+    if recorder.ended:
+        recorder.leave()
     return True
 
 
@@ -1025,7 +1082,7 @@ def _rest(recorder: Recorder) -> None:
 
 def wake(*reason: object) -> None:
     """Let every recorder that rests record again."""
-    for recorder in list(_all_recorders):
+    for recorder in _all_recorders:
         if recorder.resting:
             recorder.resting = False
             recorder.reopen("wake")
@@ -1220,7 +1277,7 @@ def annotate(make: Callable[[str], contextlib.AbstractContextManager[Any]], on: 
     if on is (make in _ranges):
         return
     _ranges.append(make) if on else _ranges.remove(make)
-    for recorder in list(_all_recorders):
+    for recorder in _all_recorders:
         with recorder.lock:
             for runner in recorder.runners:
                 if runner.recorded:  # autograd's have no flush
@@ -1288,18 +1345,22 @@ def regrade() -> None:
 
 def flush_all(reason: str) -> None:
     """Flush everything that any thread has pending."""
-    for recorder in list(_all_recorders):
-        if recorder.chain or recorder.reading or recorder.running is not None:
+    for recorder in _all_recorders:
+        if recorder.chain or recorder.reading or not recorder.ident:
             flush(recorder, reason)
 
 
 def flush_readers(tensor: torch.Tensor, reason: str, others: bool = False) -> None:
     """Flush the chains that read the memory of `tensor`, which is about to change.
 
-    others: those of other threads alone.
+    others: those of other threads alone. Chains of threads that have gone go with them, so that
+    nobody has to look at them again.
     """
     ident = get_ident() if others else None
-    for recorder in list(_all_recorders):
+    for known in _all_recorders.refs[:]:  # 0.3 us less than an iterator of recorders
+        recorder = known()
+        if recorder is None:
+            continue
         chain = recorder.running or recorder.chain
         if (chain or recorder.reading) and recorder.ident != ident:
             with NoTorchFunction():
@@ -1312,6 +1373,9 @@ def flush_readers(tensor: torch.Tensor, reason: str, others: bool = False) -> No
                     reads = True
             if reads:
                 flush(recorder, reason)
+            elif recorder.ended:
+                with contextlib.suppress(StaleInputError):  # told to who reads the value
+                    flush(recorder, "end of a thread")
 
 
 def close_thread(reason: str) -> None:
@@ -1357,7 +1421,7 @@ def reopen(reason: str) -> None:
 
 def reopen_all(reason: str) -> None:
     """The same for every thread, where a mode of the process has changed."""
-    for recorder in list(_all_recorders):
+    for recorder in _all_recorders:
         recorder.reopen(reason)
 
 
@@ -1391,18 +1455,18 @@ def forget(recorder: Recorder) -> None:
 
 def forget_kernels() -> None:
     """Let every recorder drop its trie, and with it kernels, where it next sees something new."""
-    for recorder in list(_all_recorders):
+    for recorder in _all_recorders:
         recorder.size = config.max_trie
 
 
 def forget_threads() -> None:
     """After a fork: what other threads had pending does not exist here."""
-    ident = get_ident()
     inside.clear()
     writing.clear()
-    _all_recorders[:] = [recorder for recorder in _all_recorders if recorder.thread == ident]
     for recorder in _all_recorders:
         recorder.relock()  # another thread may have held it
+        if recorder is not _local.recorders.get(recorder.device):
+            recorder.end()
 
 
 watch(wake)

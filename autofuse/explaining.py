@@ -125,7 +125,7 @@ class Report(Observer):
         self.launches = after["kernels_launched"] - self._totals["kernels_launched"]
         self.bytes_saved = after["bytes_elided"] - self._totals["bytes_elided"]
         self.values_elided = after["nodes_elided"] - self._totals["nodes_elided"]
-        self.pending = sum(len(recorder.chain) for recorder in list(_all_recorders))
+        self.pending = sum(len(recorder.chain) for recorder in _all_recorders)
         used: Counter[KernelUse] = Counter()
         for runner in _runners():
             runs = runner.runs - self._runs.get(runner, 0)
@@ -251,7 +251,7 @@ def explain(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> 
 
 
 def _runners() -> list[Runner]:
-    return [runner for recorder in list(_all_recorders) for runner in list(recorder.runners)]
+    return [runner for recorder in _all_recorders for runner in list(recorder.runners)]
 
 
 def _uses(runner: Runner) -> list[KernelUse]:

@@ -132,7 +132,7 @@ def _given() -> dict[str, Any]:
         "Parameter": torch.nn.Parameter, "local": chain._local, "counts": chain.counts,
         "ranges": chain._ranges, "chain_names": vars(chain),
         "chain_flush": chain.flush, "finish": chain.finish, "inside": chain.inside,
-        "others_writing": chain.writing, "all_recorders": chain._all_recorders,
+        "others_writing": chain.writing, "all_recorders": chain._all_recorders.refs,
         "relieve": chain.relieve, "hold": chain.hold, "COUNTED": chain.ALONE - 1,
         "is_grad_enabled": torch.is_grad_enabled,
         "function_modes": torch._C._len_torch_function_stack,

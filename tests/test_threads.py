@@ -1,14 +1,20 @@
 """Several threads: each records its own chains, and values may travel between them."""
 
+import gc
+import os
 import queue
 import sys
 import threading
+import warnings
+from collections import Counter
+from weakref import ref
 
 import pytest
 import torch
 
 import autofuse
-from support import DEVICES, assert_same
+from autofuse import boundaries, chain
+from support import DEVICES, assert_same, elsewhere
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -83,3 +89,187 @@ def test_pending_values_are_ops_operands_elsewhere(device):
     found = []
     run(lambda: found.append(autofuse.unwrap(y * 3 + y)))
     assert_same(found[0], x * 2 * 3 + x * 2, None)
+
+
+# --- threads that end with ops pending ----------------------------------------------------------
+
+
+@pytest.fixture
+def no_gc():
+    """What goes, goes without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def tracked():
+    """How many objects of autofuse's there are, by class."""
+    found = Counter(type(item) for item in gc.get_objects())
+    kept = {cls: n for cls, n in found.items() if str(cls.__module__).startswith("autofuse")}
+    return kept | {autofuse.Tensor: found[autofuse.Tensor]}
+
+
+def pending_anywhere():
+    return sum(len(recorder.chain) for recorder in chain._all_recorders)
+
+
+def test_a_thread_that_ends_with_ops_pending_leaves_nothing(device, no_gc):
+    sources = []
+
+    def work():
+        x = autofuse.wrap(torch.ones(1 << 12, device=device))
+        sources.append(ref(x))
+        y = x * 2
+        z = y + 1.0 if len(sources) % 2 else y.neg_()
+        assert autofuse.is_pending(z)
+
+    for _ in range(3):
+        assert elsewhere(work) is None
+    before, ops = tracked(), autofuse.stats().ops_recorded
+    for _ in range(50):
+        assert elsewhere(work) is None
+    assert tracked() == before and not pending_anywhere()
+    assert not any(source() is not None for source in sources)
+    assert autofuse.stats().ops_recorded == ops + 100  # they count as before
+    assert autofuse.stats().kernels_launched == 0
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_values_of_a_thread_that_has_gone_are_computed_by_who_needs_them(graded, device):
+    x = torch.randn(64, device=device, requires_grad=graded)
+    kept = []
+
+    def work():
+        kept.append((autofuse.wrap(x) * 2.0 + 1.0).sigmoid())
+
+    def use():  # likely to have the number of a thread that has gone
+        kept.append(kept.pop() * x)
+
+    want = (x * 2.0 + 1.0).sigmoid()
+    for _ in range(20):
+        assert elsewhere(work) is None
+        assert autofuse.is_pending(kept[-1])
+        assert elsewhere(use) is None
+        assert_same(kept.pop(), want * x, 1e-6)
+        assert elsewhere(work) is None
+        assert_same(kept.pop(), want, 1e-6)
+    gc.collect()
+    assert not pending_anywhere()
+
+
+def test_the_holders_of_its_values_alone_keep_a_recorder(device):
+    """In a cycle with the value, as any object that refers to itself."""
+    before = len(list(chain._all_recorders))
+    kept = []
+
+    def work():
+        kept.append(autofuse.wrap(torch.ones(4, device=device)) * 2)
+
+    for _ in range(20):
+        assert elsewhere(work) is None
+    assert len(list(chain._all_recorders)) == before + 20
+    del kept[5:]
+    gc.collect()
+    assert len(list(chain._all_recorders)) == before + 5
+    assert [y.sum().item() for y in kept] == [8.0] * 5
+    assert len(list(chain._all_recorders)) == before  # without the garbage collector
+
+
+def test_a_write_has_to_look_at_a_thread_that_has_gone_once(device):
+    x, kept = torch.ones(64, device=device), []
+    assert elsewhere(lambda: kept.append(autofuse.wrap(x) * 2)) is None
+    assert elsewhere(lambda: kept.append(autofuse.wrap(torch.ones(4, device=device)) * 2)) is None
+    torch.zeros(3, device=device).add_(1)
+    assert not pending_anywhere()
+    x.add_(1)
+    assert [y.sum().item() for y in kept] == [128.0, 8.0]
+
+
+def test_a_stale_read_of_a_thread_that_has_gone_is_told_to_the_reader(device):
+    x, kept = torch.ones(64, device=device), []
+    assert elsewhere(lambda: kept.append(autofuse.wrap(x) * 2)) is None
+    torch._C._increment_version([x])  # a write that nobody could see
+    torch.zeros(3, device=device).add_(1)
+    assert not pending_anywhere()
+    with pytest.raises(autofuse.StaleInputError):
+        kept[0].tolist()
+
+
+def test_a_thread_that_ends_while_another_flushes_it(device, monkeypatch):
+    before = len(list(chain._all_recorders))
+    begun, ended, kept = threading.Event(), threading.Event(), []
+    runner_for = chain._runner_for
+
+    def slow(recorder, *args):
+        begun.set()
+        assert ended.wait(60)
+        return runner_for(recorder, *args)
+
+    def work():
+        kept.append(autofuse.wrap(torch.ones(64, device=device)) * 2)
+        assert begun.wait(60)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    while not kept:
+        pass
+    monkeypatch.setattr(chain, "_runner_for", slow)
+    reader = threading.Thread(target=lambda: kept.append(kept[0].tolist()))
+    reader.start()
+    worker.join()
+    ended.set()
+    reader.join()
+    assert kept[1] == [2.0] * 64
+    assert len(list(chain._all_recorders)) == before
+
+
+def test_data_of_a_thread_that_another_one_frees(device, no_gc):
+    """As where the frame of an error keeps them, or a fork ends the thread."""
+    before = len(list(chain._all_recorders))
+    kept = []
+
+    def work():
+        x = autofuse.wrap(torch.ones(4, device=device))
+        kept.append((chain._local.recorders, x * 2))
+        x + 1.0
+
+    assert elsewhere(work) is None
+    owned, y = kept.pop()
+    del owned
+    assert pending_anywhere()
+    assert y.tolist() == [2.0] * 4
+    assert len(list(chain._all_recorders)) == before
+
+
+def test_a_forked_child_computes_what_its_parents_threads_had_pending(device, monkeypatch):
+    if device == "cuda":
+        pytest.skip("a forked child cannot use CUDA once its parent does")
+    monkeypatch.setattr(boundaries, "flush_all", lambda reason: None)  # as if recorded after it
+    kept, locked, stop = [], threading.Event(), threading.Event()
+
+    def work():
+        kept.append(autofuse.wrap(torch.ones(4)) * 2)
+
+    def stay():  # the child has the lock and not the thread that would release it
+        work()
+        with kept[-1]._af.recorder.lock:
+            locked.set()
+            stop.wait(60)
+
+    assert elsewhere(work) is None
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert locked.wait(60)
+    with warnings.catch_warnings():  # of threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        done = []
+        reader = threading.Thread(target=lambda: done.extend(y.tolist() for y in kept), daemon=True)
+        reader.start()
+        reader.join(30)
+        os._exit(done != [[2.0] * 4] * 2 or pending_anywhere())
+    stop.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
