@@ -294,8 +294,9 @@ class Segment:
                 )
         elif not torch._C._are_functorch_transforms_active():
             with NoTorchFunction():
-                key = tuple([None if g is None else plain_meta(g) for g in grads])
-            answer = self._answer(key, grads)
+                key = tuple([plain_meta(g) if g.__class__ in _READ else None for g in grads])
+            if len(grads) - key.count(None) == len(incoming):  # no sparse one, no other class
+                answer = self._answer(key, grads)
         if answer is not None:
             try:
                 result = answer(incoming, saved, consts)
@@ -393,6 +394,9 @@ def _pack(indices: list[int], meta_of: Callable[[Ref], Meta]) -> list[int]:
     meta = meta_of(indices[0])
     whole = meta.nbytes and meta.nbytes % 16 == 0 and is_dense(tuple(meta.shape), meta.stride)
     return indices if whole else []
+
+
+_READ = (torch.Tensor, torch.nn.Parameter, Tensor)  # gradients whose memory is theirs
 
 
 def _concrete(g: Tensor) -> torch.Tensor:

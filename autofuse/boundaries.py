@@ -41,7 +41,7 @@ from .eager import EXPORTS
 from .errors import warn_once
 from .load import keep_modules
 from .shell import Tensor
-from .tensor import HANDLERS, OPTIONS, SIMPLE, ask_overrides
+from .tensor import HANDLERS, OPTIONS, SIMPLE, ask_overrides, run_default
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_torch_function_enabled = torch._C._is_torch_function_enabled
@@ -253,6 +253,15 @@ def _patch_calls() -> None:
         _reopened_after(owner, "_engine_run_backward", "backward", lambda reason: regrade(),
                         flush=flush_thread)  # fmt: skip
 
+    default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(default)
+    def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Tensor in types:
+            return run_default(default, cls, func, types, args, kwargs)
+        return default(cls, func, types, args, kwargs)
+
+    torch.Tensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
     for module in (torch.nn.functional, torch.functional, torch._tensor, torch.autograd):
         module.handle_torch_function = ask_overrides  # type: ignore[attr-defined]
 

@@ -1226,6 +1226,9 @@ def _replayed(
     ops: Callable[..., list[torch.Tensor]] | None = None,
 ) -> dict[int, torch.Tensor]:
     """The values `live` of `chain`, by node index, made by eager ops; `chain` stays as it is."""
+    if nodes[-1].graded and _is_excluded(_AUTOGRAD):
+        with _show(_AUTOGRAD, False), _show(torch._C.DispatchKey.ADInplaceOrView, False):
+            return _replayed(chain, nodes, live, bumps, ops)
     was = torch.is_grad_enabled()
     try:
         torch._C._set_grad_enabled(nodes[-1].graded)
@@ -1234,6 +1237,12 @@ def _replayed(
     finally:
         torch._C._set_grad_enabled(was)
     return dict(zip(live, made, strict=True))
+
+
+# a `__torch_dispatch__` of another class runs without autograd, and may flush
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_show = torch._C._SetExcludeDispatchKeyGuard
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torch.Tensor]]:

@@ -8,6 +8,7 @@ is wrapped again, so that the next chain is seen.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import operator
 import sys
@@ -193,8 +194,13 @@ def _keep_order(recorder: Any, args: Any) -> None:
         flush(recorder, "order of gradients")
 
 
-def _run_any(func: Handler, known: Known, args: Any, kwargs: Any) -> Any:
-    """`run_eager` for nested arguments, keywords, Python functions and writes."""
+def _run_any(
+    func: Handler, known: Known, args: Any, kwargs: Any, call: Handler | None = None
+) -> Any:
+    """`run_eager` for nested arguments, keywords, Python functions, other classes and writes.
+
+    call: what to call with plain tensors in place of `func`.
+    """
     name = known.name
     writes = known.writes or (kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")))
     if writes and get_ident() not in writing:
@@ -203,6 +209,10 @@ def _run_any(func: Handler, known: Known, args: Any, kwargs: Any) -> Any:
     items = _flat((*args, *kwargs.values()) if kwargs else args)
     if recorder is not None and recorder.chain.tip.holds_grad:
         _keep_order(recorder, items)
+    others = _has_others(items)
+    if others and func in _OPERATORS and args[0].__class__ is Tensor:
+        call = _OPERATORS[func]
+    in_c = known.in_c and call is None and not others
     wrapped = [item for item in items if item.__class__ is Tensor]
     del items  # who empties a list that it is given wants the memory
     for tensor in wrapped:
@@ -221,7 +231,7 @@ def _run_any(func: Handler, known: Known, args: Any, kwargs: Any) -> Any:
         for tensor in wrapped:
             tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
     counts.eager[known.reason] += 1
-    if known.in_c:
+    if in_c:
         with NoTorchFunction():
             result = func(*args, **kwargs) if kwargs else func(*args)
         return _lifted(result)
@@ -229,11 +239,46 @@ def _run_any(func: Handler, known: Known, args: Any, kwargs: Any) -> Any:
         tensor.__dict__.pop("_af", None)  # it may have other contents afterwards
         _set(tensor, "__class__", _Plain)
     try:
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = (call or func)(*args, **kwargs or {})
     finally:
         for tensor in wrapped:
             tensor.__class__ = Tensor
     return _lifted(result)
+
+
+def _has_others(items: Iterable[Any]) -> bool:
+    """Whether one of these is of a class that may have a say about what wrapped tensors know."""
+    others = [x for x in items if x.__class__ not in SIMPLE and x.__class__ is not Tensor]
+    return any(isinstance(x, _Plain) for x in others) or _has_torch_function(others)
+
+
+_has_torch_function = torch._C._has_torch_function
+
+
+def _operators() -> dict[Handler, Handler]:
+    """Python's operators by the methods that they call on a tensor.
+
+    They ask another class first that is a subclass of a plain tensor's; of ours it is none.
+    """
+    found = {}
+    names = {name for name in dir(_Plain) if name.startswith("__")}
+    for name, call in vars(operator).items():
+        if name in names and call.__class__ is type(len):
+            found[getattr(_Plain, name)] = call
+        name = f"__r{name[2:]}"
+        if name in names and name not in vars(operator):
+            found[getattr(_Plain, name)] = lambda x, y, call=call: call(y, x)
+    return found
+
+
+_OPERATORS = _operators()
+
+
+def run_default(default: Handler, cls: type, func: Handler, types: Any, args: Any, kw: Any) -> Any:
+    """`torch.Tensor.__torch_function__` of another class, for which wrapped tensors are plain."""
+    others = tuple(kind for kind in types if kind is not Tensor)
+    call = lambda *args, **kwargs: default(cls, func, others, args, kwargs)  # noqa: E731
+    return _run_any(func, known_of(func), args, kw, call)
 
 
 _COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
@@ -312,8 +357,8 @@ _LIFT_COUNT = _calibrate()
 
 
 def _torch_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if types != _ONLY and not all(issubclass(cls, _KNOWN) or cls is _Plain for cls in types):
-        return NotImplemented  # another subclass knows better
+    if types != _ONLY and not all(cls in _OURS for cls in types):
+        return _run_any(func, known_of(func), args, kwargs)  # another class has a say
     if kwargs and not (len(kwargs) == 1 and kwargs.get("inplace") is False):  # as torch passes on
         handler = OPTIONS.get(func)
         if handler is None:
@@ -329,7 +374,8 @@ def _torch_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -
 def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.overrides.handle_torch_function`, which torch's functions in Python call.
 
-    3 us less where no other class and no mode has a say.
+    3 us less where no other class and no mode has a say. Another class is asked as if wrapped
+    tensors were plain ones.
     """
     if not _function_modes():
         for x in relevant_args:
@@ -337,16 +383,18 @@ def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs:
                 break
         else:
             return _torch_function(public_api, _ONLY, args, kwargs)
+        if any(x.__class__ is Tensor for x in relevant_args):
+            return _run_any(public_api, known_of(public_api), args, kwargs)
     return _ask_overrides(public_api, relevant_args, *args, **kwargs)
 
 
 _ask_overrides = torch.overrides.handle_torch_function
 _function_modes = torch._C._len_torch_function_stack
 _ONLY = (Tensor,)
-_KNOWN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-_CONSTANT = {"detach", "_local_scalar_dense"}  # no gradient leads through these
+# no gradient leads through these
+_CONSTANT = {"detach", "_local_scalar_dense", "eq", "ne", "lt", "le", "gt", "ge", "equal"}
 
 
 def _torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -567,10 +615,12 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
                             return out
                 return run_eager(func, args, kwargs)
         chosen = _chosen(choose, args, options)
-        if chosen is not None:
-            shell = record(*chosen) if chosen.__class__ is tuple else chosen
+        if chosen.__class__ is tuple:
+            shell = record(*chosen)
             if shell is not None:
                 return shell
+        elif chosen is not None and not _has_others((*args, *kwargs.values())):
+            return chosen
         return run_eager(func, args, kwargs)
 
     return call
@@ -588,7 +638,8 @@ def _composite(compose: Handler, func: Handler) -> Handler:
     """A handler for functions that PyTorch makes of other ones; what it passes on runs eagerly."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = _chosen(compose, args, kwargs)
+        others = _has_others((*args, *kwargs.values()))
+        result = None if others else _chosen(compose, args, kwargs)
         return run_eager(func, args, kwargs) if result is None else result
 
     return call
@@ -663,14 +714,21 @@ def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handle
     scalar = None if scalar_row is None else _generate(_BINARY, OPS[scalar_row], func)
 
     def reflected(self: Any, other: Any) -> Any:
-        if isinstance(other, torch.Tensor):
+        if other.__class__ in _OURS:
             shell = record(OPS[tensor_row], (other, self))
             return run_eager(forward, (other, self)) if shell is None else shell
+        if _has_others((other,)):
+            return run_eager(func, (self, other))
         if scalar is not None:
             return scalar(self, other)
         return self.reciprocal() * other
 
     return reflected
+
+
+def _rpow(self: Any, other: Any) -> Any:
+    others = _has_others((other,))
+    return run_eager(_Plain.__rpow__, (self, other)) if others else torch.pow(other, self)
 
 
 def _plain_choice(row: Op) -> Handler:
@@ -708,7 +766,7 @@ def _install_ops() -> None:
         _override(name, _cast(dtype, getattr(_Plain, name)))
     for name, (tensor_row, scalar_row) in ops.REFLECTED_OPERATORS.items():
         _override(name, _reflected(tensor_row, scalar_row, getattr(_Plain, name)))
-    _override("__rpow__", lambda self, other: torch.pow(other, self))
+    _override("__rpow__", _rpow)
     _override("__hash__", _Plain.__hash__)
 
 
@@ -848,6 +906,31 @@ def _install_methods() -> None:
         if name in ("__getitem__", "__matmul__", "__rmatmul__") or not name.startswith("_"):
             if func.__class__ in IN_C and name not in Tensor.__dict__:
                 setattr(Tensor, name, _eager(func))
+    if not _made_no_sequence(Tensor):
+        del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
+
+
+def _made_no_sequence(cls: type) -> bool:
+    """Empty the slot that makes C see sequences in the objects of `cls`; whether that is done.
+
+    A class in Python that has `__getitem__` is one, and torch's tensors are none: torch.tensor and
+    others would ask a list's 0-d tensors for their items.
+    """
+    if sys.implementation.name != "cpython":
+        return False
+    slot_of = ctypes.pythonapi.PyType_GetSlot
+    slot_of.restype, slot_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_int)
+    item = slot_of(cls, _SQ_ITEM)
+    size: Any = type(cls).__basicsize__
+    words = (ctypes.c_void_p * (size // 8)).from_address(id(cls))
+    places = [k for k, word in enumerate(words) if item is not None and word == item]
+    if len(places) != 1:
+        return False
+    words[places[0]] = None
+    return slot_of(cls, _SQ_ITEM) is None
+
+
+_SQ_ITEM = 44  # of typeslots.h, which the stable ABI fixes
 
 
 _install_ops()

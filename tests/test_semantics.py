@@ -304,8 +304,7 @@ def test_python_functions_of_torch_ask_other_classes_and_modes():
     w, x = autofuse.wrap(torch.ones(3)), torch.ones(3)
     other = x.as_subclass(Other)
     assert type(F.relu(other)) is Other
-    with pytest.raises(TypeError, match="no implementation found for 'torch.nn.functional.mse"):
-        F.mse_loss(w, other)
+    assert type(F.mse_loss(w, other)) is Other
     with Named():
         assert F.relu(w - 2.0).tolist() == [0.0] * 3
     assert Named.names.count("relu") >= 1
