@@ -41,7 +41,7 @@ from .eager import EXPORTS
 from .errors import warn_once
 from .load import keep_modules
 from .shell import Tensor
-from .tensor import HANDLERS, OPTIONS, SIMPLE, ask_overrides, run_default
+from .tensor import HANDLERS, OPTIONS, SIMPLE, ask_overrides, run_default, run_eager
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_torch_function_enabled = torch._C._is_torch_function_enabled
@@ -273,6 +273,14 @@ def _patch_calls() -> None:
         return make(cls, data, *args, **kwargs)
 
     torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[assignment]
+    variable = torch.autograd.Variable.__new__  # C, which makes a plain tensor of any
+
+    def new_variable(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+            return variable(cls, *args, **kwargs)
+        return run_eager(variable, (cls, *args), kwargs)
+
+    torch.autograd.Variable.__new__ = staticmethod(new_variable)  # type: ignore[assignment]
 
 
 def _regraded_after(owner: Any, name: str) -> None:

@@ -150,6 +150,8 @@ def write_now(recorder: Recorder, function, known: Known, args, count, names):
     if result == 0:
         return 0
     Py_DecRef(result)
+    if result is NotImplemented:  # of an operator's method; Python comes to the same
+        return 0
     grad = PyObject_CallNoArgs(is_grad_enabled)
     if grad == 0:
         return 0

@@ -452,6 +452,13 @@ plain(
     one_dtype=True,
     **_TENSORS,
 )
+
+
+@spelled()
+def heaviside(input, values):
+    return OPS["heaviside"], (input, values)
+
+
 plain("nextafter", "x y", "nextafter(x, y)", accepts="w", tensors_only=True)
 _LARGER = "x if abs(x) == inf and x == y else fmax(x, y) + "
 plain(
@@ -659,6 +666,8 @@ def _float_power_(input, exponent):
 
 @composite()
 def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
+    if not (is_number(rtol) and is_number(atol)):
+        return None
     if not (input.dtype is other.dtype and input.is_floating_point() and rtol >= 0 <= atol):
         return None
     close = torch.eq(input, other)  # functions, for an operator may ask the right operand first

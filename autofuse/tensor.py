@@ -436,8 +436,8 @@ _HANDLER_NAMES = (
 # --- recording handlers, generated per op: the hot path ---------------------------------------
 
 _UNARY = """
-def handler(self{more}):
-    if self.__class__ is Tensor{plain}:
+def handler(self, /, *more, **options):
+    if self.__class__ is Tensor and not more and not options:
         node = self._af
         recorder = node.recorder or _local.current
         chain = recorder.chain if recorder is not None else None  # before `ident`, as in `record`
@@ -468,13 +468,15 @@ def handler(self{more}):
                         return shell
                 elif nxt.reason and not chain:
                     return run_short(FUNC, nxt, self)
-    {otherwise}shell = record(OP, (self,))
+    if more or options:
+        return REST(self, *more, **options)
+    shell = record(OP, (self,))
     return run_eager(FUNC, (self,)) if shell is None else shell
 """
 
 _BINARY = """
-def handler(self, other{more}):
-    if self.__class__ is Tensor{plain}:
+def handler(self, other=REST, /, *more, **options):
+    if self.__class__ is Tensor and not more and not options:
         node = self._af
         recorder = node.recorder or _local.current
         chain = recorder.chain if recorder is not None else None  # before `ident`, as in `record`
@@ -537,41 +539,26 @@ def handler(self, other{more}):
                             return shell
                 elif nxt.reason and not chain:
                     return run_short(FUNC, nxt, self, other)
-    {otherwise}shell = record(OP, (self, other))
+    if more or options or other is REST:
+        return REST(self, *((other, *more) if other is not REST else more), **options)
+    shell = record(OP, (self, other))
     return run_eager(FUNC, (self, other)) if shell is None else shell
 """
 
 
-# what a handler takes besides its operands, and what then becomes of the call
-_FORMS = {
-    "operator": {"more": "", "plain": "", "otherwise": ""},  # 0.05 us less than with `*more`
-    "function": {
-        "more": ", *more",
-        "plain": " and not more",
-        "otherwise": "if more: return run_eager(FUNC, (_OPERANDS, *more))\n    ",
-    },
-    "options": {
-        "more": ", *more, **options",
-        "plain": " and not more and not options",
-        "otherwise": "if more or options: return REST(_OPERANDS, *more, **options)\n    ",
-    },
-}
-
-
 @cache
-def _handler_code(template: str, form: str) -> CodeType:
+def _handler_code(template: str) -> CodeType:
     """Compiled once for all ops: 0.5 ms each at import."""
-    operands = "self" if template is _UNARY else "self, other"
-    text = template.format(**_FORMS[form]).replace("_OPERANDS", operands)
-    return compile(text, "<autofuse handler>", "exec")
+    return compile(template, "<autofuse handler>", "exec")
 
 
-def _generate(
-    template: str, row: Op, func: Handler, form: str = "function", rest: Handler | None = None
-) -> Handler:
-    """A handler for `func`, which computes `row`; calls with options go to `rest`."""
-    space = dict(globals(), OP=row, FUNC=func, REST=rest)
-    exec(_handler_code(template, form), space)
+def _generate(template: str, row: Op, func: Handler, rest: Handler | None = None) -> Handler:
+    """A handler for `func`, which computes `row`.
+
+    rest: what knows calls with other arguments than the operands, and wrong ones; or eager PyTorch.
+    """
+    space = dict(globals(), OP=row, FUNC=func, REST=rest or _eager(func))
+    exec(_handler_code(template), space)
     handler = space["handler"]
     handler.__name__ = getattr(func, "__name__", row.name)
     HOT.append(("handler", handler, (row, len(row.names), func)))
@@ -653,7 +640,7 @@ def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
     known = Known(func)
     known.reason = (known.name, "a write with nothing pending to fuse it with")
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         settled = _is_settled(self) if self.__class__ is Tensor else self.__class__ in _OURS
         if settled:
             for x in args if not kwargs else (*args, *kwargs.values()):
@@ -664,7 +651,7 @@ def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
             return _write_now(func, known, self, args, kwargs)
         return pending(self, *args, **kwargs)
 
-    def pending(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def pending(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if _write(_chosen(choose, (self, *args), kwargs), self):
             return self
         return run_eager(func, (self, *args), kwargs)
@@ -690,10 +677,12 @@ def _write_now(func: Handler, known: Known, target: Any, args: Any, kwargs: Any)
         flush_thread(known.name)
         counts.eager[known.reason] += 1
         with NoTorchFunction():
-            func(target, *args, **kwargs)
+            result = func(target, *args, **kwargs)
     finally:
         if not nested:
             writing.pop(ident, None)
+    if result is NotImplemented:
+        return result
     if target.__class__ is Tensor and is_grad_enabled():  # it may require grad now
         target.__dict__["_af"] = UNKNOWN
     return target
@@ -713,12 +702,13 @@ def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handle
     forward = getattr(torch, tensor_row)
     scalar = None if scalar_row is None else _generate(_BINARY, OPS[scalar_row], func)
 
-    def reflected(self: Any, other: Any) -> Any:
+    def reflected(self: Any, /, *args: Any, **options: Any) -> Any:
+        if not _is_operand(args, options):
+            return run_eager(func, (self, *args), options)
+        (other,) = args
         if other.__class__ in _OURS:
             shell = record(OPS[tensor_row], (other, self))
             return run_eager(forward, (other, self)) if shell is None else shell
-        if _has_others((other,)):
-            return run_eager(func, (self, other))
         if scalar is not None:
             return scalar(self, other)
         return self.reciprocal() * other
@@ -726,9 +716,19 @@ def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handle
     return reflected
 
 
-def _rpow(self: Any, other: Any) -> Any:
-    others = _has_others((other,))
-    return run_eager(_Plain.__rpow__, (self, other)) if others else torch.pow(other, self)
+def _is_operand(args: Any, options: Any) -> bool:
+    """Whether the arguments of an operator are one operand that its handler knows."""
+    return (
+        len(args) == 1
+        and not options
+        and (args[0].__class__ in _OURS or isinstance(args[0], (int, float, complex)))
+    )
+
+
+def _rpow(self: Any, /, *args: Any, **options: Any) -> Any:
+    if not _is_operand(args, options):
+        return run_eager(_Plain.__rpow__, (self, *args), options)
+    return torch.pow(args[0], self)
 
 
 def _plain_choice(row: Op) -> Handler:
@@ -756,9 +756,9 @@ def _install_ops() -> None:
     for table in (ops.BINARY_OPERATORS, ops.UNARY_OPERATORS):
         for name, row in table.items():
             template = _UNARY if len(OPS[row].names) == 1 else _BINARY
-            _override(name, _generate(template, OPS[row], getattr(_Plain, name), "operator"))
+            _override(name, _generate(template, OPS[row], getattr(_Plain, name)))
     for name, row in ops.SPELLED_OPERATORS.items():
-        _override(name, _spelled(op.SPELLINGS[row], getattr(_Plain, name)))
+        _override(name, _spelled(op.SPELLINGS[row], getattr(_Plain, name), method=True))
     for name, row in ops.INPLACE_OPERATORS.items():
         if hasattr(_Plain, name):
             _override(name, _inplace(choices[row], getattr(_Plain, name), op.PLAIN.get(row)))
@@ -784,9 +784,7 @@ def _install(name: str, choose: Handler, inplace: bool = False) -> None:
         handler = with_options
         if plain is not None and not inplace:
             template = _UNARY if len(plain.names) == 1 else _BINARY
-            takes_options = name in op.SPELLINGS and place is _Plain
-            form = "options" if takes_options else "function"
-            handler = _generate(template, plain, func, form, with_options)
+            handler = _generate(template, plain, func, with_options)
         HANDLERS[func], OPTIONS[func] = handler, with_options
         if place is _Plain:
             setattr(Tensor, name, handler)
@@ -801,14 +799,13 @@ def _override(name: str, handler: Handler) -> None:
 def _cast(dtype: torch.dtype, func: Handler) -> Handler:
     row = ops.CASTS[dtype]
 
-    def cast(self: Any, **options: Any) -> Any:
-        if self.__class__ is Tensor and not options and self.dtype is not dtype:
-            shell = record(row, (self,))
-            if shell is not None:
-                return shell
-        elif not options:
+    def cast(self: Any, /, *args: Any, **options: Any) -> Any:
+        if args or options:
+            return run_eager(func, (self, *args), options)
+        if self.__class__ is not Tensor or self.dtype is dtype:
             return self
-        return run_eager(func, (self,), options)
+        shell = record(row, (self,))
+        return run_eager(func, (self,)) if shell is None else shell
 
     return cast
 
@@ -849,7 +846,7 @@ def _install_metadata() -> None:
         if base is None:
             continue
 
-        def method(self: Any, *args: Any, base: Handler = base, **kwargs: Any) -> Any:
+        def method(self: Any, /, *args: Any, base: Handler = base, **kwargs: Any) -> Any:
             with NoTorchFunction():
                 return base(self, *args, **kwargs)
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
+from autofuse.tensor import HANDLERS, OPTIONS
 from support import DEVICES, assert_same_as_eager
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -50,6 +51,76 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_same_error_as_eager(name, device):
     assert_same_as_eager(WRONG[name], torch.randn(4, 4, device=device))
+
+
+def told(function, *args, **kwargs):
+    """What a call gives, as far as arguments decide it."""
+    try:
+        result = function(*args, **kwargs)
+    except Exception as error:  # compared with eager's
+        # which class C names depends on how Python has compiled the call
+        return type(error), str(error).replace("TensorBase.", "Tensor.")
+    if isinstance(result, torch.Tensor):
+        return torch.Tensor, result.dtype, result.shape
+    return type(result)
+
+
+WRONG_ARGUMENTS = {
+    "none": lambda t: ((), {}),
+    "one": lambda t: ((1,), {}),
+    "two": lambda t: ((1, 2), {}),
+    "three": lambda t: ((1, 2, 3), {}),
+    "tensors": lambda t: ((t, t, t, t), {}),
+    "unknown": lambda t: ((), {"a": 1}),
+    "unknown_after_one": lambda t: ((1,), {"a": 1}),
+    "out": lambda t: ((), {"out": t}),
+    "out_after_one": lambda t: ((t,), {"out": t.clone()}),
+    "inplace": lambda t: ((), {"inplace": True}),
+    "inplace_after_one": lambda t: ((t,), {"inplace": True}),
+    "other": lambda t: ((), {"other": t}),
+    "input": lambda t: ((), {"input": t}),
+    "nothing": lambda t: ((None,), {}),
+    "text": lambda t: (("text",), {}),
+    "list": lambda t: (([1],), {}),
+}
+NOT_CALLED = {  # change the tensor that others share, or crash in torch itself
+    "resize_", "resize_as_", "resize_as_sparse_", "set_", "apply_", "map_", "map2_",
+    "share_memory_", "__setstate__", "__setattr__", "__torch_function__", "__torch_dispatch__",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arguments", WRONG_ARGUMENTS)
+def test_wrong_arguments_of_every_method_and_function(arguments, device):
+    x = torch.tensor([[0.5, 0.25], [0.75, 0.125]], device=device)
+    args, options = WRONG_ARGUMENTS[arguments](x)
+    methods = [
+        name for name in vars(autofuse.Tensor)
+        if name not in NOT_CALLED and type(getattr(torch.Tensor, name, None)).__name__ in
+        ("function", "method_descriptor", "wrapper_descriptor") and name != "__hash__"
+    ]  # fmt: skip
+    functions = [
+        getattr(place, name)
+        for place in (torch, F, torch._C._nn, torch.special)
+        for name in dir(place)
+        if getattr(place, name).__hash__ is not None
+        and (getattr(place, name) in HANDLERS or getattr(place, name) in OPTIONS)
+    ]
+    assert len(methods) > 500 and len(functions) > 300
+    calls = [lambda t, *args, name=name, **kw: getattr(t, name)(*args, **kw) for name in methods]
+    for name, call in zip([*methods, *functions], [*calls, *functions], strict=True):
+        want = told(call, x.clone(), *args, **options)
+        assert told(call, autofuse.wrap(x.clone()), *args, **options) == want, name
+        assert told(call, autofuse.wrap(x) * 1, *args, **options) == want, name
+
+
+def test_numbers_in_place_of_arguments_of_operators(device):
+    w = autofuse.wrap(torch.ones(3, device=device))
+    for name in ("__add__", "__rsub__", "__iadd__", "__pow__", "__rpow__", "__and__", "__eq__"):
+        assert getattr(w, name)() is NotImplemented
+        assert getattr(w * 1, name)() is NotImplemented
+    for call in (lambda t: None / t, lambda t: t**None, lambda t: None**t, lambda t: t // "a"):
+        assert_same_as_eager(call, torch.ones(3, device=device))
 
 
 def test_the_error_is_raised_at_the_line(device):

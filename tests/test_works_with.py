@@ -352,6 +352,21 @@ class TestExtension:
             assert read(autofuse.materialize(pending)) == 2.0
 
 
+@pytest.mark.parametrize("graded", [False, True])
+def test_a_variable_of_a_wrapped_tensor_is_one(graded):
+    """What code older than torch 0.4 makes of tensors; what comes after it fuses."""
+    x = torch.ones(3)
+    for source in (W(x), W(x) * 1.0):
+        v = torch.autograd.Variable(source, requires_grad=graded)
+        assert type(v) is autofuse.Tensor and isinstance(v, torch.autograd.Variable)
+        assert v.requires_grad is graded and v.data_ptr() == source.data_ptr()
+        y = v * 2.0 + 1.0
+        assert autofuse.is_pending(y) and y.tolist() == [3.0] * 3
+    v = torch.autograd.Variable(data=W(x))
+    assert autofuse.is_pending(v * 2.0)
+    assert type(torch.autograd.Variable(x, requires_grad=graded)) is torch.Tensor
+
+
 # --- data ---------------------------------------------------------------------------------------
 
 
