@@ -283,8 +283,9 @@ def test_functions_stay_functions():
     add = autofuse.Tensor.__add__
     assert inspect.isfunction(add) and add.__code__ and add.__name__ == "__add__"
     assert inspect.signature(chain.flush).parameters.keys() == {"recorder", "reason"}
+    assert add(autofuse.wrap(torch.ones(2))) is NotImplemented  # as torch's
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        add(autofuse.wrap(torch.ones(2)))
+        chain.flush(None)
     with pytest.raises(TypeError):
         tensor._torch_function()
 
@@ -295,7 +296,9 @@ def test_calls_by_hand():
     add_ = from_c(autofuse.Tensor.add_)
     for _ in range(3):
         assert torch_function(torch.add, (autofuse.Tensor,), [w, 1.0]).tolist() == [2.0] * 4
-        assert add_(self=w, other=0.0) is w
+        assert add_(w, other=0.0) is w
+        with pytest.raises(TypeError):  # as torch's
+            add_(self=w, other=0.0)
 
 
 def test_errors_of_eager_ops_pass():
