@@ -264,11 +264,23 @@ def _operators() -> dict[Handler, Handler]:
     names = {name for name in dir(_Plain) if name.startswith("__")}
     for name, call in vars(operator).items():
         if name in names and call.__class__ is type(len):
-            found[getattr(_Plain, name)] = call
+            found[getattr(_Plain, name)] = call if name.endswith("item__") else _asked(call)
         name = f"__r{name[2:]}"
         if name in names and name not in vars(operator):
-            found[getattr(_Plain, name)] = lambda x, y, call=call: call(y, x)
+            found[getattr(_Plain, name)] = _asked(lambda x, y, call=call: call(y, x))
     return found
+
+
+def _asked(call: Handler) -> Handler:
+    """An operator as the method that Python has called, which says NotImplemented."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except TypeError:  # as torch's methods do; Python then says what it tells its caller
+            return NotImplemented
+
+    return run
 
 
 _OPERATORS = _operators()
