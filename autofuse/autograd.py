@@ -478,6 +478,11 @@ def _function(name: str) -> Callable[..., Any]:
 # --- the runner of a chain under grad ------------------------------------------------------------
 
 
+def numbered(index: int) -> str:
+    """The statement that gives the node of `v<index>` the number that its op has used up."""
+    return f"v{index}.grad_fn._set_sequence_nr(late + {index})"
+
+
 def graded(runner: Runner, graph: Graph, live: tuple[int, ...]) -> Runner:
     """`runner`, which computes `live` and what `graph` stores, made to leave `graph` behind."""
     runner.visible = [owner for owner in runner.owners if owner.index in live]
@@ -488,7 +493,7 @@ def graded(runner: Runner, graph: Graph, live: tuple[int, ...]) -> Runner:
 
 
 def _attaching(segments: list[Segment], computed: list[int]) -> Callable[..., None]:
-    """A function of the Inputs, the Consts and the computed values that makes the graph."""
+    """A function that makes the graph; of a chain's Inputs, Consts and `late`, and the values."""
 
     def listed(refs: list[Ref]) -> str:
         return "".join(f"inputs[{~ref}], " if ref < 0 else f"v{ref}, " for ref in refs)
@@ -505,9 +510,11 @@ def _attaching(segments: list[Segment], computed: list[int]) -> Callable[..., No
         calls.append(f"apply{k}({holder}, {listed(segment.slots)})")
     params = ", ".join(f"v{index}" for index in computed)
     body = "".join(f"        {call}\n" for call in calls)
+    places = "".join(f"        {numbered(segment.root)}\n" for segment in segments)
     source = (
-        f"def attach(inputs, consts, {params}):\n    was = get()\n    try:\n        set_(True)\n"
-        f"{body}    finally:\n        set_(was)\n"
+        f"def attach(inputs, consts, late, {params}):\n"
+        f"    was = get()\n    try:\n        set_(True)\n{body}    finally:\n        set_(was)\n"
+        f"    if late is not None:\n{places}"
     )
     exec(compiled(source), space)
     return space["attach"]

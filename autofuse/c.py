@@ -99,5 +99,8 @@ GRAD_CLOSURE: Any = GIVEN
 ADDRESS_METHOD: Any = GIVEN
 USERS_METHOD: Any = GIVEN
 
+PEEK: Any = GIVEN  # (): the number of the next node of autograd
+TAKE: Any = GIVEN  # (): the same, used up
+
 WEAKREFS: Any = GIVEN  # where a tensor has its weak references
 COUNTED: Any = GIVEN  # what `chain.flush` counts above an object's reference count

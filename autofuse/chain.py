@@ -36,7 +36,7 @@ import torch
 
 from . import compile as compiling
 from . import shell as _shell
-from .autograd import Graph, graded, graph_of, pays
+from .autograd import Graph, graded, graph_of, numbered, pays
 from .compile import Order
 from .config import config, watch
 from .dtypes import EXACT, Wide
@@ -61,6 +61,7 @@ from .load import enter_context
 from .op import Op
 from .ops import CASTS
 from .plan import CONST, make_pieces
+from .sequence import peek, take
 from .shell import (
     UNKNOWN,
     Held,
@@ -110,8 +111,8 @@ DEAD = ALONE + 1  # its trie node holds it too
 class Chain(list):  # type: ignore[type-arg]
     """The open chain: its shells in order, and what they read."""
 
-    __slots__ = ("bumps", "consts", "inputs", "into", "marks", "pinned", "slots", "stream", "tip",
-                 "values")  # fmt: skip
+    __slots__ = ("bumps", "consts", "first", "inputs", "into", "late", "marks", "pinned", "slots",
+                 "stream", "tip", "values")  # fmt: skip
 
     def __init__(self, tip: Node) -> None:
         self.tip = tip
@@ -125,6 +126,8 @@ class Chain(list):  # type: ignore[type-arg]
         self.values: dict[int, torch.Tensor] | None = None  # what a flush gives away, by node index
         self.pinned = 0  # bytes of Inputs since the last look at who holds them
         self.stream = 0
+        self.first = 0  # under grad: the number of the first op, see `follows`
+        self.late: int | None = None  # that, where nodes made now would come too late
 
     def emptied(self) -> Chain:
         """Itself without its contents, to be used again: 0.2 us less than a new one."""
@@ -430,6 +433,9 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             counts.eager[op.name, "a scalar that does not fit"] += 1
             recorder.reading = False
             return None
+    if node.holds_grad and not follows(chain):
+        flush(recorder, "order of gradients")
+        return record(op, operands)
     if fresh:
         done = record_fresh(recorder, chain, tip, node, shell, fresh[::2], fresh[1::2], consts)
         if not done:
@@ -512,6 +518,32 @@ def _shell_of(node: Node) -> Tensor:
     if node.shell is None:
         node.shell = shell
     return node.shell
+
+
+def _follows(chain: Chain) -> bool:
+    """Number the op that `chain` gets next; False if the chain has to end first.
+
+    Then another node has been made since its last op. That one's gradients come between those of
+    the ops before and after, where no node that stands for both could add them.
+    """
+    first = take() - len(chain)
+    if chain.tip.holds_grad:
+        return first == chain.first
+    chain.first = first
+    return True
+
+
+follows = partial(_follows)  # C calls it, so that Python 3.11 too runs its machine code
+
+
+def pass_over(first: int) -> None:
+    """Let the nodes made since its last op not end the chain that begins with number `first`.
+
+    They add to no gradient that ops of the chain add to.
+    """
+    recorder = _local.current
+    if recorder is not None and recorder.chain.first == first:
+        recorder.chain.first = peek() - len(recorder.chain)
 
 
 # --- end of the hot path ---------------------------------------------------------------------
@@ -890,6 +922,9 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
         if not own:
             enter_context(recorder.device)
         alive = tuple(map(getrefcount, chain))
+        if node.holds_grad:
+            here = own and peek() == chain.first + len(alive)
+            chain.late = None if here else chain.first
         if observer is not None:  # 0.02 us
             watch = observer(recorder, chain, node, alive, reason)
         runner = node.runners.get((-2, *alive) if into else alive)
@@ -964,7 +999,8 @@ def _foresee(recorder: Recorder, chain: Chain) -> None:
         values: list[dict[int, torch.Tensor]] = []
 
         def compute(chain: Chain) -> None:
-            values.append(_replayed(chain, nodes, tuple(range(len(nodes))), bumps))
+            every, late = tuple(range(len(nodes))), chain.first if nodes[-1].holds_grad else None
+            values.append(_replayed(chain, nodes, every, bumps, late))
 
         _without_modes(compute, recorder, chain)
         if chain.values is None and recorder.running is chain:
@@ -1211,7 +1247,7 @@ def _run_ops(chain: Chain, nodes: list[Node], runner: Runner) -> None:
     """Do what `runner` does by the eager ops that the chain was recorded from."""
     if runner.ops is None:
         runner.ops = _replay(nodes, runner.live)
-    values = _replayed(chain, nodes, runner.live, chain.bumps, runner.ops)
+    values = _replayed(chain, nodes, runner.live, chain.bumps, chain.late, runner.ops)
     if chain.values is None:
         chain.bumps = None
         chain.values = values
@@ -1223,17 +1259,18 @@ def _replayed(
     nodes: list[Node],
     live: tuple[int, ...],
     bumps: dict[int, int] | None,
+    late: int | None,
     ops: Callable[..., list[torch.Tensor]] | None = None,
 ) -> dict[int, torch.Tensor]:
     """The values `live` of `chain`, by node index, made by eager ops; `chain` stays as it is."""
     if nodes[-1].graded and _is_excluded(_AUTOGRAD):
         with _show(_AUTOGRAD, False), _show(torch._C.DispatchKey.ADInplaceOrView, False):
-            return _replayed(chain, nodes, live, bumps, ops)
+            return _replayed(chain, nodes, live, bumps, late, ops)
     was = torch.is_grad_enabled()
     try:
         torch._C._set_grad_enabled(nodes[-1].graded)
         with NoTorchFunction():
-            made = (ops or _replay(nodes, live))(chain.inputs, chain.consts, bumps)
+            made = (ops or _replay(nodes, live))(chain.inputs, chain.consts, bumps, late)
     finally:
         torch._C._set_grad_enabled(was)
     return dict(zip(live, made, strict=True))
@@ -1246,7 +1283,7 @@ _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torch.Tensor]]:
-    """A function of the Inputs, Consts and `bumps` that runs the ops; dead values go early."""
+    """A function of what a chain has of these names that runs the ops; dead values go early."""
     space: dict[str, Any] = {"bump": torch.autograd.graph.increment_version}
     lines = []
     needed = needed_by(nodes, live)
@@ -1261,6 +1298,8 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
             else f"inputs[{~ref}]" for ref in node.args
         ]  # fmt: skip
         lines.append(f"v{index} = f{index}({', '.join(operands)})")
+        if node.meta is not None and node.meta.requires_grad:
+            lines.append(f"if late is not None: {numbered(index)}")
         if index in live:  # before another op saves it
             lines.append(f"for _ in range(bumps and bumps.get({index}, 0) or 0): bump(v{index})")
         values = {ref for ref in node.args if 0 <= ref < CONST}
@@ -1269,7 +1308,8 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
             lines.append(f"del {', '.join(done)}")
     results = ", ".join(f"v{index}" for index in live)
     body = "".join(f"    {line}\n" for line in lines)
-    exec(compiled(f"def replay(inputs, consts, bumps):\n{body}    return [{results}]\n"), space)
+    signature = "replay(inputs, consts, bumps, late)"
+    exec(compiled(f"def {signature}:\n{body}    return [{results}]\n"), space)
     return space["replay"]
 
 

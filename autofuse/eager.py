@@ -27,12 +27,14 @@ _LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss,
 class Known:
     """What `run_eager` has to know of a function."""
 
-    __slots__ = ("feeds", "in_c", "likely", "name", "reason", "splits", "writes")
+    __slots__ = ("feeds", "in_c", "likely", "name", "own", "reason", "splits", "writes")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.name = getattr(func, "__name__", "function")
         self.reason = (self.name, "not in the table")
         self.in_c = func in _LIKE_C or (func.__class__ in IN_C and self.name not in _EXACT_CLASS)
+        # torch's: what it reads is among its arguments
+        self.own = self.in_c or func.__class__ in IN_C or _is_torch_own(func)
         self.writes = _writes(self.name, func)
         self.feeds = self.name in FEEDS
         self.splits = self.name in _SPLITS
@@ -49,7 +51,7 @@ def known_of(func: Callable[..., Any]) -> Known:
     known = _known.get(func)
     if known is None:
         known = Known(func)
-        if known.in_c or func.__class__ in IN_C or _is_torch_own(func):
+        if known.own:
             _known[func] = known  # others may be made by the thousand
     return known
 

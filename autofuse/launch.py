@@ -125,7 +125,7 @@ class Runner:
 
     run: Callable[[Chain], None]  # computes and settles
     bare: Callable[[Chain], None] | None = None  # `run` without the range a profiler sees
-    attach: Callable[..., None] | None = None  # takes inputs, consts and what `made` names
+    attach: Callable[..., None] | None = None  # takes inputs, consts, late, what `made` names
     copied = False  # the last live value is computed apart and copied to the memory of `chain.into`
     packs: tuple[tuple[int, ...], ...] = ()  # live-outs that share one tensor, one after another
     program: Program | None = None  # `run` for the machine code of `native`
@@ -397,7 +397,7 @@ class CudaRunner(Runner):
                 places[value] = len(places)
         if self.into:
             places[self.live[-1]] = len(places)
-        room = [(ctypes.c_int64 * n)() for n in (len(made) + 2, len(places), len(made))]
+        room = [(ctypes.c_int64 * n)() for n in (len(made) + 3, len(places), len(made))]
         device = self.device.index if torch.cuda.device_count() > 1 else -1
         words = [0, len(self.inputs), *map(ctypes.addressof, room), len(places), device,
                  self._entry, 0, 0, *begin, len(made)]  # fmt: skip
@@ -537,7 +537,7 @@ class CudaRunner(Runner):
             if self.attach is not None:
                 space["attach"] = self.attach
                 names = ", ".join(f"o{index}" for index in self.made())
-                lines.append(f"attach(inputs, consts, {names})")
+                lines.append(f"attach(inputs, consts, chain.late, {names})")
             lines.append("if chain.values is None: chain.values = made; chain.bumps = None")
         shells = [f"s{owner.index}" for owner in self.visible]
         lines += [f"s{owner.index} = chain[{owner.index}]" for owner in self.visible]
@@ -693,7 +693,7 @@ class CpuRunner(Runner):
                 bump(chain, values)
             if self.attach is not None:
                 made = [values[index] for index in self.made()]
-                self.attach(chain.inputs, chain.consts, *made)
+                self.attach(chain.inputs, chain.consts, chain.late, *made)
         publish(chain, values)
         settle(chain, self.visible, believed=True)
 

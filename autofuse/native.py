@@ -27,7 +27,17 @@ from typing import Any
 import llvmlite
 import torch
 
-from . import c, chain, launch, native_call, native_flush, native_record, native_write, tensor
+from . import (
+    c,
+    chain,
+    launch,
+    native_call,
+    native_flush,
+    native_record,
+    native_write,
+    sequence,
+    tensor,
+)
 from .build import processor
 from .config import config, watch
 from .errors import warn_once
@@ -115,6 +125,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
     """(machine function, the Python function it stands for, what it is given of that)."""
     return [
         ("record", chain.record, ()),
+        ("follows", chain._follows, ()),
         ("record_inplace", chain.record_inplace, ()),
         ("record_write", chain.record_write, ()),
         ("flush", chain.flush, ()),
@@ -192,6 +203,9 @@ def _places() -> dict[str, int]:
                      for name in ("_version", "requires_grad"))  # fmt: skip
     address, users = (_entry(vars(base)[name], types.MethodDescriptorType, 3)
                       for name in ("data_ptr", "_use_count"))  # fmt: skip
+    peek, take = sequence.c_function("peek"), sequence.c_function("get_and_increment")
+    if not peek or not take:
+        raise NotImplementedError("torch's C++ hides the numbers of autograd's nodes")
     no_arguments = 0x0004
     if address[2] != no_arguments or users[2] != no_arguments:
         raise NotImplementedError("torch's methods are called another way")
@@ -199,7 +213,7 @@ def _places() -> dict[str, int]:
         "VERSION_GETTER": version[1], "VERSION_CLOSURE": version[4],
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
         "ADDRESS_METHOD": address[1], "USERS_METHOD": users[1],
-        "WEAKREFS": _weakrefs(),
+        "PEEK": peek, "TAKE": take, "WEAKREFS": _weakrefs(),
     }  # fmt: skip
 
 

@@ -12,12 +12,15 @@ from .c import (
     CURRENT,
     INPLACE,
     ITEMS,
+    PEEK,
     Parameter,
     Plain,
     Py_DecRef,
+    Py_IncRef,
     PyDict_GetItemWithError,
     PyDict_Size,
     PyErr_Occurred,
+    PyList_Size,
     PyLong_AsLong,
     PyObject_Call,
     PyObject_GenericSetAttr,
@@ -25,6 +28,7 @@ from .c import (
     PyObject_Vectorcall,
     PyThread_get_thread_ident,
     PyTuple_Size,
+    call_pointer,
     function_modes,
     load,
     local,
@@ -38,6 +42,7 @@ from .native_record import (
     class_of,
     is_ours,
     likely_meta,
+    number_chain,
     number_of,
     python,
     slot_of,
@@ -170,8 +175,17 @@ def is_everyday(recorder: Recorder, known: Known, args, count):
 
 
 def fed(recorder: Recorder, entry, known: Known, args, count):
-    """What the function returns, as a wrapped tensor."""
+    """What the function returns, as a wrapped tensor; what is pending reads none of `args`."""
+    chain: Chain = recorder.chain
+    tip: Node = chain.tip
+    Py_IncRef(chain)
+    pending = 0
+    if tip.holds_grad is True:
+        pending = call_pointer(PEEK) == PyLong_AsLong(chain.first) + PyList_Size(chain)
     result = called(recorder, load(entry), known.reason, args, count, 0)
+    if pending != 0 and recorder.chain is chain:  # `tensor.pass_over`
+        number_chain(chain, call_pointer(PEEK) - PyList_Size(chain))
+    Py_DecRef(chain)
     if result == 0:
         return 0
     if class_of(result) is Plain:

@@ -15,6 +15,7 @@ from .c import (
     ITEMS,
     LISTED,
     OBSERVER,
+    PEEK,
     PROGRAM,
     PYTHON,
     USERS_METHOD,
@@ -220,6 +221,10 @@ def flushed(recorder: Recorder, reason, target):
     taken = PyObject_CallOneArg(recorder.acquire, False)  # waiting, the counts would grow stale
     if taken is True:
         if recorder.chain is chain and chain.tip is tip and recorder.spare is not None:
+            if tip.holds_grad is True:
+                chain.late = None
+                if call_pointer(PEEK) != PyLong_AsLong(chain.first) + size:
+                    chain.late = chain.first
             done = ran(recorder, chain, size, program, reason, target)
         ended(recorder.release)
     Py_DecRef(taken)
@@ -495,11 +500,12 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
         args = load(words + ARGUMENTS)
         store(args, chain.inputs)
         store(args + 8, chain.consts)
+        store(args + 16, chain.late)
         k = 0
         while k < made:
-            store(args + 16 + 8 * k, load(load(words + OUTPUTS) + 8 * k))
+            store(args + 24 + 8 * k, load(load(words + OUTPUTS) + 8 * k))
             k += 1
-        attached = PyObject_Vectorcall(program.attach, args, 2 + made, 0)
+        attached = PyObject_Vectorcall(program.attach, args, 3 + made, 0)
         if attached == 0:
             return given_up(words)
         Py_DecRef(attached)

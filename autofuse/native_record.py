@@ -18,6 +18,7 @@ from .c import (
     GRAD_GETTER,
     ITEMS,
     PYTHON,
+    TAKE,
     VERSION_CLOSURE,
     VERSION_GETTER,
     Parameter,
@@ -203,6 +204,8 @@ def recorded_in(recorder: Recorder, chain: Chain, func, op, operands, count, wan
     key = node.key + ITEMS
     if consts != 0 and node.limits is not None and fits(node, operands, key, count) == 0:
         return 0
+    if node.holds_grad is True and numbered(chain, tip) == 0:
+        return 0
     if fresh != 0:
         pinned = PyLong_FromLong(PyLong_AsLong(chain.pinned) + PyLong_AsLong(node.fresh_bytes))
         if pinned == 0:
@@ -232,6 +235,34 @@ def recorded_in(recorder: Recorder, chain: Chain, func, op, operands, count, wan
                 return 0
             Py_DecRef(done)
     return shell
+
+
+def follows(entry, function, args, flags, names):
+    """`chain.follows`."""
+    if names != 0 or flags & COUNT != 1:
+        return python(function, args, flags, names)
+    chain: Chain = load(args)
+    result = False
+    if numbered(chain, chain.tip) != 0:
+        result = True
+    Py_IncRef(result)
+    return result
+
+
+def numbered(chain: Chain, tip: Node):
+    """Whether the next op, which has a number now, follows the last one of `chain`."""
+    first = call_pointer(TAKE) - PyList_Size(chain)
+    if tip.holds_grad is True:
+        return first == PyLong_AsLong(chain.first)
+    number_chain(chain, first)
+    return 1
+
+
+def number_chain(chain: Chain, first):
+    """Set the number of the first op of `chain`."""
+    number = PyLong_FromLong(first)
+    chain.first = number
+    Py_DecRef(number)
 
 
 def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):

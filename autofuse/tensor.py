@@ -33,7 +33,9 @@ from .chain import (
     flush_readers,
     flush_tensor,
     flush_thread,
+    follows,
     is_alone,
+    pass_over,
     pending_version,
     record,
     record_fresh,
@@ -45,6 +47,7 @@ from .chain import (
 from .eager import FEEDS, IN_C, Known, known_of
 from .errors import LostGradientError
 from .op import OPS, Op
+from .sequence import peek
 from .shell import (
     UNKNOWN,
     Held,
@@ -118,9 +121,9 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     known = known_of(func)
     if known.writes or not known.in_c or (kwargs and not kwargs.keys().isdisjoint(_TARGETS)):
         return _run_any(func, known, args, kwargs)
-    recorder = _local.current
+    recorder, first = _local.current, None
     if recorder is not None and recorder.chain.tip.holds_grad:
-        _keep_order(recorder, _flat((*args, *kwargs.values()) if kwargs else args))
+        first = _keep_order(recorder, _flat((*args, *kwargs.values()) if kwargs else args))
     # --- hot path: the everyday op between two chains, budget 1 us ---
     for x in (*args, *kwargs.values()) if kwargs else args:
         if x.__class__ is Tensor:
@@ -138,6 +141,8 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     counts.eager[known.reason] += 1
     with NoTorchFunction():
         result = func(*args, **kwargs) if kwargs else func(*args)
+    if first is not None:
+        pass_over(first)
     if known.feeds:
         return _fed(result, known)
     return _lifted_split(result) if known.splits else _lifted(result)
@@ -184,14 +189,19 @@ def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     return result
 
 
-def _keep_order(recorder: Any, args: Any) -> None:
+def _keep_order(recorder: Any, args: Any) -> int | None:
     """Flush if an op that is not recorded reads an Input of the chain.
 
-    The engine adds up the gradients of a tensor in the reverse order of its uses.
+    The engine adds up the gradients of a tensor in the reverse order of its uses. Otherwise the
+    chain may `pass_over` the op if nothing else stands between: then its first number.
     """
-    slots = recorder.chain.slots
-    if any(id(x) in slots for x in args):
-        flush(recorder, "order of gradients")
+    chain = recorder.chain
+    slots = chain.slots
+    for x in args:
+        if id(x) in slots or x.__class__ is Tensor and x._af.__class__ is Held:
+            flush(recorder, "order of gradients")
+            return None
+    return chain.first if peek() == chain.first + len(chain) else None
 
 
 def _run_any(
@@ -207,8 +217,9 @@ def _run_any(
         return announced(_run_any, func, known, args, kwargs)
     recorder = _local.current
     items = _flat((*args, *kwargs.values()) if kwargs else args)
+    first = None
     if recorder is not None and recorder.chain.tip.holds_grad:
-        _keep_order(recorder, items)
+        first = _keep_order(recorder, items)
     others = _has_others(items)
     if others and func in _OPERATORS and args[0].__class__ is Tensor:
         call = _OPERATORS[func]
@@ -234,6 +245,8 @@ def _run_any(
     if in_c:
         with NoTorchFunction():
             result = func(*args, **kwargs) if kwargs else func(*args)
+        if first is not None:
+            pass_over(first)
         return _lifted(result)
     for tensor in wrapped:
         tensor.__dict__.pop("_af", None)  # it may have other contents afterwards
@@ -243,6 +256,8 @@ def _run_any(
     finally:
         for tensor in wrapped:
             tensor.__class__ = Tensor
+    if first is not None and known.own:
+        pass_over(first)
     return _lifted(result)
 
 
@@ -438,6 +453,7 @@ Tensor.__torch_dispatch__ = staticmethod(_torch_dispatch)  # type: ignore[assign
 _HANDLER_NAMES = (
     _local,
     concrete_meta,
+    follows,
     get_ident,
     is_grad_enabled,
     likely_meta,
@@ -466,7 +482,7 @@ def handler(self, /, *more, **options):
             nxt = tip.next.get((OP, first))
             if nxt is not None and recorder.grad is is_grad_enabled():
                 shell = nxt.shell
-                if shell is not None:
+                if shell is not None and (not nxt.holds_grad or follows(chain)):
                     if fresh:
                         if record_fresh(recorder, chain, tip, nxt, shell, (self,), (first,), ()):
                             if chain.pinned > nxt.pinned_limit:
@@ -529,7 +545,7 @@ def handler(self, other=REST, /, *more, **options):
             nxt = tip.next.get((OP, first, second))
             if nxt is not None and recorder.grad is is_grad_enabled():
                 shell = nxt.shell
-                if shell is not None:
+                if shell is not None and (not nxt.holds_grad or follows(chain)):
                     if fresh is late is None:
                         if recorder.chain is chain and chain.tip is tip:
                             # no Python runs from here...
