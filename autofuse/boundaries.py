@@ -125,6 +125,10 @@ def _patch_inplace() -> None:
             function = getattr(module, name)
             if name.endswith("_") and not name.startswith("__") and callable(function):
                 _replace(module, name, _reads_first(function, name))
+    for name in dir(torch._C._VariableFunctions):  # by which torch.nn.functional has some of them
+        if name.endswith("_") and not name.startswith("_"):
+            setattr(torch._VF, name, getattr(torch, name))
+    _flush_first(torch.utils, "swap_tensors", "swap_tensors", flush_all)
     for name in ("batch_norm", "instance_norm", "native_batch_norm"):  # write running statistics
         _flush_first(torch, name, name, flush_thread)
 

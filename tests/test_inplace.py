@@ -1,5 +1,6 @@
 """In-place ops and every way to write memory that a pending op still has to read."""
 
+import inspect
 import threading
 
 import pytest
@@ -439,6 +440,36 @@ def test_write_through_a_plain_alias(name, device):
             autofuse.unwrap(y)
         return
     assert_same(y, want, None)
+
+
+FUNCTIONS = [
+    name for name, function in vars(F).items()
+    if inspect.isfunction(function) and not name.endswith("_")
+    and "inplace" in inspect.signature(function).parameters
+]  # fmt: skip
+
+
+@device_param
+@pytest.mark.parametrize("name", [*FUNCTIONS, "swap_tensors"])
+def test_write_to_a_plain_operand(name, device):
+    """By functions of Python that reach C++ past what is exchanged on torch.Tensor."""
+
+    def write(x):
+        torch.manual_seed(0)
+        if name == "swap_tensors":
+            torch.utils.swap_tensors(x, torch.zeros_like(x))
+        else:
+            more = (0.1, 2.0) if "threshold" in name else ()
+            getattr(F, name)(x, *more, inplace=True)
+
+    ndim = {"dropout1d": 3, "dropout2d": 4, "dropout3d": 5}.get(name, 2)
+    x = torch.randn((3,) * ndim, device=device)
+    theirs, want = x.clone(), x + x
+    y = autofuse.wrap(x.clone()) + x
+    write(x)
+    write(theirs)
+    assert_same(y, want, None)
+    assert_same(x, theirs, None)
 
 
 @device_param
