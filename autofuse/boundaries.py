@@ -249,6 +249,8 @@ def _patch_calls() -> None:
         (torch.nn.parallel.DistributedDataParallel, "_post_forward"),
     ):
         _flush_first(owner, name, name, flush_thread)
+    for name in ("UndefinedGrad", "DelayedError"):  # which gradcheck calls
+        _flushed_when_called(torch._C._functions, name)  # type: ignore[attr-defined]
     for name in ("trace", "trace_module"):
         setattr(torch.jit, name, _unwrapping(getattr(torch.jit, name), "jit"))
     for owner in (torch, torch.utils.dlpack):
@@ -285,6 +287,23 @@ def _patch_calls() -> None:
         return run_eager(variable, (cls, *args), kwargs)
 
     torch.autograd.Variable.__new__ = staticmethod(new_variable)  # type: ignore[assignment]
+
+
+def _flushed_when_called(owner: Any, name: str) -> None:
+    """Flush before what `owner.name` makes, a function of tensors in C++, is called."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def make(*args: Any) -> Callable[..., Any]:
+        function = original(*args)
+
+        def call(*tensors: Any) -> Any:
+            flush_thread(name)
+            return function(*tensors)
+
+        return call
+
+    setattr(owner, name, make)
 
 
 def _regraded_after(owner: Any, name: str) -> None:

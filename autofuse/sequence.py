@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+_Node = torch._C._functions.DelayedError  # type: ignore[attr-defined]
 peek: Callable[[], int] = torch._C._autograd._get_sequence_nr  # the number that comes next
 
 
@@ -29,8 +30,7 @@ def taker() -> Callable[[], int]:
     address = c_function("get_and_increment")
     if address:
         return ctypes.PYFUNCTYPE(ctypes.c_uint64)(address)
-    node = torch._C._functions.DelayedError  # type: ignore[attr-defined]
-    return lambda: node("", 0)._sequence_nr()
+    return lambda: _Node("", 0)._sequence_nr()
 
 
 take = taker()

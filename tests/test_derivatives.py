@@ -75,7 +75,10 @@ SMOOTH = [
 
 @pytest.mark.parametrize("name, call, count", SMOOTH, ids=[name for name, _, _ in SMOOTH])
 def test_gradcheck(name, call, count, device):
-    """First and second derivatives against finite differences, in float64, away from kinks."""
+    """First and second derivatives against finite differences, in float64, away from kinks.
+
+    The results are pending: C++ takes them without asking.
+    """
     generator = torch.Generator().manual_seed(5)
     operands = [
         (torch.rand(7, generator=generator, dtype=torch.float64) * 0.35 + 0.31 + 0.2 * k)
@@ -87,18 +90,17 @@ def test_gradcheck(name, call, count, device):
         operands = [(t.detach() + 1.5).requires_grad_() for t in operands]
 
     def fused(*xs):
-        return autofuse.unwrap(call(*[autofuse.wrap(x + 0) for x in xs]))
+        return call(*[autofuse.wrap(x + 0) for x in xs])
 
     if call(*operands).requires_grad:
-        options = {}
-        assert torch.autograd.gradcheck(fused, operands, **options)
+        assert torch.autograd.gradcheck(fused, operands)
         try:
-            torch.autograd.gradgradcheck(call, operands, **options)
+            torch.autograd.gradgradcheck(call, operands)
         except RuntimeError as error:
             with pytest.raises(RuntimeError, match=str(error)):
-                torch.autograd.gradgradcheck(fused, operands, **options)
+                torch.autograd.gradgradcheck(fused, operands)
         else:
-            assert torch.autograd.gradgradcheck(fused, operands, **options)
+            assert torch.autograd.gradgradcheck(fused, operands)
 
 
 @pytest.mark.parametrize("name", sorted(ARITHMETIC & FLOAT_CALLS.keys()))
