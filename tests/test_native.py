@@ -52,7 +52,8 @@ def functions_called(program):
 
     def profile(frame, event, argument):
         file = frame.f_code.co_filename
-        if event == "call" and file.startswith(OURS) and not file.endswith("trial.py"):  # the driver
+        driver = file.endswith("trial.py")
+        if event == "call" and file.startswith(OURS) and not driver:
             names.append(frame.f_code.co_name)
 
     sys.setprofile(profile)

@@ -13,10 +13,10 @@ ORDER = [
     "errors", "position", "progress", "cache", "source", "polynomials", "targets", "lower", "emit",
     "build", "inside", "machine", "c", "toolchain", "worker", "background", "verdict", "kinds",
     "config", "dtypes", "layout", "op", "activations", "special", "ops", "coverage", "plan",
-    "codegen", "load", "compile", "shell", "sequence", "launch", "trie", "rules", "autograd", "eager",
-    "chain", "tensor", "native_record", "native_flush", "native_call", "native_write", "native", "api",
-    "boundaries", "report", "trial", "observe", "logs", "check", "reads", "holders", "wording",
-    "explaining", "__init__", "diagnosis", "__main__",
+    "codegen", "load", "compile", "shell", "sequence", "launch", "trie", "rules", "autograd",
+    "eager", "chain", "tensor", "native_record", "native_flush", "native_call", "native_write",
+    "native", "api", "boundaries", "report", "trial", "observe", "logs", "check", "reads",
+    "holders", "wording", "explaining", "__init__", "diagnosis", "__main__",
 ]  # fmt: skip
 # (from, to, where the import stands): these point up all the same, and each closes a circle
 UPWARD = {
