@@ -80,7 +80,6 @@ others_writing: Any = GIVEN
 all_recorders: Any = GIVEN
 relieve: Any = GIVEN
 hold: Any = GIVEN
-is_grad_enabled: Any = GIVEN
 function_modes: Any = GIVEN  # how many are on
 increment_version: Any = GIVEN
 get_device: Any = GIVEN
@@ -99,6 +98,7 @@ GRAD_CLOSURE: Any = GIVEN
 ADDRESS_METHOD: Any = GIVEN
 USERS_METHOD: Any = GIVEN
 
+GRAD_MODE: Any = GIVEN  # (): whether grad mode is on, in the lowest byte
 PEEK: Any = GIVEN  # (): the number of the next node of autograd
 TAKE: Any = GIVEN  # (): the same, used up
 

@@ -952,9 +952,6 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
                 _without_modes(
                     partial(_recover, node=node, runner=runner, error=error), recorder, chain
                 )
-        if watch is not None:
-            done, watch = watch, None
-            done.ended(runner)
     except BaseException as error:
         if watch is not None:
             watch.ended(None)
@@ -965,6 +962,9 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
         if runner is None or is_foreign(error):
             raise
         return  # others were faster and have gone on: what this run met does not matter
+    recorder.running = None
+    if watch is not None:
+        watch.ended(runner)
 
 
 def finish(chain: Chain) -> None:

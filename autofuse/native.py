@@ -145,7 +145,6 @@ def _given() -> dict[str, Any]:
         "chain_flush": chain.flush, "finish": chain.finish, "inside": chain.inside,
         "others_writing": chain.writing, "all_recorders": chain._all_recorders.refs,
         "relieve": chain.relieve, "hold": chain.hold, "COUNTED": chain.ALONE - 1,
-        "is_grad_enabled": torch.is_grad_enabled,
         "function_modes": torch._C._len_torch_function_stack,
         "increment_version": torch._C._increment_version,
         "entered": launch._entered, "get_device": getattr(torch._C, "_cuda_getDevice", int),
@@ -203,9 +202,14 @@ def _places() -> dict[str, int]:
                      for name in ("_version", "requires_grad"))  # fmt: skip
     address, users = (_entry(vars(base)[name], types.MethodDescriptorType, 3)
                       for name in ("data_ptr", "_use_count"))  # fmt: skip
-    peek, take = sequence.c_function("peek"), sequence.c_function("get_and_increment")
-    if not peek or not take:
-        raise NotImplementedError("torch's C++ hides the numbers of autograd's nodes")
+    peek, take, mode = (
+        sequence.c_function(*names)
+        for names in (("at", "sequence_number", "peek"),
+                      ("at", "sequence_number", "get_and_increment"),
+                      ("c10", "GradMode", "is_enabled"))
+    )  # fmt: skip
+    if not (peek and take and mode):
+        raise NotImplementedError("torch's C++ hides autograd's mode or the numbers of its nodes")
     no_arguments = 0x0004
     if address[2] != no_arguments or users[2] != no_arguments:
         raise NotImplementedError("torch's methods are called another way")
@@ -213,7 +217,7 @@ def _places() -> dict[str, int]:
         "VERSION_GETTER": version[1], "VERSION_CLOSURE": version[4],
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
         "ADDRESS_METHOD": address[1], "USERS_METHOD": users[1],
-        "PEEK": peek, "TAKE": take, "WEAKREFS": _weakrefs(),
+        "GRAD_MODE": mode, "PEEK": peek, "TAKE": take, "WEAKREFS": _weakrefs(),
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from .c import (
     EMPTY,
     GRAD_CLOSURE,
     GRAD_GETTER,
+    GRAD_MODE,
     ITEMS,
     PYTHON,
     TAKE,
@@ -49,7 +50,6 @@ from .c import (
     PyTuple_Size,
     call_pointer,
     counts,
-    is_grad_enabled,
     load,
     local,
     others_writing,
@@ -94,6 +94,11 @@ def record(entry, function, args, flags, names):
             if PyErr_Occurred() != 0:
                 return 0
     return python(function, args, flags, names)
+
+
+def grad_mode():
+    """Whether grad mode is on: 2 ns, against 30 for torch's Python function."""
+    return call_pointer(GRAD_MODE) & 255
 
 
 def class_of(x):
@@ -188,11 +193,7 @@ def recorded_in(recorder: Recorder, chain: Chain, func, op, operands, count, wan
     node: Node = next_of(recorder, chain, tip, key, count + 1)
     if node == 0:
         return 0
-    grad = PyObject_CallNoArgs(is_grad_enabled)
-    if grad == 0:
-        return 0
-    Py_DecRef(grad)
-    if grad is not recorder.grad:
+    if grad_mode() != (recorder.grad is True):
         return 0
     shell = node.shell
     if shell is None:
@@ -261,8 +262,9 @@ def numbered(chain: Chain, tip: Node):
 def number_chain(chain: Chain, first):
     """Set the number of the first op of `chain`."""
     number = PyLong_FromLong(first)
-    chain.first = number
-    Py_DecRef(number)
+    if number != 0:
+        chain.first = number
+        Py_DecRef(number)
 
 
 def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
@@ -542,15 +544,18 @@ def marked(recorder: Recorder, x, meta: Meta, slot, place):
         Py_DecRef(requires)
         if requires is not meta.requires_grad:
             return 0
-    store(place, call_pointer(VERSION_GETTER, x, VERSION_CLOSURE))
-    store(place + 8, call_pointer(ADDRESS_METHOD, x, 0))
-    store(place + 16, PyLong_FromVoidPtr(x))
-    store(place + 24, PyLong_FromLong(slot))
-    if load(place) != 0 and load(place + 8) != 0 and load(place + 16) != 0:
-        if load(place + 24) != 0:
-            return 1
-    k = 0
-    while k < 32:
-        Py_DecRef(load(place + k))
-        k += 8
-    return 0
+    version = call_pointer(VERSION_GETTER, x, VERSION_CLOSURE)
+    address = call_pointer(ADDRESS_METHOD, x, 0)
+    number = PyLong_FromVoidPtr(x)
+    position = PyLong_FromLong(slot)
+    if version == 0 or address == 0 or number == 0 or position == 0:
+        Py_DecRef(version)
+        Py_DecRef(address)
+        Py_DecRef(number)
+        Py_DecRef(position)
+        return 0
+    store(place, version)
+    store(place + 8, address)
+    store(place + 16, number)
+    store(place + 24, position)
+    return 1

@@ -38,7 +38,6 @@ from .c import (
     PyThread_get_thread_ident,
     PyTuple_Size,
     all_recorders,
-    is_grad_enabled,
     load,
     local,
     room,
@@ -50,6 +49,7 @@ from .native_record import (
     are_watched,
     called,
     class_of,
+    grad_mode,
     is_ours,
     item_of,
     likely_meta,
@@ -152,11 +152,7 @@ def write_now(recorder: Recorder, function, known: Known, args, count, names):
     Py_DecRef(result)
     if result is NotImplemented:  # of an operator's method; Python comes to the same
         return 0
-    grad = PyObject_CallNoArgs(is_grad_enabled)
-    if grad == 0:
-        return 0
-    Py_DecRef(grad)
-    if grad is True and class_of(load(args)) is Tensor:  # it may require grad now
+    if grad_mode() != 0 and class_of(load(args)) is Tensor:  # it may require grad now
         PyObject_GenericSetAttr(load(args), AF, UNKNOWN)
     return 1
 
@@ -257,11 +253,7 @@ def wrote(op, target, operands, count):
     Py_DecRef(recorder)
     if recorder is None:
         return 0
-    grad = PyObject_CallNoArgs(is_grad_enabled)
-    if grad == 0:
-        return 0
-    Py_DecRef(grad)
-    if grad is True or recorder.grad is True or recorder.guarded is True:
+    if grad_mode() != 0 or recorder.grad is True or recorder.guarded is True:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0

@@ -16,10 +16,11 @@ _Node = torch._C._functions.DelayedError  # type: ignore[attr-defined]
 peek: Callable[[], int] = torch._C._autograd._get_sequence_nr  # the number that comes next
 
 
-def c_function(name: str) -> int:
-    """Where C++ has at::sequence_number::`name`, which gives a number; 0 if it is not found."""
+def c_function(*names: str) -> int:
+    """Where C++ has the function without arguments of these nested names; 0 if it is not found."""
+    symbol = "".join(f"{len(name)}{name}" for name in names)
     try:
-        function = ctypes.PyDLL(torch._C.__file__)[f"_ZN2at15sequence_number{len(name)}{name}Ev"]
+        function = ctypes.PyDLL(torch._C.__file__)[f"_ZN{symbol}Ev"]
     except (OSError, AttributeError):  # a build that names or hides them another way
         return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0
@@ -27,7 +28,7 @@ def c_function(name: str) -> int:
 
 def taker() -> Callable[[], int]:
     """A function that uses up a number and returns it: C++'s, or 0.3 us more for a node."""
-    address = c_function("get_and_increment")
+    address = c_function("at", "sequence_number", "get_and_increment")
     if address:
         return ctypes.PYFUNCTYPE(ctypes.c_uint64)(address)
     return lambda: _Node("", 0)._sequence_nr()

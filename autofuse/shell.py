@@ -123,7 +123,7 @@ _leave_pending = lambda tensor: tensor  # noqa: E731 - set by chain, which knows
 _set = torch.Tensor.__setattr__
 use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 
-address_of = torch.Tensor.data_ptr
+address_of = torch._C.TensorBase.data_ptr  # type: ignore[attr-defined] - unpatched
 requires_grad_of = torch.Tensor.requires_grad.__get__
 raw_version_of = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 

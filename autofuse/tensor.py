@@ -406,7 +406,7 @@ def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs:
     """
     if not _function_modes():
         for x in relevant_args:
-            if x.__class__ not in _OURS:
+            if x.__class__ not in _OURS and x is not None:  # an option that was not given
                 break
         else:
             return _torch_function(public_api, _ONLY, args, kwargs)

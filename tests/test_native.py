@@ -110,6 +110,7 @@ ENTERED = {
     "record_inplace": ("record_inplace", Operands.inplace),
     "record_write": ("record_write", Operands.write),
     "flush": ("flush", Operands.flush),
+    "follows": ("_follows", lambda o: from_c(chain._follows)(chain.recorder_for(o.x.device).chain)),
     "answer": ("answer", Operands.answer),
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
     "feeding": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
@@ -283,7 +284,7 @@ def test_functions_stay_functions():
 
     add = autofuse.Tensor.__add__
     assert inspect.isfunction(add) and add.__code__ and add.__name__ == "__add__"
-    assert inspect.signature(chain.flush).parameters.keys() == {"recorder", "reason"}
+    assert [*inspect.signature(chain.flush).parameters] == ["recorder", "reason", "into", "node"]
     assert add(autofuse.wrap(torch.ones(2))) is NotImplemented  # as torch's
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         chain.flush(None)

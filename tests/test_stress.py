@@ -10,7 +10,7 @@ import pytest
 from support import DEVICES
 
 HERE = Path(__file__).parent
-SECONDS = float(os.environ.get("AUTOFUSE_STRESS_SECONDS", "30"))  # for each of the two
+SECONDS = float(os.environ.get("AUTOFUSE_TEST_STRESS_SECONDS", "30"))  # for each of the two
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
