@@ -520,6 +520,9 @@ def published(chain: Chain, words, at, shells):
         return 0
     while shells > 0:
         number = PyLong_FromLong(load(at))
+        if number == 0:
+            Py_DecRef(values)
+            return 0
         PyDict_SetItem(values, number, load(load(words + OUTPUTS) + 8 * load(at + 24)))
         Py_DecRef(number)
         at += 32

@@ -197,10 +197,10 @@ def renamed_in(recorder: Recorder, chain: Chain, node: Node, op, target, operand
     if result == 0:
         return 0
     bumps = chain.bumps
-    if bumps is None:
-        bumps = PyDict_New()  # up to Python 3.11 this runs finalizers
-    else:
+    if bumps is not None:
         Py_IncRef(bumps)
+    else:
+        bumps = PyDict_New()  # up to Python 3.11 this runs finalizers
     times = 1
     before = 0
     if bumps != 0:
