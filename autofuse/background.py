@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from .cache import DiskCache
 from .errors import warn_once
+from .inside import being_inside
 from .worker import BOOT, receive, send
 
 HANG_SECONDS = 120.0  # for one kernel; the largest take 2
@@ -183,7 +184,7 @@ class Service:
         self.idle = 0  # threads that wait for a job
         self.processes: list[subprocess.Popen[bytes]] = []
         self.threads: list[threading.Thread] = []
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may need a kernel in the middle of it
         self.closing = threading.Event()
 
     def submit(self, job: Job) -> None:
@@ -203,6 +204,7 @@ class Service:
         if not self.threads:  # the job is refused, in this thread
             self._serve(once=True)
 
+    @being_inside()  # finalizers that run here must not wait for who waits for a kernel
     def _serve(self, once: bool = False) -> None:
         worker: Worker | None = None
         while True:

@@ -84,7 +84,7 @@ class Observer:
 
 
 _observers: list[Observer] = []
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer may look too, in the middle of it
 
 
 def add(observer: Observer) -> None:

@@ -50,7 +50,7 @@ _AT_TIMES: dict[str, Callable[..., bool]] = {"to": _to_host, "__getitem__": _by_
 # reads inside one that is noted already
 _INNER = (PACKAGE, *(TORCH + name for name in ("_tensor.py", "_tensor_str.py")))
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer may look too, in the middle of it
 _listeners: list[Callable[[str], None]] = []  # called with the name of the method
 _originals: dict[tuple[type, str], Any] = {}  # what stood in the class itself
 
