@@ -559,6 +559,8 @@ row(
 )
 # where both are zeros CUDA's clamp of numbers gives x since torch 2.14, and 0 or -0 before
 _SIGNED = since(2, 14)
+# at a bound itself torch 2.14 gives another gradient, for tensors half of it: those are eager
+_GRADED = not since(2, 14)
 _BOUND = {"accepts": "fi", "one_device": True}
 _AT_LEAST = {"integer": "x if x > y else y", **_BOUND}
 _AT_MOST = {"integer": "x if x < y else y", **_BOUND}
@@ -570,7 +572,7 @@ row(
     "x if x != x else y if y != y else fmax(x, y)",
     by_scalar=OPS["clamp_min_by_scalar"] if _SIGNED else None,
     **_AT_LEAST,
-    grad="where(x >= y, g, 0); where(x < y, g, 0)",
+    grad="where(x >= y, g, 0); where(x < y, g, 0)" if _GRADED else "",
 )
 row(
     "clamp_max",
@@ -578,7 +580,7 @@ row(
     "x if x != x else y if y != y else fmin(x, y)",
     by_scalar=OPS["clamp_max_by_scalar"] if _SIGNED else None,
     **_AT_MOST,
-    grad="where(x <= y, g, 0); where(x > y, g, 0)",
+    grad="where(x <= y, g, 0); where(x > y, g, 0)" if _GRADED else "",
 )
 
 _POWERS = {0.5: "half", 1.5: "1_5", 2.0: "2", 3.0: "3", 4.0: "4",
@@ -755,8 +757,12 @@ row(
     accepts="fi",
     one_device=True,
     # nested, for the layout: torch joins the conditions in place
-    grad="where(x >= l, where(x <= h, g, 0), 0); where(x < l, where(l < h, g, 0), 0);"
-    "where(x > h, g, where(h < l, g, 0))",
+    grad=(
+        "where(x >= l, where(x <= h, g, 0), 0); where(x < l, where(l < h, g, 0), 0);"
+        "where(x > h, g, where(h < l, g, 0))"
+        if _GRADED
+        else ""
+    ),
 )
 row(
     "where",

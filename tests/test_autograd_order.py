@@ -205,7 +205,7 @@ def test_every_thread_counts_for_itself():
 def test_a_number_is_used_up_with_and_without_the_function_of_c(monkeypatch):
     for take in (sequence.take, None):
         if take is None:
-            monkeypatch.setattr(sequence, "c_function", lambda name: 0)
+            monkeypatch.setattr(sequence, "c_function", lambda *names: 0)
             take = sequence.taker()
         number = sequence.peek()
         assert take() == number and take() == number + 1 and sequence.peek() == number + 2
