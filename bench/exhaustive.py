@@ -13,8 +13,8 @@ and the largest difference in units in the last place is given, over 2^24 patter
 The short expressions of 16-bit ops are in use on the targets of `autofuse.codegen.PROVEN` alone. A
 run with `--short --dtypes float16,bfloat16` that finds no difference proves those of this GPU.
 
-`--numbers` sweeps Python numbers as operands and options instead: see `scalars`. All of it, 8
-processes on one GPU, takes about ten minutes.
+`--numbers` sweeps Python numbers as operands and options instead: see `scalars`. All of it, 12
+processes on one H100, takes about eight minutes.
 """
 
 from __future__ import annotations
