@@ -828,31 +828,29 @@ def flush(
     while recorder.chain or not recorder.ident or recorder.reading:
         if recorder.spare is None:
             recorder.spare = Chain(recorder.home)
-        if get_ident() not in inside:
-            with recorder.lock:  # also waits for a flush by another thread
-                done = _flush(recorder, reason, into, node, False)
-        elif recorder.running is not None:
+        nested = get_ident() in inside
+        if nested and recorder.running is not None:
             _foresee(recorder, recorder.running)
             return False
-        else:
-            done = _flush_without_waiting(recorder, reason, into, node)
-        if done is not None:
-            return done
+        owned, taken = is_owned(recorder.lock), False
+        try:
+            # another thread's flush is waited for; not for ever, for this one may hold a lock that
+            # nobody knows of, such as llvmlite's, in the middle of which a handler runs
+            taken = recorder.lock.acquire(timeout=0 if nested else _WAIT_SECONDS)
+            if taken:
+                done = _flush(recorder, reason, into, node, nested)
+                if done is not None:
+                    return done
+        finally:
+            if taken or is_owned(recorder.lock) and not owned:  # an interrupt came in between
+                recorder.lock.release()
+        if not taken and recorder.running is not None:
+            _foresee(recorder, recorder.running)
+            return False
     return False
 
 
-def _flush_without_waiting(
-    recorder: Recorder, reason: str, into: torch.Tensor | None, node: Node | None
-) -> bool | None:
-    """`_flush` by a thread that is inside; None also if another one is about to flush."""
-    try:
-        if recorder.lock.acquire(False):
-            return _flush(recorder, reason, into, node, True)
-        time.sleep(0)  # that one does not wait either before `running` says so
-        return None
-    finally:
-        if is_owned(recorder.lock):  # also if an interrupt came right after it was acquired
-            recorder.lock.release()
+_WAIT_SECONDS = 2.0
 
 
 def _flush(
