@@ -26,6 +26,7 @@ import math
 import multiprocessing
 import os
 import random
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -209,14 +210,19 @@ class Swept:
         return "\n    ".join([words, *self.examples])
 
 
+_directory = os.environ.get("AUTOFUSE_CACHE_DIR", "")
+_no_kernels = tempfile.TemporaryDirectory(prefix="autofuse-none-")
+
+
 def configure(tier: str) -> None:
-    """Have kernels for everything, or for nothing and none from before."""
+    """Have kernels for everything, or for nothing: none from before, and none on disk."""
     config = autofuse.config
     mode = "now" if tier == "kernel" else "background"
     if config.compile == mode and config.always_fuse:
         return
     config.always_fuse, config.max_kernels_per_line = True, 1 << 30
     config.compile, config.compile_after = mode, 1 if tier == "kernel" else 1 << 30
+    os.environ["AUTOFUSE_CACHE_DIR"] = _directory if tier == "kernel" else _no_kernels.name
     clear_kernels()
     for recorder in list(autofuse.chain._all_recorders):
         autofuse.chain.forget(recorder)
@@ -346,12 +352,19 @@ def sweep(
                 what = f"{found} differ: {inputs} gives {exhaustive.shown(got[where])}"
                 what += f", eager {exhaustive.shown(want[where])}"
             result.examples.append(f"({shown}): {what}")
-    stats = autofuse.stats()
-    runs = stats.kernels_launched if tier == "kernel" else stats.eager_flushes
     if device == "cpu" or not result.fused:
-        result.fused = min(runs, result.numbers)
+        result.fused = _fused(result)
     result.seconds = round(time.perf_counter() - start, 3)
     return result
+
+
+def _fused(result: Swept) -> int:
+    """How many of its numbers ran in its tier."""
+    stats = autofuse.stats()
+    if result.tier == "eager" and stats.kernels_launched:
+        raise RuntimeError(f"{result.op} of {result.dtype} ran kernels in the eager tier")
+    runs = stats.kernels_launched if result.tier == "kernel" else stats.eager_flushes
+    return min(runs, result.numbers)
 
 
 def _suspects(
@@ -378,9 +391,7 @@ def _suspects(
             scratch[kind] = torch.empty_like(apart[kind])
         torch.bitwise_xor(got.view(kind), want.view(kind), out=scratch[kind])
         apart[kind].bitwise_or_(scratch[kind])
-    stats = autofuse.stats()
-    runs = stats.kernels_launched if result.tier == "kernel" else stats.eager_flushes
-    result.fused = min(runs, result.numbers)
+    result.fused = _fused(result)
     if any(int(bits.count_nonzero()) for bits in apart.values()):  # NaNs, it may be
         counted = torch.stack([_counted(_outcome(fused, n), _outcome(eager, n)) for n in numbers])
         looked += [numbers[k] for k in counted.nonzero().flatten().tolist()]

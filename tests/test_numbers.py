@@ -6,6 +6,7 @@ went wrong, one test each.
 
 import functools
 import math
+import os
 import struct
 import sys
 import warnings
@@ -22,6 +23,7 @@ import autofuse
 import cases
 from autofuse import launch
 from autofuse.codegen import render
+from autofuse.compile import clear_kernels
 from autofuse.dtypes import EXACT
 from autofuse.op import since
 from autofuse.ops import OPS
@@ -39,8 +41,11 @@ def tiers(monkeypatch):
     """`configure`, undone afterwards."""
     for name in ("always_fuse", "compile_after"):
         monkeypatch.setattr(autofuse.config, name, getattr(autofuse.config, name))
+    monkeypatch.setenv("AUTOFUSE_CACHE_DIR", os.environ["AUTOFUSE_CACHE_DIR"])
     warnings.simplefilter("ignore")
-    return configure
+    yield configure
+    monkeypatch.undo()
+    clear_kernels()  # and with them which directory they are in
 
 
 # --- the axis of numbers --------------------------------------------------------------------------
@@ -126,8 +131,9 @@ def test_operands_hold_the_numbers_and_their_neighbours(dtype):
         assert torch.tensor(value, dtype=dtype).item() in held
 
 
-def test_every_op_that_takes_a_number_is_swept():
+def test_every_op_that_takes_a_number_is_swept(tiers):
     """By its numeric parameters, or by promoting operands that may be Python scalars."""
+    tiers("kernel")
     swept = set()
     for case in cases.NUMERIC.values():
         operands = [torch.rand(4, dtype=torch.float32) for _ in range(case.tensors)]
