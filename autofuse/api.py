@@ -25,6 +25,7 @@ from .chain import (
     rests,
 )
 from .config import config
+from .inside import is_foreign
 from .shell import UNKNOWN, Meta, Tensor, _set, alias, learned, met
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -189,7 +190,7 @@ class _Entry:
     def enter(self, value: Any) -> None:
         cls = value.__class__
         if cls is torch.Tensor:
-            if len(self.places) == len(self.found):
+            while len(self.places) <= len(self.found):  # some are lent, and need none
                 self.places.append(_Place())
             place = self.places[len(self.found)]
             meta = met(value, place)
@@ -227,19 +228,35 @@ class _Entry:
                         tensor.__dict__["_af"] = meta
 
     def restore(self) -> None:
-        """Make the arguments plain again."""
-        with _lending:
-            while self.lent:
-                tensor = self.lent[-1]
-                count = _lent[id(tensor)] - 1
-                if count:
-                    _lent[id(tensor)] = count
-                else:
-                    del _lent[id(tensor)]
-                    if isinstance(tensor, Tensor):  # concrete: nothing is pending after a flush
-                        tensor.__dict__.pop("_af", None)
-                        _set(tensor, "__class__", torch.Tensor)
-                del self.lent[-1]
+        """Make the arguments plain again, whatever interrupts that."""
+        interrupt = None
+        while self.lent:
+            try:
+                with _lending:
+                    self._restore_last()
+            except BaseException as error:
+                if not is_foreign(error):
+                    raise
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _restore_last(self) -> None:
+        """A step of it, to be repeated until it is done: a fused call may come in its middle."""
+        tensor = self.lent[-1]
+        key = id(tensor)
+        if _lent[key] == 1 and isinstance(tensor, Tensor):  # concrete: all is flushed
+            tensor.__dict__.pop("_af", None)
+            _set(tensor, "__class__", torch.Tensor)
+        # no Python runs from here...
+        count = _lent[key] - 1
+        if count:
+            _lent[key] = count
+            del self.lent[-1]
+        elif tensor.__class__ is not Tensor:
+            del _lent[key]
+            del self.lent[-1]
+        # ...to here
 
     def leave_arguments(self) -> None:
         """Make plain what the function left in its containers."""
@@ -355,7 +372,11 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any, places: list[_Pl
                 _local.depth -= depth
                 flush_thread("fuse")
     finally:
-        entry.restore()
+        try:
+            entry.restore()
+        except BaseException:
+            entry.restore()  # the interrupt may have come before its first line
+            raise
         if entry.containers and not entry.passes:
             entry.leave_arguments()
     return function(*args, **kwargs) if entry.passes else entry.leave(result)

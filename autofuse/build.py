@@ -12,14 +12,15 @@ import ctypes
 import platform
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from itertools import count
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from .cache import DiskCache
 from .emit import emit_cpu, emit_cuda
+from .inside import in_another_thread
 from .source import Parameters, Source
 
 Capability = tuple[int, int]
@@ -37,6 +38,29 @@ class BuildError(Exception):
     """The compiler did not give a kernel."""
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def undisturbed(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let no signal handler run in the middle of it: the main thread, where they run, only waits.
+
+    What one raises there would leave llvmlite's lock taken, and every other compile waiting.
+    Raises BusyError where that lasts: the main thread may have been in LLVM itself.
+    """
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if threading.get_ident() != threading.main_thread().ident:
+            return function(*args, **kwargs)
+        return in_another_thread(lambda: function(*args, **kwargs), _WAIT_SECONDS)
+
+    return call
+
+
+_WAIT_SECONDS = 10.0
+
+
 @dataclass(frozen=True, slots=True)
 class Made:
     """A binary and where it came from."""
@@ -46,6 +70,7 @@ class Made:
     unsaved: str = ""  # why it is not on disk
 
 
+@undisturbed
 def build_once(source: Source, target: str, key: str, cache: DiskCache) -> Made:
     """The binary of `source`; of many processes that want it at a time one builds."""
     with cache.building(key):
@@ -185,25 +210,42 @@ def target_machine(opt: int = 3) -> Any:
 # --- linking -------------------------------------------------------------------------------------
 
 _numbers = count()
+_linked: dict[int, Any] = {}  # libraries of llvmlite's, by number
+_retired: list[int] = []
 
 
-def link(binary: bytes, names: Sequence[str]) -> tuple[list[int], object]:
-    """The addresses of functions of an object file in this process, and what keeps them there.
+class Linked:
+    """Keeps functions linked; once it has gone, they go with the next `link`, see `undisturbed`."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self, retired: list[int] = _retired) -> None:
+        retired.append(self.number)
+
+
+@undisturbed
+def link(binary: bytes, names: Sequence[str]) -> tuple[list[int], Linked]:
+    """The addresses of functions of an object file in this process, while what it gives is held.
 
     Raises BuildError where the object file calls what this process does not have: LLVM's MCJIT
     would call address 0.
     """
     from llvmlite import binding as llvm
 
+    while _retired:
+        _linked.pop(_retired.pop())
     jit = _linker()
     builder = llvm.JITLibraryBuilder().add_object_img(binary).add_current_process()
     for name in names:
         builder.export_symbol(name)
     try:
-        linked = builder.link(jit, f"autofuse {next(_numbers)}")
+        number = next(_numbers)
+        library = builder.link(jit, f"autofuse {number}")
     except RuntimeError as error:
         raise BuildError(f"LLVM cannot link it: {error}") from None
-    return [linked[name] for name in names], linked
+    _linked[number] = library
+    return [library[name] for name in names], Linked(number)
 
 
 @cache

@@ -12,8 +12,9 @@ reads, comparisons and stores. So there is one rule:
   undone (made the open one again) or done, for its values are known (`values`) before any is given
   away: whatever interrupts giving them away, that is finished first.
 - Whoever needs a value in the middle of the flush that makes it, or from another thread while it is
-  itself inside a flush, waits for nobody: it computes the chain by eager ops (`_foresee`), and the
-  flush gives those values away instead of its own. Two flushes can so never wait for each other.
+  itself inside a flush or a backward, waits for nobody: it computes the chain by eager ops
+  (`_foresee`), and the flush gives those values away instead of its own. Two flushes can so never
+  wait for each other.
 - Whoever changes memory flushes its readers first; where an op is being recorded (`reading`) that
   op starts again, for it may have looked at the memory before.
 """
@@ -47,7 +48,14 @@ from .errors import (
     StaleInputError,
     warn_once,
 )
-from .inside import being_inside, inside, is_foreign
+from .inside import (
+    being_inside,
+    in_another_thread,
+    inside,
+    is_foreign,
+    is_owned,
+    patience,
+)
 from .launch import (
     WRITING,
     FailedRunner,
@@ -836,7 +844,9 @@ def flush(
         try:
             # another thread's flush is waited for; not for ever, for this one may hold a lock that
             # nobody knows of, such as llvmlite's, in the middle of which a handler runs
-            taken = recorder.lock.acquire(timeout=0 if nested else _WAIT_SECONDS)
+            taken = recorder.acquire(False)
+            if not taken and not nested:
+                taken = recorder.acquire(timeout=patience(_WAIT_SECONDS))
             if taken:
                 done = _flush(recorder, reason, into, node, nested)
                 if done is not None:
@@ -982,9 +992,6 @@ def finish(chain: Chain) -> None:
         raise interrupt
 
 
-is_owned = type(threading.RLock())._is_owned  # type: ignore[attr-defined] - by this thread
-
-
 def _foresee(recorder: Recorder, chain: Chain) -> None:
     """Know the values of `chain`, which a flush is at, before that flush does.
 
@@ -1038,26 +1045,13 @@ def _without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chai
     if not moded and torch.is_inference_mode_enabled() is recorder.inference:
         run(chain)
         return
-    errors: list[BaseException] = []
 
     def alone() -> None:
-        try:
-            enter_context(recorder.device)
-            with being_inside(), torch._C._InferenceMode(recorder.inference):
-                run(chain)
-        except BaseException as error:  # raised below, in the thread that asked
-            errors.append(error)
+        enter_context(recorder.device)
+        with being_inside(), torch._C._InferenceMode(recorder.inference):
+            run(chain)
 
-    thread = threading.Thread(target=alone)
-    thread.start()
-    interrupt = None
-    while thread.is_alive():
-        try:
-            thread.join()
-        except BaseException as error:  # the chain is the thread's until it ends
-            interrupt = error
-    if errors or interrupt is not None:
-        raise errors[0] if errors else interrupt  # type: ignore[misc]
+    in_another_thread(alone)  # until it ends, for the chain is that thread's
 
 
 def _runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bool) -> Runner:

@@ -25,7 +25,7 @@ from .cache import DiskCache
 from .codegen import source_of
 from .config import config, watch
 from .errors import ColdKernelError, KernelError, warn_once
-from .inside import being_inside
+from .inside import BusyError, being_inside, is_owned, patience
 from .load import Module, load
 from .plan import Plan
 from .position import Position, user_position
@@ -125,7 +125,9 @@ class Order:
             return None
         now = _news
         look_up = _told if listeners else _kernel_for
-        found = [look_up(plan, self.device, self.counted) for plan in self.plans]
+        found = [look_up(plan, self.device, self.counted)[0] for plan in self.plans]
+        if _BUSY in found:
+            return None
         ready = [kernel for kernel in found if kernel is not None]
         if len(ready) == len(found):
             return ready
@@ -158,61 +160,78 @@ def on_news(listener: Callable[[], None]) -> None:
     _on_news.append(listener)
 
 
-def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> Kernel | None:
-    with being_inside(), _lock:
-        kernel = _kernels.get((plan, device))
-        if kernel is not None:
-            counts["found"] += 1
-            return kernel
-        request = _requests.get((plan, device))
-        if request is None:
-            source = source_of(plan, target_of(device))
-            request = Request(plan, source, key_of(source, device), device)
-            binary = _cache().get(request.key)
-            if binary is not None:
-                counts["loaded"] += 1
-                return _publish(request, binary)
-            if _forbidden:
-                raise ColdKernelError(_cold(request, "no_compile() is active"))
-            if len(_requests) >= 4 * config.max_kernels:
-                for key in [key for key, old in _requests.items() if old not in _queued]:
-                    del _requests[key]
-            _requests[plan, device] = request
-        elif _forbidden:
+_BUSY: Any = object()  # another thread is at it, and this one has waited long enough: ask again
+_WAIT_SECONDS = 5.0
+_HIT, _SOFT, _HARD = "hit", "soft miss", "hard miss"
+
+
+def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
+    """The kernel if it is to be had now, or `_BUSY`; and where it was, see `Listener`."""
+    lock = _lock
+    owned, taken = is_owned(lock), False
+    with being_inside():
+        try:
+            taken = lock.acquire(False) or lock.acquire(timeout=patience(_WAIT_SECONDS))
+            return _looked_up(plan, device, counted) if taken else (_BUSY, _HARD)
+        except BusyError:
+            return _BUSY, _HARD
+        finally:
+            if taken or is_owned(lock) and not owned:  # an interrupt came in between
+                lock.release()
+
+
+def _looked_up(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
+    """`_kernel_for` with the lock held."""
+    kernel = _kernels.get((plan, device))
+    if kernel is not None:
+        counts["found"] += 1
+        return kernel, _HIT
+    request = _requests.get((plan, device))
+    if request is None:
+        source = source_of(plan, target_of(device))
+        request = Request(plan, source, key_of(source, device), device)
+        binary = _cache().get(request.key)
+        if binary is not None:
+            counts["loaded"] += 1
+            return _publish(request, binary), _SOFT
+        if _forbidden:
             raise ColdKernelError(_cold(request, "no_compile() is active"))
-        return _advance(request, counted)
+        if len(_requests) >= 4 * config.max_kernels:
+            for key in [key for key, old in _requests.items() if old not in _queued]:
+                del _requests[key]
+        _requests[plan, device] = request
+    elif _forbidden:
+        raise ColdKernelError(_cold(request, "no_compile() is active"))
+    return _advance(request, counted)
 
 
-def _told(plan: Plan, device: torch.device, counted: bool) -> Kernel | None:
+def _told(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
     """`_kernel_for`, and the listeners are told how it went."""
-    begun, outcome = time.perf_counter(), "hard miss"
-    kernel = request = None
+    begun, outcome = time.perf_counter(), _HARD
+    kernel, request = None, _requests.get((plan, device))
     try:
-        with being_inside(), _lock:  # so that what is counted meanwhile is this kernel
-            if (plan, device) in _kernels:
-                outcome = "hit"
-            request, compiled = _requests.get((plan, device)), counts["compiled"]
-            kernel = _kernel_for(plan, device, counted)
-            if kernel is not None and outcome != "hit" and counts["compiled"] == compiled:
-                outcome = "soft miss"
-        return kernel
+        kernel, outcome = found = _kernel_for(plan, device, counted)
+        return found
     finally:
         now = time.perf_counter()
-        source = source_of(plan, target_of(device)) if kernel is None else kernel.source
+        if kernel is None or kernel is _BUSY:
+            kernel, source = None, source_of(plan, target_of(device))
+        else:
+            source = kernel.source
         asked = begun if request is None else request.begun
         for listener in list(listeners):
-            if kernel is not None and outcome != "hit":
+            if kernel is not None and outcome is not _HIT:
                 listener.made(source, device, outcome, (now - asked) * 1e6, None)
             listener.needed(source, device, outcome, (now - begun) * 1e6)
 
 
-def _advance(request: Request, counted: bool) -> Kernel | None:
+def _advance(request: Request, counted: bool) -> tuple[Kernel | None, str]:
     """The kernel of `request` if it is to be had now; otherwise see to it that it will be."""
     request.asked += 1
     if request.state == "failed":
         raise KernelError(request.error)
     if request.state == "refused":
-        return None
+        return None, _HARD
     mode = config.compile
     if mode == "auto":
         mode = "background" if request.device.type == "cuda" else "now"
@@ -221,7 +240,7 @@ def _advance(request: Request, counted: bool) -> Kernel | None:
         if not compiler.unavailable:
             if request.state == "rare" and request.asked >= config.compile_after:
                 if counted and _too_many(request):
-                    return None
+                    return None, _HARD
                 _submit(request, compiler)
             if capturing(request.device):
                 warn_once(
@@ -229,10 +248,10 @@ def _advance(request: Request, counted: bool) -> Kernel | None:
                     "its kernel is not there yet. Run the chain "
                     f"{config.compile_after} times before the capture and call autofuse.wait()."
                 )
-            return None
+            return None, _HARD
         warn_once(f"autofuse: kernels are compiled in this process: {compiler.unavailable}")
     if request.state == "rare" and counted and _too_many(request):
-        return None
+        return None, _HARD
     if capturing(request.device):
         raise ColdKernelError(_cold(request, "a CUDA graph is being captured"))
     return _compile_now(request)
@@ -243,7 +262,7 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _compile_now(request: Request) -> Kernel:
+def _compile_now(request: Request) -> tuple[Kernel, str]:
     from .build import build_once
 
     with progress(f"compiling {request.source.name}"):
@@ -251,7 +270,7 @@ def _compile_now(request: Request) -> Kernel:
     counts["compiled" if made.built else "loaded"] += 1
     if made.unsaved:
         say_unsaved(made.unsaved)
-    return _publish(request, made.binary)
+    return _publish(request, made.binary), _HARD if made.built else _SOFT
 
 
 def _submit(request: Request, compiler: Service) -> None:

@@ -2,14 +2,22 @@
 
 A thread is inside while it flushes a chain, compiles a kernel, or works for one that does. What
 then runs in the middle of it must not wait for another such thread, which may be waiting for this.
+Nor must what runs in the middle of a backward: on CUDA that is a thread of torch's, and the one
+that called it waits, whatever it is inside of.
 """
 
 from __future__ import annotations
 
+import atexit
 import signal
-from collections.abc import Iterator
+from _thread import LockType, allocate_lock, start_new_thread
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
+from threading import RLock, get_ident
+from traceback import clear_frames
+from typing import TypeVar
+
+_R = TypeVar("_R")
 
 inside: dict[int, bool] = {}  # the idents of these threads; in one step of Python each
 
@@ -25,6 +33,77 @@ def being_inside() -> Iterator[None]:
     finally:
         if not already:
             inside.pop(ident, None)
+
+
+is_owned = type(RLock())._is_owned  # type: ignore[attr-defined] - by this thread
+
+
+def patience(seconds: float) -> float:
+    """How long this thread may wait for one that is inside: `seconds`, or not at all."""
+    from torch._C import _current_graph_task_id  # type: ignore[attr-defined] - not in workers
+
+    return seconds if _current_graph_task_id() < 0 else 0.0
+
+
+_running: set[LockType] = set()  # taken while such a thread runs
+
+
+@atexit.register
+def _await_threads() -> None:
+    """Python ends threads where they are, which C++ takes for an error."""
+    for done in list(_running):
+        done.acquire(timeout=10.0)
+
+
+class BusyError(Exception):
+    """What was waited for did not come."""
+
+
+def in_another_thread(function: Callable[[], _R], seconds: float | None = None) -> _R:
+    """Call `function` in a thread of its own, in the middle of which no signal handler runs.
+
+    seconds: how long to wait for it; then, and when a handler of this thread raises, it goes on
+    unheard, and this raises BusyError, or what the handler raised. None: however long it takes.
+    """
+    made: list[_R] = []
+    errors: list[BaseException] = []
+    done = allocate_lock()
+    done.acquire()
+    _running.add(done)
+
+    def run() -> None:
+        try:
+            made.append(function())
+        except BaseException as error:  # raised below, in the thread that asked
+            if seconds is not None:
+                clear_frames(error.__traceback__)  # what they hold goes in this thread
+            errors.append(error)
+        finally:
+            _running.discard(done)
+            done.release()
+
+    ended, interrupt = False, None
+    try:
+        start_new_thread(run, ())  # 0.1 ms; an interrupt would spoil one of `threading`
+    except BaseException as error:
+        if not is_foreign(error):  # Python is ending, or there are no more threads
+            _running.discard(done)
+            return function()
+        if seconds is not None:
+            raise
+        interrupt = error
+    while not ended:
+        try:
+            ended = done.acquire(timeout=-1 if seconds is None else seconds)
+        except BaseException as error:
+            if seconds is not None:
+                raise
+            interrupt = error
+        if not ended and seconds is not None:
+            raise BusyError(f"not done after {seconds:.0f} s")
+    if errors or interrupt is not None:
+        raise errors.pop() if errors else interrupt  # type: ignore[misc]
+    return made.pop()
 
 
 _SIGNALS = signal.valid_signals()

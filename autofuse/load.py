@@ -27,6 +27,8 @@ _retired: list[tuple[Any, torch.device]] = []
 class Module:
     """A loaded binary; `entry` is a CUfunction on CUDA, a callable on the CPU."""
 
+    device = torch.device("cpu")  # where an interrupt has come before it was told
+
     def __init__(self, entry: Any, handle: Any, device: torch.device) -> None:
         self.entry, self.handle, self.device = entry, handle, device
 

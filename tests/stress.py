@@ -1,13 +1,17 @@
 """Everything that Python may run in the middle, at once, for a while: nothing may break.
 
-    python tests/stress.py [--seconds 60] [--device cuda] [--threads 8] [--seed 0]
+    python tests/stress.py [--seconds 60] [--device cuda] [--threads 8] [--seed 0] [--engine]
 
-The main thread records, reads, writes and trains. Meanwhile a signal handler runs every 300 us, the
-garbage collector at every container, finalizers and callbacks of weak references with it, and other
-threads hand pending values to each other, switched every microsecond. Handlers, finalizers and
-callbacks record, read, write, flush and raise. Every value is compared with eager PyTorch's, every
-write is counted. Prints one line of counts; exits with 1 after a wrong value, a lost write, an
-error that nobody here has raised, or a chain that can no longer be flushed.
+The main thread records, reads, writes and trains. Meanwhile a signal handler runs 300 us after the
+last one has ended, and some inside another, the garbage collector at every container, finalizers
+and callbacks of weak references with it, and other threads hand pending values to each other,
+switched every microsecond. Handlers, finalizers and callbacks record, read, write, train, flush and
+raise. Every value is compared with eager PyTorch's, every write is counted. Prints one line of
+counts; exits with 1 after a wrong value, a lost write, an error that nobody here has raised, or a
+chain that can no longer be flushed.
+
+--engine: every backward runs in one thread, and who asks for it waits in C, as torch has it on
+CUDA.
 """
 
 from __future__ import annotations
@@ -52,10 +56,44 @@ def check(got: torch.Tensor, want: list[float], what: str) -> None:
         failed(f"wrong value, {what}: {value[:3]} instead of {want[:3]}")
 
 
+class Engine:
+    """The one thread in which every backward runs, and those that are asked for there."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            total, done, errors = job
+            try:
+                total.backward()
+            except BaseException as error:
+                errors.append(error)
+            del job, total
+            done.release()
+
+    def backward(self, total: torch.Tensor) -> None:
+        if threading.current_thread() is self.thread:
+            total.backward()
+            return
+        done, errors = threading.Lock(), []
+        done.acquire()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # no handler runs in C
+        try:
+            self.jobs.put((total, done, errors))
+            done.acquire()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if errors:
+            raise errors[0]
+
+
 class World:
     """Tensors that everybody uses, and what eager PyTorch makes of them."""
 
-    def __init__(self, device: str, seed: int) -> None:
+    def __init__(self, device: str, seed: int, engine: Engine | None) -> None:
         self.random = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         x, z = torch.rand(N, generator=generator), torch.rand(N, generator=generator)
@@ -69,10 +107,12 @@ class World:
         p = torch.nn.Parameter(self.x.clone())
         (p * self.z * 2.0).abs().sub(self.z).sum().backward()
         self.gradient = p.grad.tolist()
+        self.engine = engine
         self.touched = autofuse.wrap(torch.zeros(N, device=device))  # by handlers alone
         self.touches = 0
         self.depth: dict[int, int] = {}  # of actions, by thread
         self.armed = False  # a signal handler may raise
+        self.over = False  # torch does not count references to tensors while Python ends
 
     # --- what handlers do ---
 
@@ -107,8 +147,11 @@ class World:
                 return  # inside a __torch_dispatch__ no op has a gradient
         p, v = torch.nn.Parameter(self.x.clone()), autofuse.wrap(self.z.clone())
         with torch.enable_grad():
-            (v * p * 2.0).abs().sub(v).sum().backward()
+            self.backward((v * p * 2.0).abs().sub(v).sum())
         check(p.grad, self.gradient, "gradient in the middle")
+
+    def backward(self, total: torch.Tensor) -> None:
+        total.backward() if self.engine is None else self.engine.backward(total)
 
     def flush(self) -> None:
         autofuse.chain.flush_all("test")
@@ -120,7 +163,7 @@ class World:
 
     def anything(self, *more: object) -> None:
         depth = self.depth.get(threading.get_ident(), 0)
-        if depth > 2:  # what runs in the middle of what runs in the middle
+        if depth > 2 or self.over:  # what runs in the middle of what runs in the middle
             return
         self.depth[threading.get_ident()] = depth + 1
         grad = torch.is_grad_enabled()
@@ -129,6 +172,15 @@ class World:
         finally:
             torch._C._set_grad_enabled(grad)  # what comes in no_grad's __enter__ leaves it off
             self.depth[threading.get_ident()] = depth
+
+    def handler(self, number: int, frame: object) -> None:
+        """Leaves 300 us to what it interrupts, and lets some be interrupted itself."""
+        if self.random.random() < 0.25:
+            signal.setitimer(signal.ITIMER_REAL, 0.0003)
+        try:
+            self.anything()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0003)
 
     def something(self) -> None:
         action = self.random.choice(ACTIONS)
@@ -147,15 +199,19 @@ ACTIONS = 3 * ["record", "read", "function", "write", "train", "flush"] + ["fail
 class Garbage:
     """A cycle whose finalizer does anything, with a pending value and a watched one."""
 
+    value = world = None  # where what makes it is interrupted
+
     def __init__(self, world: World) -> None:
-        self.value, self.world = None, world
+        self.world = world
         self.me = self
         self.value = world.w * 3.0 - world.v
         self.watch = weakref.ref(self.value, world.anything)
 
     def __del__(self) -> None:
         counts["finalizers"] += 1
-        if getattr(self, "value", None) is not None and self.world.random.random() < 0.5:
+        if self.world is None or self.world.over:
+            return
+        if self.value is not None and self.world.random.random() < 0.5:
             check(self.value, self.world.chains[3], "of a finalizer")
         self.world.anything()
 
@@ -209,7 +265,7 @@ def writes(world: World) -> None:
 
 def gradients(world: World) -> None:
     p, v = torch.nn.Parameter(world.x.clone()), autofuse.wrap(world.z.clone())
-    (v * p * 2.0).abs().sub(v).sum().backward()
+    world.backward((v * p * 2.0).abs().sub(v).sum())
     check(p.grad, world.gradient, "gradient of the main thread")
 
 
@@ -246,6 +302,8 @@ def produce(world: World, pipe: queue.Queue, until: float) -> None:
             pipe.put((k, y), timeout=1)
         for _ in range(k % 5):
             y = y + 1.0
+        if k % 8 == 0:
+            time.sleep(0.005)  # or there is no turn for the main thread
     with suppress(queue.Full):
         pipe.put(None, timeout=10)
 
@@ -271,17 +329,23 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", action="store_true")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.seconds + 120, exit=True)
+    faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
     torch.set_num_threads(1)
     autofuse.config.compile = "now"
-    world = World(args.device, args.seed)
+    world = World(args.device, args.seed, Engine() if args.engine else None)
     for program in PROGRAMS:  # their kernels are there
         for _ in range(3):
             program(world)
+    pending = world.w * 2.0
+    with torch._C.DisableTorchFunction():
+        torch.add(pending, world.v)  # torch imports DTensor here, and cannot be interrupted
 
     def unraisable(info) -> None:
-        if info.exc_type is not Foreign:
+        module = str(getattr(info.object, "__module__", ""))
+        if info.exc_type is not Foreign and not module.startswith("llvmlite"):
+            # llvmlite's finalizers know nothing of objects that were interrupted while made
             text = "".join(
                 traceback.format_exception(info.exc_type, info.exc_value, info.exc_traceback)
             )
@@ -300,8 +364,8 @@ def main() -> int:
     sys.setswitchinterval(1e-6)
     for thread in threads:
         thread.start()
-    signal.signal(signal.SIGALRM, world.anything)
-    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+    signal.signal(signal.SIGALRM, world.handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.0003)
     gc.set_threshold(1)
     while time.monotonic() < until and not failures:
         program = world.random.choice(PROGRAMS)
@@ -314,7 +378,6 @@ def main() -> int:
             counts["raised"] += 1
             if type(error) is not Foreign:
                 failed(f"{program.__name__}: {''.join(traceback.format_exception(error))}")
-    signal.setitimer(signal.ITIMER_REAL, 0, 0)
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     gc.set_threshold(*thresholds)
     sys.setswitchinterval(interval)
@@ -324,6 +387,10 @@ def main() -> int:
             failed("a thread does not end")
     for program in PROGRAMS:  # whatever was is over
         program(world)
+    if world.engine is not None:
+        world.engine.jobs.put(None)
+        world.engine.thread.join(60)
+    world.over = True
     machine = "machine code" if native.active() else "Python"
     print(f"{sys.version.split()[0]}, torch {torch.__version__}, {machine}, {args.device}: "
           f"{dict(counts)}, {len(failures)} failures")  # fmt: skip

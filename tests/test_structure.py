@@ -11,7 +11,7 @@ PACKAGE = Path(autofuse.__file__).parent
 # each module may import only what stands before it
 ORDER = [
     "errors", "position", "progress", "cache", "source", "polynomials", "targets", "lower", "emit",
-    "build", "inside", "machine", "c", "toolchain", "worker", "background", "verdict", "kinds",
+    "inside", "build", "machine", "c", "toolchain", "worker", "background", "verdict", "kinds",
     "config", "dtypes", "layout", "op", "activations", "special", "ops", "coverage", "plan",
     "codegen", "load", "compile", "shell", "sequence", "launch", "trie", "rules", "autograd",
     "eager", "chain", "tensor", "native_record", "native_flush", "native_call", "native_write",

@@ -1,0 +1,244 @@
+"""Who waits for whom: never for ever, and not at all in the middle of what another waits for."""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import autofuse
+from autofuse import api, build, chain, inside
+from autofuse import compile as compiling
+from autofuse.load import Module
+from support import kernels_made
+
+LONG = 60.0
+
+
+class Foreign(Exception):
+    """What a signal handler raises."""
+
+
+class Held:
+    """A compiler that stays in the middle of the next kernel until it is let go."""
+
+    def __init__(self, monkeypatch):
+        self.entered, self.leave = threading.Event(), threading.Event()
+        self.real, self.first = build.compile_object, True
+        monkeypatch.setattr(build, "compile_object", self.compile)
+
+    def compile(self, source):
+        if self.first:
+            self.first = False
+            self.entered.set()
+            assert self.leave.wait(LONG)
+        return self.real(source)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    compiler = Held(monkeypatch)
+    yield compiler
+    compiler.leave.set()
+
+
+def started(work, *args):
+    thread = threading.Thread(target=work, args=args)
+    thread.start()
+    return thread
+
+
+def test_a_kernel_that_another_thread_compiles_for_long(held, monkeypatch):
+    """Its chain runs as eager ops, and asks again."""
+    monkeypatch.setattr(compiling, "_WAIT_SECONDS", 0.05)
+    x = torch.rand(8)
+    w = autofuse.wrap(x)
+    thread = started(lambda: (autofuse.wrap(x.clone()) * 2.5 + 1.25).atan().tolist())
+    assert held.entered.wait(LONG)
+    before = kernels_made()
+    for _ in range(2):
+        assert (w * 3.5 - 1.75).tolist() == (x * 3.5 - 1.75).tolist()
+    assert kernels_made() == before and autofuse.stats().eager_flushes == 2
+    held.leave.set()
+    thread.join()
+    before = kernels_made()
+    (w * 3.5 - 1.75).tolist()
+    assert kernels_made() == before + 1
+
+
+class Reads(torch.autograd.Function):
+    """Whose backward reads what another thread is computing."""
+
+    @staticmethod
+    def forward(ctx, x, read):
+        ctx.read = read
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.read()
+        return gradient, None
+
+
+def test_a_backward_waits_for_nobody(held):
+    """On CUDA it is another thread's than the caller's, who may be in the middle of anything."""
+    x = torch.rand(8)
+    shared, ready = [], threading.Event()
+
+    def compute():
+        shared.append((autofuse.wrap(x.clone()) * 2.125 + 1.25).sqrt())
+        ready.set()
+        shared[0].tolist()
+
+    thread = started(compute)
+    assert held.entered.wait(LONG)
+    got = []
+
+    def read():
+        began = time.monotonic()
+        got.append((shared[0].tolist(), time.monotonic() - began))
+
+    Reads.apply(x.clone().requires_grad_(), read).sum().backward()
+    ((values, seconds),) = got
+    assert values == (x * 2.125 + 1.25).sqrt().tolist()
+    assert seconds < chain._WAIT_SECONDS / 2  # it does not wait at all
+    held.leave.set()
+    thread.join()
+
+
+def test_a_handler_that_raises_interrupts_no_compiler(held, monkeypatch):
+    """llvmlite's lock would stay taken."""
+
+    def handler(number, frame):
+        raise Foreign
+
+    x = torch.rand(8)
+    y = (autofuse.wrap(x) * 2.375 + 1.25).tanh()
+    before = signal.signal(signal.SIGUSR1, handler)
+    here = threading.get_ident()
+    threads = []
+    real = held.real
+
+    def compile(source):
+        threads.append(threading.get_ident())
+        return real(source)
+
+    held.real = compile
+
+    def interrupt():
+        assert held.entered.wait(LONG)
+        signal.pthread_kill(here, signal.SIGUSR1)
+
+    thread = started(interrupt)
+    try:
+        with pytest.raises(Foreign):
+            y.tolist()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        thread.join()
+    assert autofuse.is_pending(y)
+    held.leave.set()
+    assert torch.equal(torch.tensor(y.tolist()), autofuse.unwrap(y))
+    assert torch.allclose(autofuse.unwrap(y), (x * 2.375 + 1.25).tanh())
+    assert here not in threads and autofuse.stats().kernels_launched == 1
+
+
+def test_what_waits_for_another_thread():
+    assert inside.in_another_thread(lambda: 7) == 7
+    assert inside.in_another_thread(threading.get_ident) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        inside.in_another_thread(lambda: 1 // 0, LONG)
+    leave = threading.Event()
+    with pytest.raises(inside.BusyError, match="not done"):
+        inside.in_another_thread(lambda: leave.wait(LONG), 0.01)
+    leave.set()
+
+
+def test_an_interrupt_while_it_waits():
+    """Ends the wait if that has an end, and comes after it if it has none."""
+    done = []
+
+    def work():
+        time.sleep(0.05)
+        signal.pthread_kill(here, signal.SIGUSR1)
+        time.sleep(0.2)
+        done.append(True)
+
+    def handler(number, frame):
+        raise Foreign
+
+    here, before = threading.get_ident(), signal.signal(signal.SIGUSR1, handler)
+    try:
+        for seconds in (None, LONG):
+            done.clear()
+            with pytest.raises(Foreign):
+                inside.in_another_thread(work, seconds)
+            assert bool(done) is (seconds is None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_was_not_made_goes_without_an_error():
+    module = Module.__new__(Module)
+    del module
+
+
+def test_libraries_go_with_the_next_one():
+    x = autofuse.wrap(torch.rand(8))
+    autofuse.materialize((x * 2.625 + 1.25).sinh())
+    source = compiling.kernels()[-1].source
+    binary = build.compile_object(source)
+    before = len(build._linked)
+    kept = build.link(binary, [source.name])
+    for _ in range(8):
+        build.link(binary, [source.name])
+    assert len(build._linked) == before + 2  # what is kept, and the last one
+    del kept
+
+
+# --- fused calls --------------------------------------------------------------------------------
+
+
+def test_an_argument_that_another_fused_call_has_wrapped():
+    """Of two arguments the first needs no look any more, the second does."""
+    x, z = torch.rand(8), torch.rand(8)
+    entered, leave = threading.Event(), threading.Event()
+
+    @autofuse.fuse
+    def slow(x):
+        entered.set()
+        leave.wait(LONG)
+        return x * 2.0
+
+    thread = started(slow, x)
+    assert entered.wait(LONG)
+    try:
+        got = autofuse.fuse(lambda x, z: x * 2.0 + z)(x, z)
+    finally:
+        leave.set()
+        thread.join()
+    assert type(x) is type(z) is torch.Tensor and torch.equal(autofuse.unwrap(got), x * 2.0 + z)
+
+
+def test_arguments_are_plain_after_an_interrupt_anywhere():
+    from test_interrupts import Interrupted
+
+    x = torch.rand(8)
+    want = x * 2.0 + 1.0
+    fused = autofuse.fuse(lambda x: x * 2.0 + 1.0)
+    for _ in range(3):
+        fused(x)
+    done = count = 0
+    while not done:
+        count += 1
+        try:
+            with Interrupted(count) as interrupted:
+                fused(x)
+            done = interrupted.left > 0
+        except KeyboardInterrupt:
+            pass
+        assert type(x) is torch.Tensor and not api._lent, count
+        assert "_af" not in vars(x)
+        assert torch.equal(fused(x), want), count
+    assert count > 10
