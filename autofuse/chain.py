@@ -585,7 +585,8 @@ def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:
         chosen = _concrete_recorder(operands)
     if chosen is not None and not chosen.ident and ident not in inside:
         flush(chosen, "interrupt")  # goes on with one that was interrupted
-        return record(op, operands)
+        if chosen.ident:
+            return record(op, operands)
     if chosen is None or chosen is _local.current or not chosen.ident:
         if _local.current is not None:
             _local.current.reading = False
@@ -838,8 +839,9 @@ def flush(
             recorder.spare = Chain(recorder.home)
         nested = get_ident() in inside
         if nested and recorder.running is not None:
-            _foresee(recorder, recorder.running)
-            return False
+            if _foresee(recorder, recorder.running):
+                return False
+            continue
         owned, taken = is_owned(recorder.lock), False
         try:
             # another thread's flush is waited for; not for ever, for this one may hold a lock that
@@ -854,8 +856,7 @@ def flush(
         finally:
             if taken or is_owned(recorder.lock) and not owned:  # an interrupt came in between
                 recorder.lock.release()
-        if not taken and recorder.running is not None:
-            _foresee(recorder, recorder.running)
+        if not taken and recorder.running is not None and _foresee(recorder, recorder.running):
             return False
     return False
 
@@ -904,9 +905,6 @@ def _flush(
         # ...to here
         if not nested:
             del inside[ident]
-    for shell in chain:  # 0.05 us each
-        if getweakrefcount(shell) and shell is not None:
-            shell._af.shell = None  # the weak reference dies with the shell
     chain.clear()
     # no recording is in the middle of it; who writes holds it, and adds nothing to it
     if getrefcount(chain) == _HELD_HERE + (into is not None):
@@ -970,9 +968,17 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
         if runner is None or is_foreign(error):
             raise
         return  # others were faster and have gone on: what this run met does not matter
+    let_go(chain)
     recorder.running = None
     if watch is not None:
         watch.ended(runner)
+
+
+def let_go(chain: Chain) -> None:
+    """Before anybody records again: no other value gets a shell that a weak reference knows."""
+    for shell in chain:  # 0.05 us each
+        if getweakrefcount(shell) and shell is not None:
+            shell._af.shell = None  # the weak reference dies with the shell
 
 
 def finish(chain: Chain) -> None:
@@ -983,6 +989,7 @@ def finish(chain: Chain) -> None:
             assert chain.values is not None
             owners = [node for node in chain.tip.path() if node.index in chain.values]
             settle(chain, owners, again=True)
+            let_go(chain)
             break
         except BaseException as error:
             if not is_foreign(error):
@@ -992,10 +999,11 @@ def finish(chain: Chain) -> None:
         raise interrupt
 
 
-def _foresee(recorder: Recorder, chain: Chain) -> None:
+def _foresee(recorder: Recorder, chain: Chain) -> bool:
     """Know the values of `chain`, which a flush is at, before that flush does.
 
-    They are made by eager ops, which change nothing, and so also while the flush goes on.
+    They are made by eager ops, which change nothing, and so also while the flush goes on. False if
+    it was over before they were known; `chain` may be pending again.
     """
     while chain.values is WRITING and recorder.running is chain:  # by another thread, in C
         time.sleep(0)
@@ -1013,6 +1021,7 @@ def _foresee(recorder: Recorder, chain: Chain) -> None:
             chain.values = values[0]
             chain.bumps = None
             # ...to here
+    return recorder.running is chain
 
 
 def beside(tensor: Tensor) -> torch.Tensor | None:
@@ -1217,10 +1226,14 @@ def _recover(chain: Chain, node: Node, runner: Runner, error: Exception) -> None
     """After a failed run: compute the live-outs without the kernel, or say that they are lost."""
     cold = isinstance(error, ColdKernelError) and not runner.kernels  # in the middle of a capture
     if isinstance(error, StaleInputError) or cold:
+        if chain.values is not None:
+            raise error
+        chain.values = {}  # nobody computes them any more
         for owner in runner.owners:
             _shell._set(chain[owner.index], "_af", Lost(error))
             owner.shell = None
         chain.clear()
+        chain.values = None
         raise error
     try:
         _run_ops(chain, node.path(), runner)

@@ -1,11 +1,15 @@
 """Who waits for whom: never for ever, and not at all in the middle of what another waits for."""
 
+import queue
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch
+from test_interrupts import Interrupted
+from test_middle import Middle
 
 import autofuse
 from autofuse import api, build, chain, inside
@@ -222,8 +226,6 @@ def test_an_argument_that_another_fused_call_has_wrapped():
 
 
 def test_arguments_are_plain_after_an_interrupt_anywhere():
-    from test_interrupts import Interrupted
-
     x = torch.rand(8)
     want = x * 2.0 + 1.0
     fused = autofuse.fuse(lambda x: x * 2.0 + 1.0)
@@ -242,3 +244,88 @@ def test_arguments_are_plain_after_an_interrupt_anywhere():
         assert "_af" not in vars(x)
         assert torch.equal(fused(x), want), count
     assert count > 10
+
+
+# --- a thread whose chain another one flushes ----------------------------------------------------
+
+
+class Worker:
+    """A thread that does what it is asked."""
+
+    def __init__(self):
+        self.asked, self.said = queue.SimpleQueue(), queue.SimpleQueue()
+        self.thread = started(self.work)
+
+    def work(self):
+        while (job := self.asked.get()) is not None:
+            try:
+                self.said.put((job(), None))
+            except BaseException as error:
+                self.said.put((None, error))
+            del job
+
+    def do(self, job):
+        self.asked.put(job)
+        result, error = self.said.get(timeout=LONG)
+        if error is not None:
+            raise error
+        return result
+
+
+@pytest.fixture
+def worker():
+    worker = Worker()
+    yield worker
+    worker.asked.put(None)
+    worker.thread.join()
+
+
+def test_it_records_at_every_place_of_the_flush(worker, monkeypatch):
+    """What it then holds has the same shells, and is watched by a weak reference."""
+    monkeypatch.setattr(chain, "_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, z = torch.rand(8), torch.rand(8)
+    w, v = worker.do(lambda: (autofuse.wrap(x), autofuse.wrap(z)))
+    want, difference = (x * 3.0).tolist(), (x * 3.0 - z).tolist()
+    kept = []
+
+    def record():
+        y = w * 3.0
+        kept.append((y, weakref.ref(y)))
+
+    def read():
+        """After another flush, which must know that these are held."""
+        assert (v * 2.0).tolist() == (z * 2.0).tolist()
+        return [y.tolist() for y, _ in kept]
+
+    for _ in range(3):
+        assert worker.do(lambda: w * 3.0 - v).tolist() == difference
+    done = count = 0
+    while not done:
+        count += 1
+        shared = worker.do(lambda: w * 3.0 - v)
+        with Middle(count, lambda: worker.do(record)) as middle:
+            assert shared.tolist() == difference, count
+        done = middle.left > 0
+        assert worker.do(read) == [want] * len(kept), count
+        worker.do(kept.clear)
+    assert count > 40
+
+
+def test_it_records_while_another_thread_is_at_a_flush_for_long(worker, held, monkeypatch):
+    """Of its own chain, in a backward, which waits for nobody: the op runs at once."""
+    x = torch.rand(8)
+    w = autofuse.wrap(x.clone())
+    pending = worker.do(lambda: (w * 2.25 + 1.25).cosh())
+    thread = started(pending.tolist)
+    assert held.entered.wait(LONG)
+    got = []
+
+    def backward():
+        leaf = x.clone().requires_grad_()
+        Reads.apply(leaf, lambda: got.append((w * 4.0).tolist())).sum().backward()
+
+    worker.do(backward)
+    assert got == [(x * 4.0).tolist()]
+    held.leave.set()
+    thread.join()
