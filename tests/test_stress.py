@@ -1,4 +1,5 @@
-"""The stress of tests/stress.py, by machine code and by Python alone, where it is asked for."""
+"""The stress of tests/stress.py, where it is asked for: by machine code and by Python alone, or as
+AUTOFUSE_NATIVE says; on the CPU also with backward in a thread of its own, as on CUDA."""
 
 import os
 import subprocess
@@ -10,21 +11,26 @@ import pytest
 from support import DEVICES
 
 HERE = Path(__file__).parent
-SECONDS = float(os.environ.get("AUTOFUSE_TEST_STRESS_SECONDS", "0"))  # for each of the two
+SECONDS = float(os.environ.get("AUTOFUSE_TEST_STRESS_SECONDS", "0"))  # for each of them
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("engine", [[], ["--engine"]], ids=["here", "engine"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_stress(device, native):
+def test_stress(device, engine, native):
     if not SECONDS:
         pytest.skip("AUTOFUSE_TEST_STRESS_SECONDS is not set")
-    command = [sys.executable, str(HERE / "stress.py"), "--seconds", str(SECONDS)]
+    if os.environ.get("AUTOFUSE_NATIVE", native) != native:
+        pytest.skip("AUTOFUSE_NATIVE says the other")
+    if engine and device == "cuda":
+        pytest.skip("torch has such a thread for CUDA")
+    command = [sys.executable, str(HERE / "stress.py"), "--seconds", str(SECONDS), *engine]
     done = subprocess.run(
         [*command, "--device", device],
         env={**os.environ, "AUTOFUSE_NATIVE": native, "PYTHONPATH": str(HERE.parent)},
         capture_output=True,
         text=True,
-        timeout=SECONDS + 300,
+        timeout=SECONDS + 120,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     assert " 0 failures" in done.stdout
