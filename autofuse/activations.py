@@ -10,18 +10,14 @@ import torch.nn.functional as F
 
 from .op import OPS, composite, is_number, plain, row, since, single, spelled
 
+# fmt: off
+
 _backward = torch.ops.aten
 _SIXTH = "0.16666667163372039794921875"  # 1.0f / 6.0f, in float64 too
 
 _SIGNED = since(2, 14)  # as for clamp
-plain(
-    "relu",
-    "x",
-    "0 if x < 0 else x" if _SIGNED else "x if x != x else fmax(x, 0)",
-    integer="x if x > 0 else 0",
-    accepts="fi",
-    grad="threshold_backward(out, g)",
-)
+plain("relu", "x", "0 if x < 0 else x" if _SIGNED else "x if x != x else fmax(x, 0)",
+      integer="x if x > 0 else 0", accepts="fi", grad="threshold_backward(out, g)")
 plain(
     "silu",
     "x",
@@ -36,29 +32,12 @@ plain(
     grad="silu_backward(g, x)",
 )
 plain("mish", "x", "x * tanh(log1p(exp(x)))", eager=F.mish, grad="mish_backward(g, x)")
-plain(
-    "hardswish",
-    "x",
-    f"x * clip(x + 3, 0, 6) * {_SIXTH}",
-    cpu="x * clip(x + 3, 0, 6) / 6",
-    eager=F.hardswish,
-    grad="hardswish_backward(g, x)",
-)
-plain(
-    "hardsigmoid",
-    "x",
-    f"clip(x + 3, 0, 6) * {_SIXTH}",
-    cpu="clip(x + 3, 0, 6) / 6",
-    eager=F.hardsigmoid,
-    grad="hardsigmoid_backward(g, x)",
-)
-row(
-    "gelu",
-    "x",
-    "x * 0.5 * (1 + erf(x * 0.70710678118654752440))",
-    eager=F.gelu,
-    grad="gelu_backward(g, x)",
-)
+plain("hardswish", "x", f"x * clip(x + 3, 0, 6) * {_SIXTH}", cpu="x * clip(x + 3, 0, 6) / 6",
+      eager=F.hardswish, grad="hardswish_backward(g, x)")
+plain("hardsigmoid", "x", f"clip(x + 3, 0, 6) * {_SIXTH}", cpu="clip(x + 3, 0, 6) / 6",
+      eager=F.hardsigmoid, grad="hardsigmoid_backward(g, x)")
+row("gelu", "x", "x * 0.5 * (1 + erf(x * 0.70710678118654752440))", eager=F.gelu,
+    grad="gelu_backward(g, x)")
 row(
     "gelu_tanh",
     "x",
@@ -69,47 +48,16 @@ row(
     eager=partial(F.gelu, approximate="tanh"),
     grad="gelu_tanh_backward(g, x)",
 )
-plain(
-    "log_sigmoid",
-    "x",
-    "(x if x < 0 else 0) - log1p(exp(-abs(x)))",
-    "logsigmoid",
-    contiguous="cpu",
-    copies="f",
-    eager=F.logsigmoid,
-    grad="log_sigmoid_backward(g, x)",
-)
-row(
-    "leaky_relu",
-    "x s:opmath",
-    "x if x > 0 else x * s",
-    eager=F.leaky_relu,
-    grad="leaky_relu_backward(x, g, s); none",
-)
-row(
-    "prelu",
-    "x w",
-    "x if x > 0 else w * x",
-    one_dtype=True,
-    one_device=True,
-    copies="f",
-    eager=torch._prelu_kernel,
-    grad="where(x > 0, g, w * g); where(x > 0, 0, x * g)",
-)
-row(
-    "softplus",
-    "x b:opmath t:opmath",
-    "x if x * b > t else log1p(exp(x * b)) / b",
-    eager=F.softplus,
-    grad="softplus_backward(g, x, b, t); none; none",
-)
-row(
-    "elu",
-    "x a:opmath s:opmath i:opmath",
-    "x * s if x > 0 else expm1(x * i) * (a * s)",
-    eager=torch._C._nn.elu,
-    grad="elu_backward(g, x, a, s, i); none; none; none",
-)
+plain("log_sigmoid", "x", "(x if x < 0 else 0) - log1p(exp(-abs(x)))", "logsigmoid",
+      contiguous="cpu", copies="f", eager=F.logsigmoid, grad="log_sigmoid_backward(g, x)")
+row("leaky_relu", "x s:opmath", "x if x > 0 else x * s", eager=F.leaky_relu,
+    grad="leaky_relu_backward(x, g, s); none")
+row("prelu", "x w", "x if x > 0 else w * x", one_dtype=True, one_device=True, copies="f",
+    eager=torch._prelu_kernel, grad="where(x > 0, g, w * g); where(x > 0, 0, x * g)")
+row("softplus", "x b:opmath t:opmath", "x if x * b > t else log1p(exp(x * b)) / b",
+    eager=F.softplus, grad="softplus_backward(g, x, b, t); none; none")
+row("elu", "x a:opmath s:opmath i:opmath", "x * s if x > 0 else expm1(x * i) * (a * s)",
+    eager=torch._C._nn.elu, grad="elu_backward(g, x, a, s, i); none; none; none")
 row(
     "celu",  # torch's derivative takes the scale from alpha in float32
     "x a:opmath i:opmath k:opmath",
@@ -127,27 +75,13 @@ row(
     grad="hardtanh_backward(g, x, l, h); none; none",
     eager=F.hardtanh,
 )
-row(
-    "hardshrink",
-    "x l:common",
-    "0 if x >= -l and x <= l else x",
-    grad="shrink_backward(g, x, l); none",
-)
-row(
-    "softshrink",
-    "x l:common",
-    "x if x != x else x - l if x > l else x + l if x < -l else 0",
+row("hardshrink", "x l:common", "0 if x >= -l and x <= l else x",
+    grad="shrink_backward(g, x, l); none")
+row("softshrink", "x l:common", "x if x != x else x - l if x > l else x + l if x < -l else 0",
     narrow="x if x != x else rnd(x - l) if x > l else rnd(x + l) if x < -l else 0",
-    eager=F.softshrink,
-    grad="shrink_backward(g, x, l); none",
-)
-row(
-    "threshold",
-    "x t:common v:common",
-    "v if x <= t else x",
-    accepts="fi",
-    grad="threshold_backward_at(x, g, t); none; none",
-)
+    eager=F.softshrink, grad="shrink_backward(g, x, l); none")
+row("threshold", "x t:common v:common", "v if x <= t else x", accepts="fi",
+    grad="threshold_backward_at(x, g, t); none; none")
 row("glu", "x y", "x * (1 / (1 + exp(-y)))", eager=lambda x, y: x * torch.sigmoid(y))
 
 
@@ -275,32 +209,18 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 # --- losses without a reduction -------------------------------------------------------------------
 
-row(
-    "mse_loss",
-    "x y",
-    "d = x - y; d * d",
-    narrow="d = rnd(x - y); d * d",
+row("mse_loss", "x y", "d = x - y; d * d", narrow="d = rnd(x - y); d * d",
     eager=partial(F.mse_loss, reduction="none"),
-    grad="mse_loss_backward(g, x, y); mse_loss_backward(g, y, x)",
-)
-row(
-    "smooth_l1_loss",
-    "x y b:common",
+    grad="mse_loss_backward(g, x, y); mse_loss_backward(g, y, x)")
+row("smooth_l1_loss", "x y b:common",
     "z = abs(x - y); 0.5 * z * z / b if z < b else fma(-0.5, b, z)",
     narrow="z = abs(rnd(x - y)); 0.5 * z * z / b if z < b else z - rnd(0.5 * b)",
     eager=lambda x, y, b: F.smooth_l1_loss(x, y, reduction="none", beta=b),
-    grad="smooth_l1_loss_backward(g, x, y, b); smooth_l1_loss_backward(g, y, x, b); none",
-)
-row(
-    "huber_loss",
-    "x y d:common",
-    "z = abs(x - y); 0.5 * z * z if z < d else d * fma(-0.5, d, z)",
-    narrow="z = abs(rnd(x - y)); 0.5 * z * z if z < d else d * (z - rnd(0.5 * d))",
-    one_dtype=True,
-    copies="f",
-    eager=lambda x, y, d: F.huber_loss(x, y, reduction="none", delta=d),
-    grad="huber_loss_backward(g, x, y, d); huber_loss_backward(g, y, x, d); none",
-)
+    grad="smooth_l1_loss_backward(g, x, y, b); smooth_l1_loss_backward(g, y, x, b); none")
+row("huber_loss", "x y d:common", "z = abs(x - y); 0.5 * z * z if z < d else d * fma(-0.5, d, z)",
+    narrow="z = abs(rnd(x - y)); 0.5 * z * z if z < d else d * (z - rnd(0.5 * d))", one_dtype=True,
+    copies="f", eager=lambda x, y, d: F.huber_loss(x, y, reduction="none", delta=d),
+    grad="huber_loss_backward(g, x, y, d); huber_loss_backward(g, y, x, d); none")
 
 
 def _plain_loss(input, target, reduction, *options):
@@ -356,36 +276,17 @@ def _mish_backward(g, x):
     return torch.mul(g, torch.add(inner, t))
 
 
-row(
-    "threshold_backward",
-    "y g",
-    "0 if y <= 0 else g",
-    eager=lambda y, g: _backward.threshold_backward(g, y, 0),
-)
-row(
-    "silu_backward",
-    "g x",
-    "s = 1 / (1 + exp(-x)); g * s * (1 + x * (1 - s))",
-    eager=_silu_backward,
-)
-row(
-    "mish_backward",
-    "g x",
+row("threshold_backward", "y g", "0 if y <= 0 else g",
+    eager=lambda y, g: _backward.threshold_backward(g, y, 0))
+row("silu_backward", "g x", "s = 1 / (1 + exp(-x)); g * s * (1 + x * (1 - s))",
+    eager=_silu_backward)
+row("mish_backward", "g x",
     "s = 1 / (1 + exp(-x)); t = tanh(log1p(exp(x))); g * (t + x * s * fma(-t, t, 1))",
-    eager=_mish_backward,
-)
-row(
-    "hardswish_backward",
-    "g x",
-    "0 if x <= -3 else g * (x / 3 + 0.5) if x < 3 else g",
-    eager=_backward.hardswish_backward,
-)
-row(
-    "hardsigmoid_backward",
-    "g x",
-    f"g * {_SIXTH} if x > -3 and x < 3 else 0",
-    eager=_backward.hardsigmoid_backward,
-)
+    eager=_mish_backward)
+row("hardswish_backward", "g x", "0 if x <= -3 else g * (x / 3 + 0.5) if x < 3 else g",
+    eager=_backward.hardswish_backward)
+row("hardsigmoid_backward", "g x", f"g * {_SIXTH} if x > -3 and x < 3 else 0",
+    eager=_backward.hardsigmoid_backward)
 row(
     "gelu_backward",
     "g x",
@@ -403,74 +304,33 @@ row(
     "g * (0.5 * (1 + t) + 0.5 * x * fma(-t, t, 1) * i)",
     eager=partial(_backward.gelu_backward, approximate="tanh"),
 )
-row(
-    "leaky_relu_backward",
-    "x g s:opmath",
-    "g if x > 0 else g * s",
-    eager=lambda x, g, s: _backward.leaky_relu_backward(g, x, s, False),
-)
-row(
-    "softplus_backward",
-    "g x b:opmath t:opmath",
-    "z = exp(x * b); g if x * b > t else g * z / (z + 1)",
-    eager=_backward.softplus_backward,
-)
-row(
-    "elu_backward",
-    "g x a:opmath s:opmath i:opmath",
+row("leaky_relu_backward", "x g s:opmath", "g if x > 0 else g * s",
+    eager=lambda x, g, s: _backward.leaky_relu_backward(g, x, s, False))
+row("softplus_backward", "g x b:opmath t:opmath",
+    "z = exp(x * b); g if x * b > t else g * z / (z + 1)", eager=_backward.softplus_backward)
+row("elu_backward", "g x a:opmath s:opmath i:opmath",
     "g * i * (a * s) * exp(x * i) if x <= 0 else g * s",
-    eager=lambda g, x, a, s, i: _backward.elu_backward(g, a, s, i, False, x),
-)
-row(
-    "hardtanh_backward",
-    "g x l:opmath h:opmath",
-    "0 if x <= l or x >= h else g",
-    eager=_backward.hardtanh_backward,
-)
-row(
-    "log_sigmoid_backward",
-    "g x",
+    eager=lambda g, x, a, s, i: _backward.elu_backward(g, a, s, i, False, x))
+row("hardtanh_backward", "g x l:opmath h:opmath", "0 if x <= l or x >= h else g",
+    eager=_backward.hardtanh_backward)
+row("log_sigmoid_backward", "g x",
     "z = exp(-abs(x)); s = 1 if x < 0 else -1; g * ((1 if x < 0 else 0) - s * (z / (1 + z)))",
-    copies="f",
-    eager=lambda g, x: _backward.log_sigmoid_backward(g, x, _buffer(x)),
-)
-row(
-    "shrink_backward",
-    "g x l:common",
-    "0 if x >= -l and x <= l else g",
-    eager=_backward.softshrink_backward,
-)
-row(
-    "threshold_backward_at",
-    "x g t:common",
-    "0 if x <= t else g",
-    accepts="fi",
-    eager=lambda x, g, t: _backward.threshold_backward(g, x, t),
-)
-row(
-    "mse_loss_backward",
-    "g x y",
-    "2.0 * (x - y) * g",
-    narrow="rnd(rnd(2.0 * rnd(x - y)) * g)",
-    contiguous="cpu cuda",
-    eager=lambda g, x, y: _backward.mse_loss_backward(g, x, y, 0),
-)
-row(
-    "smooth_l1_loss_backward",
-    "g x y b:common",
+    copies="f", eager=lambda g, x: _backward.log_sigmoid_backward(g, x, _buffer(x)))
+row("shrink_backward", "g x l:common", "0 if x >= -l and x <= l else g",
+    eager=_backward.softshrink_backward)
+row("threshold_backward_at", "x g t:common", "0 if x <= t else g", accepts="fi",
+    eager=lambda x, g, t: _backward.threshold_backward(g, x, t))
+row("mse_loss_backward", "g x y", "2.0 * (x - y) * g", narrow="rnd(rnd(2.0 * rnd(x - y)) * g)",
+    contiguous="cpu cuda", eager=lambda g, x, y: _backward.mse_loss_backward(g, x, y, 0))
+row("smooth_l1_loss_backward", "g x y b:common",
     "d = x - y; -g if d < -b else g if d > b else d * g / b",
     narrow="d = rnd(x - y); -g if d < -b else g if d > b else rnd(d * g) / b",
     contiguous="cpu cuda",
-    eager=lambda g, x, y, b: _backward.smooth_l1_loss_backward(g, x, y, 0, b),
-)
-row(
-    "huber_loss_backward",
-    "g x y d:common",
+    eager=lambda g, x, y, b: _backward.smooth_l1_loss_backward(g, x, y, 0, b))
+row("huber_loss_backward", "g x y d:common",
     "z = x - y; -g * d if z < -d else g * d if z > d else z * g",
-    narrow="z = rnd(x - y); -g * d if z < -d else g * d if z > d else z * g",
-    contiguous="cpu cuda",
-    eager=lambda g, x, y, d: _backward.huber_loss_backward(g, x, y, 0, d),
-)
+    narrow="z = rnd(x - y); -g * d if z < -d else g * d if z > d else z * g", contiguous="cpu cuda",
+    eager=lambda g, x, y, d: _backward.huber_loss_backward(g, x, y, 0, d))
 
 
 def _buffer(x):

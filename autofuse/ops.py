@@ -21,6 +21,8 @@ from .dtypes import CODES
 from .layout import Ints, result_stride
 from .op import METHODS, OPS, composite, is_nan, is_number, plain, row, since, single, spelled
 
+# fmt: off
+
 # --- one operand ---------------------------------------------------------------------------------
 
 _UNARY_GRADS = {
@@ -57,48 +59,18 @@ _SHORT = {
 for _name, _grad in _UNARY_GRADS.items():
     _alias = "arc" + _name[1:]
     _aliases = (_alias,) if hasattr(torch, _alias) else ()
-    plain(
-        _name,
-        "x",
-        f"{_name}(x)",
-        *_aliases,
-        result="float",
-        accepts="fib",
-        grad=_grad,
-        **_SHORT.get(_name, {}),
-    )
+    plain(_name, "x", f"{_name}(x)", *_aliases, result="float", accepts="fib", grad=_grad,
+          **_SHORT.get(_name, {}))
 
-plain(
-    "reciprocal",
-    "x",
-    "1 / x",
-    f16="rcp(x)",
-    bf16="rcp_wide(x)",
-    result="float",
-    accepts="fib",
-    grad="-g * (out * out)",
-)
-plain(
-    "sigmoid",
-    "x",
-    "1 / (1 + exp(-x))",
-    "expit",
-    f16="d = 1 + exp(-x); r = rcp(d); z = fma(fma(-d, r, 1), r, r); z if z == z else r",
-    bf16="rcp(fma(ex2(x * -1.4426950408889634), 0.0625, 0.0625)) * 0.0625",
-    result="float",
-    accepts="fib",
-    grad="sigmoid_backward(g, out)",
-)
+plain("reciprocal", "x", "1 / x", f16="rcp(x)", bf16="rcp_wide(x)", result="float", accepts="fib",
+      grad="-g * (out * out)")
+plain("sigmoid", "x", "1 / (1 + exp(-x))", "expit",
+      f16="d = 1 + exp(-x); r = rcp(d); z = fma(fma(-d, r, 1), r, r); z if z == z else r",
+      bf16="rcp(fma(ex2(x * -1.4426950408889634), 0.0625, 0.0625)) * 0.0625", result="float",
+      accepts="fib", grad="sigmoid_backward(g, out)")
 plain("neg", "x", "-x", "negative", accepts="fi", grad="-g")
-plain(
-    "abs",
-    "x",
-    "abs(x)",
-    "absolute",
-    integer="x if x >= 0 else -x",
-    accepts="fi",
-    grad="g * sign(x)",
-)
+plain("abs", "x", "abs(x)", "absolute", integer="x if x >= 0 else -x", accepts="fi",
+      grad="g * sign(x)")
 _SIGN = "(1 if 0 < x else 0) - (1 if x < 0 else 0)"
 plain("sign", "x", _SIGN, boolean="x", accepts="fib", grad="zeros(g)")
 plain("sgn", "x", _SIGN, boolean="x", accepts="fib")
@@ -126,45 +98,23 @@ def _compared_twice(shape: Ints, stride: Ints) -> Ints:
 plain("isinf", "x", "abs(x) == inf", copies="ib", strides=_compared, **_ASKS)
 plain("isposinf", "x", "x == inf", **_ASKS)
 plain("isneginf", "x", "x == -inf", **_ASKS)
-plain(
-    "isfinite",
-    "x",
-    "abs(x) < inf",
-    copies="ib",
-    strides=_compared_twice,
-    **{**_ASKS, "integer": "x == x"},
-)
+plain("isfinite", "x", "abs(x) < inf", copies="ib", strides=_compared_twice,
+      **{**_ASKS, "integer": "x == x"})
 plain("logical_not", "x", "x == 0", result="bool", accepts="fib")
 plain("bitwise_not", "x", "~x", accepts="ib")
 _OPMATH = {"scalar": "opmath", "cpu_scalar": "opmath"}
-plain(
-    "angle",
-    "x",
-    "x if x != x else 3.14159265358979323846 if x < 0 else 0",
-    result="float",
-    accepts="wib",
-)
+plain("angle", "x", "x if x != x else 3.14159265358979323846 if x < 0 else 0", result="float",
+      accepts="wib")
 for _name, _factor in (("deg2rad", 0.017453292519943295), ("rad2deg", 57.29577951308232)):
-    row(
-        _name,
-        "x y",
-        "x * y",
-        **_OPMATH,
-        copies="f",
+    row(_name, "x y", "x * y", **_OPMATH, copies="f",
         eager=partial(lambda function, x, y: function(x), getattr(torch, _name)),
-        grad="g * y; none",
-    )
+        grad="g * y; none")
     spelled(_name)(
         partial(lambda name, factor, input: (OPS[name], (input, factor)), _name, _factor)
     )
-row(
-    "nan_to_num",
-    "x n:common p:common m:common",
-    "n if x != x else p if x == inf else m if x == -inf else x",
-    copies="f",
-    eager=torch.nan_to_num,
-    grad="g * isfinite(x); none; none; none",
-)
+row("nan_to_num", "x n:common p:common m:common",
+    "n if x != x else p if x == inf else m if x == -inf else x", copies="f", eager=torch.nan_to_num,
+    grad="g * isfinite(x); none; none; none")
 
 row("round", "x", "round(x)", integer="x", accepts="fi", grad="zeros(g)")
 row("clone", "x", "x", accepts="fib", copies="fib", grad="g")
@@ -192,15 +142,9 @@ row(
     eager=lambda x, t: torch.round(x, decimals=round(math.log10(t))),
     grad="zeros(g); none",
 )
-row(
-    "round_before",
-    "x t:common",
-    "round(x / t) * t",
-    narrow="round(rnd(x / t)) * t",
-    cpu="round(x / t) * t",
-    eager=lambda x, t: torch.round(x, decimals=-round(math.log10(t))),
-    grad="zeros(g); none",
-)
+row("round_before", "x t:common", "round(x / t) * t", narrow="round(rnd(x / t)) * t",
+    cpu="round(x / t) * t", eager=lambda x, t: torch.round(x, decimals=-round(math.log10(t))),
+    grad="zeros(g); none")
 
 
 @spelled("round")
@@ -226,26 +170,11 @@ _WITH_BOOL = {"scalar": "opmath", "accepts": "fib"}
 plain("add", "x y", "x + y", boolean="x | y", **_WITH_BOOL, grad="g; g")
 plain("sub", "x y", "x - y", "subtract", takes_bool=False, **_ARITHMETIC, grad="g; -g")
 plain("rsub", "x y", "y - x", takes_bool=False, reversed=True, **_ARITHMETIC, grad="-g; g")
-plain(
-    "mul",
-    "x y",
-    "x * y",
-    "multiply",
-    boolean="x & y",
-    cpu_scalar="opmath",
-    **_WITH_BOOL,
-    grad="g * y; g * x",
-)
+plain("mul", "x y", "x * y", "multiply", boolean="x & y", cpu_scalar="opmath", **_WITH_BOOL,
+      grad="g * y; g * x")
 # CUDA multiplies by the reciprocal of a number, which it takes in float64 since torch 2.10
-row(
-    "div_by_scalar",
-    *(("x y:inverse", "x * y") if since(2, 10) else ("x y", "x * (1 / y)")),
-    cpu="x / y",
-    scalar="opmath",
-    cpu_scalar="opmath",
-    result="float",
-    accepts="fib",
-)
+row("div_by_scalar", *(("x y:inverse", "x * y") if since(2, 10) else ("x y", "x * (1 / y)")),
+    cpu="x / y", scalar="opmath", cpu_scalar="opmath", result="float", accepts="fib")
 plain(
     "div",
     "x y",
@@ -262,58 +191,19 @@ plain(
     by_scalar=OPS["div_by_scalar"],
     grad="g / y; -g * ((x / y) / y)",
 )
-row(
-    "add_scaled",
-    "x y s:opmath",
-    "fma(s, y, x)",
-    cpu="fma(rnd(s), y, x)",
-    integer="x + s * y",
-    **_ARITHMETIC,
-    eager=lambda x, y, s: torch.add(x, y, alpha=s),
-    grad="g; g * s; none",
-)
-row(
-    "sub_scaled",
-    "x y s:opmath",
-    "fma(-s, y, x)",
-    cpu="fma(-rnd(s), y, x)",
-    integer="x - s * y",
-    takes_bool=False,
-    **_ARITHMETIC,
-    eager=lambda x, y, s: torch.sub(x, y, alpha=s),
-    grad="g; -g * s; none",
-)
-row(
-    "rsub_scaled",
-    "x y s:opmath",
-    "fma(-s, x, y)",
-    cpu="fma(-rnd(s), x, y)",
-    integer="y - s * x",
-    takes_bool=False,
-    reversed=True,
-    **_ARITHMETIC,
-    eager=lambda x, y, s: torch.rsub(x, y, alpha=s),
-    grad="-g * s; g; none",
-)
+row("add_scaled", "x y s:opmath", "fma(s, y, x)", cpu="fma(rnd(s), y, x)", integer="x + s * y",
+    **_ARITHMETIC, eager=lambda x, y, s: torch.add(x, y, alpha=s), grad="g; g * s; none")
+row("sub_scaled", "x y s:opmath", "fma(-s, y, x)", cpu="fma(-rnd(s), y, x)", integer="x - s * y",
+    takes_bool=False, **_ARITHMETIC, eager=lambda x, y, s: torch.sub(x, y, alpha=s),
+    grad="g; -g * s; none")
+row("rsub_scaled", "x y s:opmath", "fma(-s, x, y)", cpu="fma(-rnd(s), x, y)", integer="y - s * x",
+    takes_bool=False, reversed=True, **_ARITHMETIC, eager=lambda x, y, s: torch.rsub(x, y, alpha=s),
+    grad="-g * s; g; none")
 _QUOTIENT = {"integer": "x / y", "accepts": "fi"}
-row(
-    "div_trunc_by_scalar",
-    "x y",
-    "trunc(x * (1 / y))",
-    cpu="trunc(x / y)",
-    **_QUOTIENT,
-    scalar="opmath",
-    cpu_scalar="opmath",
-)
-row(
-    "div_trunc",
-    "x y",
-    "trunc(rnd(x / y))",
-    **_QUOTIENT,
-    by_scalar=OPS["div_trunc_by_scalar"],
-    eager=partial(torch.div, rounding_mode="trunc"),
-    grad="zeros(g, y); zeros(g, x, y)",
-)
+row("div_trunc_by_scalar", "x y", "trunc(x * (1 / y))", cpu="trunc(x / y)", **_QUOTIENT,
+    scalar="opmath", cpu_scalar="opmath")
+row("div_trunc", "x y", "trunc(rnd(x / y))", **_QUOTIENT, by_scalar=OPS["div_trunc_by_scalar"],
+    eager=partial(torch.div, rounding_mode="trunc"), grad="zeros(g, y); zeros(g, x, y)")
 _FLOORED = (
     "m = fmod(x, y);"
     "d = (x - m) {by};"
@@ -326,24 +216,10 @@ _WHOLE = {
     "integer": "q = x / y; q - 1 if (x < 0) != (y < 0) and x % y != 0 else q",
     "accepts": "fi",
 }
-row(
-    "div_floor_by_scalar",
-    "x y",
-    _FLOORED.format(by="* (1 / y)"),
-    cpu=_FLOORED.format(by="/ y"),
-    **_WHOLE,
-    scalar="opmath",
-    cpu_scalar="opmath",
-)
-row(
-    "div_floor",
-    "x y",
-    _FLOORED.format(by="/ y"),
-    **_WHOLE,
-    by_scalar=OPS["div_floor_by_scalar"],
-    eager=partial(torch.div, rounding_mode="floor"),
-    grad="zeros(g, y); zeros(g, x, y)",
-)
+row("div_floor_by_scalar", "x y", _FLOORED.format(by="* (1 / y)"), cpu=_FLOORED.format(by="/ y"),
+    **_WHOLE, scalar="opmath", cpu_scalar="opmath")
+row("div_floor", "x y", _FLOORED.format(by="/ y"), **_WHOLE, by_scalar=OPS["div_floor_by_scalar"],
+    eager=partial(torch.div, rounding_mode="floor"), grad="zeros(g, y); zeros(g, x, y)")
 row(
     "floor_divide",  # the same, but torch has no derivative for it
     "x y",
@@ -377,26 +253,12 @@ plain("bitwise_or", "x y", "x | y", accepts="ib")
 plain("bitwise_xor", "x y", "x ^ y", accepts="ib")
 plain("bitwise_left_shift", "x y", "x << y", accepts="i")
 plain("bitwise_right_shift", "x y", "x >> y", accepts="i")
-plain(
-    "maximum",
-    "x y",
-    "x if x != x else y if y != y else fmax(x, y)",
-    integer="x if x > y else y",
-    boolean="x | y",
-    accepts="fib",
-    tensors_only=True,
-    grad="where(x < y, 0, where(x == y, g / 2, g)); where(x > y, 0, where(x == y, g / 2, g))",
-)
-plain(
-    "minimum",
-    "x y",
-    "x if x != x else y if y != y else fmin(x, y)",
-    integer="x if x < y else y",
-    boolean="x & y",
-    accepts="fib",
-    tensors_only=True,
-    grad="where(x > y, 0, where(x == y, g / 2, g)); where(x < y, 0, where(x == y, g / 2, g))",
-)
+plain("maximum", "x y", "x if x != x else y if y != y else fmax(x, y)", integer="x if x > y else y",
+      boolean="x | y", accepts="fib", tensors_only=True,
+      grad="where(x < y, 0, where(x == y, g / 2, g)); where(x > y, 0, where(x == y, g / 2, g))")
+plain("minimum", "x y", "x if x != x else y if y != y else fmin(x, y)", integer="x if x < y else y",
+      boolean="x & y", accepts="fib", tensors_only=True,
+      grad="where(x > y, 0, where(x == y, g / 2, g)); where(x < y, 0, where(x == y, g / 2, g))")
 _TENSORS = {"accepts": "fib", "tensors_only": True}
 plain(
     "fmax",
@@ -418,22 +280,10 @@ plain(
     grad="masked_fill(g, logical_not(logical_or(x <= y, isnan(y))), 0);"
     "masked_fill(g, logical_or(x <= y, isnan(y)), 0)",
 )
-plain(
-    "fmod",
-    "x y",
-    "fmod(x, y)",
-    integer="x % y",
-    accepts="fi",
-    grad="g; -g * div_trunc(x, y)",
-)
-plain(
-    "remainder",
-    "x y",
-    "m = fmod(x, y); m + y if m != 0 and (y < 0) != (m < 0) else m",
-    integer="m = x % y; m + y if m != 0 and (y < 0) != (m < 0) else m",
-    accepts="fi",
-    grad="g; -g * div_floor(x, y)",
-)
+plain("fmod", "x y", "fmod(x, y)", integer="x % y", accepts="fi", grad="g; -g * div_trunc(x, y)")
+plain("remainder", "x y", "m = fmod(x, y); m + y if m != 0 and (y < 0) != (m < 0) else m",
+      integer="m = x % y; m + y if m != 0 and (y < 0) != (m < 0) else m", accepts="fi",
+      grad="g; -g * div_floor(x, y)")
 plain(
     "atan2",
     "x y",
@@ -444,14 +294,8 @@ plain(
     grad="g * y * where(x * x + y * y == 0, 0, reciprocal(x * x + y * y));"
     "g * -x * where(x * x + y * y == 0, 0, reciprocal(x * x + y * y))",
 )
-plain(
-    "heaviside",
-    "x y",
-    "y if x == 0 else 1 if x > 0 else 0",
-    boolean="x | y",
-    one_dtype=True,
-    **_TENSORS,
-)
+plain("heaviside", "x y", "y if x == 0 else 1 if x > 0 else 0", boolean="x | y", one_dtype=True,
+      **_TENSORS)
 
 
 @spelled()
@@ -461,29 +305,14 @@ def heaviside(input, values):
 
 plain("nextafter", "x y", "nextafter(x, y)", accepts="w", tensors_only=True)
 _LARGER = "x if abs(x) == inf and x == y else fmax(x, y) + "
-plain(
-    "logaddexp",
-    "x y",
-    _LARGER + "log1p(exp(-abs(x - y)))",
-    tensors_only=True,
-    grad="g / (1 + exp(y - x)); g / (1 + exp(x - y))",
-)
-plain(
-    "logaddexp2",
-    "x y",
-    _LARGER + "log1p(exp2(-abs(x - y))) * 1.4426950408889634",
-    tensors_only=True,
-    grad="g / (1 + rpow_scalar(2.0, y - x)); g / (1 + rpow_scalar(2.0, x - y))",
-)
+plain("logaddexp", "x y", _LARGER + "log1p(exp(-abs(x - y)))", tensors_only=True,
+      grad="g / (1 + exp(y - x)); g / (1 + exp(x - y))")
+plain("logaddexp2", "x y", _LARGER + "log1p(exp2(-abs(x - y))) * 1.4426950408889634",
+      tensors_only=True,
+      grad="g / (1 + rpow_scalar(2.0, y - x)); g / (1 + rpow_scalar(2.0, x - y))")
 plain("hypot", "x y", "hypot(x, y)", tensors_only=True, grad="g * x / out; g * y / out")
-plain(
-    "copysign",
-    "x y",
-    "copysign(x, y)",
-    result="float",
-    keeps="out",
-    grad="g * where(x == 0, 0, out / x); zeros(g)",
-)
+plain("copysign", "x y", "copysign(x, y)", result="float", keeps="out",
+      grad="g * where(x == 0, 0, out / x); zeros(g)")
 row(
     "pow",
     "x y",
@@ -494,69 +323,24 @@ row(
     "g * where(logical_and(x == 0, y >= 0), 0, out * log(x))",
 )
 row("pow_scalar", "x y", "pow(x, y)", grad="g * (y * pow(x, y - 1)); none", eager=torch.pow)
-row(
-    "rpow_scalar",
-    "x y",
-    "pow(x, y)",
-    keeps="y",
-    grad="none; g * (out * log(x))",
-    contiguous="cpu cuda",
-    eager=torch.pow,
-)
+row("rpow_scalar", "x y", "pow(x, y)", keeps="y", grad="none; g * (out * log(x))",
+    contiguous="cpu cuda", eager=torch.pow)
 # exponents whose derivative has a form of its own
-row(
-    "pow_4",
-    "x",
-    "pow(x, 4.0)",
-    grad="g * (4.0 * pow_3(x))",
-    eager=partial(torch.pow, exponent=4.0),
-)
-row(
-    "pow_1_5",
-    "x",
-    "pow(x, 1.5)",
-    grad="g * (1.5 * pow_half(x))",
-    eager=partial(torch.pow, exponent=1.5),
-)
-row(
-    "pow_half",
-    "x",
-    "sqrt(x)",
-    eager=partial(torch.pow, exponent=0.5),
-    grad="g * (0.5 * pow_minus_half(x))",
-)
+row("pow_4", "x", "pow(x, 4.0)", grad="g * (4.0 * pow_3(x))",
+    eager=partial(torch.pow, exponent=4.0))
+row("pow_1_5", "x", "pow(x, 1.5)", grad="g * (1.5 * pow_half(x))",
+    eager=partial(torch.pow, exponent=1.5))
+row("pow_half", "x", "sqrt(x)", eager=partial(torch.pow, exponent=0.5),
+    grad="g * (0.5 * pow_minus_half(x))")
 row("pow_2", "x", "x * x", accepts="fi", eager=partial(torch.pow, exponent=2), grad="g * (2.0 * x)")
-row(
-    "pow_3",
-    "x",
-    "rnd(x * x) * x",
-    integer="x * x * x",
-    accepts="fi",
-    eager=partial(torch.pow, exponent=3),
-    grad="g * (3.0 * pow_2(x))",
-)
-row(
-    "pow_minus_half",
-    "x",
-    "rsqrt(x)",
-    eager=partial(torch.pow, exponent=-0.5),
-    grad="g * (-0.5 * pow(x, -1.5))",
-)
-row(
-    "pow_minus_1",
-    "x",
-    "1 / x",
-    eager=partial(torch.pow, exponent=-1),
-    grad="g * (-1.0 * pow_minus_2(x))",
-)
-row(
-    "pow_minus_2",
-    "x",
-    "1 / rnd(x * x)",
-    cpu="1 / (x * x)",
-    eager=partial(torch.pow, exponent=-2),
-    grad="g * (-2.0 * pow(x, -3.0))",
-)
+row("pow_3", "x", "rnd(x * x) * x", integer="x * x * x", accepts="fi",
+    eager=partial(torch.pow, exponent=3), grad="g * (3.0 * pow_2(x))")
+row("pow_minus_half", "x", "rsqrt(x)", eager=partial(torch.pow, exponent=-0.5),
+    grad="g * (-0.5 * pow(x, -1.5))")
+row("pow_minus_1", "x", "1 / x", eager=partial(torch.pow, exponent=-1),
+    grad="g * (-1.0 * pow_minus_2(x))")
+row("pow_minus_2", "x", "1 / rnd(x * x)", cpu="1 / (x * x)", eager=partial(torch.pow, exponent=-2),
+    grad="g * (-2.0 * pow(x, -3.0))")
 # where both are zeros CUDA's clamp of numbers gives x since torch 2.14, and 0 or -0 before
 _SIGNED = since(2, 14)
 # at a bound itself torch 2.14 gives another gradient, for tensors half of it: those are eager
@@ -566,25 +350,15 @@ _AT_LEAST = {"integer": "x if x > y else y", **_BOUND}
 _AT_MOST = {"integer": "x if x < y else y", **_BOUND}
 row("clamp_min_by_scalar", "x y", "y if x < y else x", **_AT_LEAST)
 row("clamp_max_by_scalar", "x y", "y if x > y else x", **_AT_MOST)
-row(
-    "clamp_min",
-    "x y",
-    "x if x != x else y if y != y else fmax(x, y)",
-    by_scalar=OPS["clamp_min_by_scalar"] if _SIGNED else None,
-    **_AT_LEAST,
-    grad="where(x >= y, g, 0); where(x < y, g, 0)" if _GRADED else "",
-)
-row(
-    "clamp_max",
-    "x y",
-    "x if x != x else y if y != y else fmin(x, y)",
-    by_scalar=OPS["clamp_max_by_scalar"] if _SIGNED else None,
-    **_AT_MOST,
-    grad="where(x <= y, g, 0); where(x > y, g, 0)" if _GRADED else "",
-)
+row("clamp_min", "x y", "x if x != x else y if y != y else fmax(x, y)",
+    by_scalar=OPS["clamp_min_by_scalar"] if _SIGNED else None, **_AT_LEAST,
+    grad="where(x >= y, g, 0); where(x < y, g, 0)" if _GRADED else "")
+row("clamp_max", "x y", "x if x != x else y if y != y else fmin(x, y)",
+    by_scalar=OPS["clamp_max_by_scalar"] if _SIGNED else None, **_AT_MOST,
+    grad="where(x <= y, g, 0); where(x > y, g, 0)" if _GRADED else "")
 
 _POWERS = {0.5: "half", 1.5: "1_5", 2.0: "2", 3.0: "3", 4.0: "4",
-           -0.5: "minus_half", -1.0: "minus_1", -2.0: "minus_2"}  # fmt: skip
+           -0.5: "minus_half", -1.0: "minus_1", -2.0: "minus_2"}
 
 
 def _sum(name, input, other, alpha):
@@ -764,71 +538,28 @@ row(
         else ""
     ),
 )
-row(
-    "where",
-    "c:bool x y",
-    "x if c else y",
-    accepts="fib",
-    grad="none; where(c, g, 0); where(c, 0, g)",
-)
-row(
-    "masked_fill",
-    "x m:bool v:common",
-    "v if m else x",
-    accepts="fib",
-    contiguous="cpu cuda",
-    grad="masked_fill(g, m, 0); none; none",
-)
+row("where", "c:bool x y", "x if c else y", accepts="fib",
+    grad="none; where(c, g, 0); where(c, 0, g)")
+row("masked_fill", "x m:bool v:common", "v if m else x", accepts="fib", contiguous="cpu cuda",
+    grad="masked_fill(g, m, 0); none; none")
 _LERP = "d = y - x; fma(w, d, x) if abs(w) < 0.5 else fma(-d, 1 - w, y)"
 _ALONE = {"one_device": True}
 row("lerp", "x y w", _LERP, keeps="w", **_ALONE, grad="g * (1 - w); g * w; g * (y - x)")
-row(
-    "lerp_scalar",
-    "x y w:opmath",
-    _LERP,
-    **_ALONE,
-    eager=torch.lerp,
-    grad="g * (1 - w); g * w; none",
-)
-row(
-    "addcmul",
-    "x y z",
-    "fma(y, z, x)",
-    integer="x + y * z",
-    accepts="fi",
-    **_ALONE,
-    grad="g; g * z; g * y",
-)
+row("lerp_scalar", "x y w:opmath", _LERP, **_ALONE, eager=torch.lerp,
+    grad="g * (1 - w); g * w; none")
+row("addcmul", "x y z", "fma(y, z, x)", integer="x + y * z", accepts="fi", **_ALONE,
+    grad="g; g * z; g * y")
 _ONE = since(2, 11)  # CUDA's addcmul leaves out the product with a value of 1
-row(
-    "addcmul_scaled",
-    "x y z s:opmath",
+row("addcmul_scaled", "x y z s:opmath",
     "fma(y, z, x) if s == 1 else fma(s, y * z, x)" if _ONE else "fma(s, y * z, x)",
-    cpu="fma(s * y, z, x)",
-    integer="x + s * y * z",
-    accepts="fi",
-    **_ALONE,
+    cpu="fma(s * y, z, x)", integer="x + s * y * z", accepts="fi", **_ALONE,
     eager=lambda x, y, z, s: torch.addcmul(x, y, z, value=s),
-    grad="g; g * (z * s); g * (y * s); none",
-)
-row(
-    "addcdiv",
-    "x y z",
-    "x + y / z",
-    keeps="z",
-    **_ALONE,
-    grad="g; g * reciprocal(z); -g * (y / (z * z))",
-)
-row(
-    "addcdiv_scaled",
-    "x y z s:opmath",
-    "fma(s, y / z, x)",
-    cpu="x + s * y / z",
-    **_ALONE,
-    eager=lambda x, y, z, s: torch.addcdiv(x, y, z, value=s),
-    keeps="z",
-    grad="g; g * (s / z); -g * (y * s / (z * z)); none",
-)
+    grad="g; g * (z * s); g * (y * s); none")
+row("addcdiv", "x y z", "x + y / z", keeps="z", **_ALONE,
+    grad="g; g * reciprocal(z); -g * (y / (z * z))")
+row("addcdiv_scaled", "x y z s:opmath", "fma(s, y / z, x)", cpu="x + s * y / z", **_ALONE,
+    eager=lambda x, y, z, s: torch.addcdiv(x, y, z, value=s), keeps="z",
+    grad="g; g * (s / z); -g * (y * s / (z * z)); none")
 
 
 @spelled("clamp", "clip")
@@ -900,26 +631,11 @@ _backward = torch.ops.aten
 
 
 row("zeros", "x", "0", copies="f", eager=torch.zeros_like)
-row(
-    "scalar_div",
-    "x y",
-    "x / y",
-    eager=lambda x, y: torch.div(torch.tensor(x, dtype=y.dtype), y),
-)
-row(
-    "sigmoid_backward",
-    "g y",
-    "g * (1 - y) * y",
-    narrow="rnd(g * rnd(1 - y)) * y",
-    eager=_backward.sigmoid_backward,
-)
-row(
-    "tanh_backward",
-    "g y",
-    "g * fma(-y, y, 1)",
-    narrow="g * rnd(1 - rnd(y * y))",
-    eager=_backward.tanh_backward,
-)
+row("scalar_div", "x y", "x / y", eager=lambda x, y: torch.div(torch.tensor(x, dtype=y.dtype), y))
+row("sigmoid_backward", "g y", "g * (1 - y) * y", narrow="rnd(g * rnd(1 - y)) * y",
+    eager=_backward.sigmoid_backward)
+row("tanh_backward", "g y", "g * fma(-y, y, 1)", narrow="g * rnd(1 - rnd(y * y))",
+    eager=_backward.tanh_backward)
 
 
 # --- casts: `x.to(dtype)`, `x.float()` and so on; one to the dtype x has is x itself ------------

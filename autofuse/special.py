@@ -14,6 +14,8 @@ import torch
 
 from .op import METHODS, OPS, composite, plain, row, spelled
 
+# fmt: off
+
 _FLOAT = {"result": "float", "accepts": "fib"}
 _WIDE = {"result": "float", "accepts": "wib"}
 
@@ -26,7 +28,7 @@ def _series(function: str, variable: str, coefficients: tuple[float, ...]) -> st
 
 plain("lgamma", "x", "lgamma(x)", "gammaln", **_FLOAT, grad="g * digamma(x)")
 _PSI = (0.08333333333333333, -0.021092796092796094, 0.007575757575757576, -0.004166666666666667,
-        0.003968253968253968, -0.008333333333333333, 0.08333333333333333)  # fmt: skip
+        0.003968253968253968, -0.008333333333333333, 0.08333333333333333)
 plain(
     "digamma",
     "x",
@@ -87,29 +89,29 @@ plain(
 _P0 = (
     -59.96335010141079, 98.00107541859997, -56.67628574690703, 13.931260938727968,
     -1.2391658386738125,
-)  # fmt: skip
+)
 _Q0 = (
     1.0, 1.9544885833814176, 4.676279128988815, 86.36024213908905, -225.46268785411937,
     200.26021238006066, -82.03722561683334, 15.90562251262117, -1.1833162112133,
-)  # fmt: skip
+)
 _P1 = (
     4.0554489230596245, 31.525109459989388, 57.16281922464213, 44.08050738932008,
     14.684956192885803, 2.1866330685079025, -0.1402560791713545, -0.03504246268278482,
     -0.0008574567851546854,
-)  # fmt: skip
+)
 _Q1 = (
     1.0, 15.779988325646675, 45.39076351288792, 41.3172038254672, 15.04253856929075,
     2.504649462083094, -0.14218292285478779, -0.03808064076915783, -0.0009332594808954574,
-)  # fmt: skip
+)
 _P2 = (
     3.2377489177694603, 6.915228890689842, 3.9388102529247444, 1.3330346081580755,
     0.20148538954917908, 0.012371663481782003, 0.00030158155350823543, 2.6580697468673755e-06,
     6.239745391849833e-09,
-)  # fmt: skip
+)
 _Q2 = (
     1.0, 6.02427039364742, 3.6798356385616087, 1.3770209948908132, 0.21623699359449663,
     0.013420400608854318, 0.00032801446468212774, 2.8924786474538068e-06, 6.790194080099813e-09,
-)  # fmt: skip
+)
 plain(
     "ndtri",
     "x",
@@ -146,21 +148,10 @@ for _name, _log, _grad in (
         "masked_fill(xlog1py(g, y), logical_and(x == 0.0, y <= -1.0), 0); g * x / (y + 1)",
     ),
 ):
-    row(
-        _name,
-        "x y",
-        _XLOGY.format(log=_log),
-        eager=getattr(torch.special, _name),
-        grad=_grad,
-        **_FLOAT,
-    )
-    row(
-        f"{_name}_scalar",
-        "x y",
-        _XLOGY.format(log=_log),
-        eager=getattr(torch.special, _name),
-        **_FLOAT,
-    )
+    row(_name, "x y", _XLOGY.format(log=_log), eager=getattr(torch.special, _name), grad=_grad,
+        **_FLOAT)
+    row(f"{_name}_scalar", "x y", _XLOGY.format(log=_log), eager=getattr(torch.special, _name),
+        **_FLOAT)
 
 
 def _logarithm(name):
@@ -173,13 +164,8 @@ def _logarithm(name):
 
 spelled("xlogy")(_logarithm("xlogy"))
 spelled("xlog1py")(_logarithm("xlog1py"))
-plain(
-    "entr",
-    "x",
-    "x if x != x else -x * log(x) if x > 0 else 0 if x == 0 else -inf",
-    **_FLOAT,
-    grad="g * -(1 + log(x))",
-)
+plain("entr", "x", "x if x != x else -x * log(x) if x > 0 else 0 if x == 0 else -inf", **_FLOAT,
+      grad="g * -(1 + log(x))")
 
 
 def _logit_backward(g, x, e=None):
@@ -191,26 +177,12 @@ def _logit_backward(g, x, e=None):
 
 
 row("logit", "x", "log(x / (1 - x))", **_FLOAT, grad="logit_backward(g, x)")
-row(
-    "logit_clamped",
-    "x e:opmath",
-    "h = 1 - e; z = e if x < e else h if x > h else x; log(z / (1 - z))",
-    **_FLOAT,
-    eager=torch.logit,
-    grad="logit_clamped_backward(g, x, e); none",
-)
-row(
-    "logit_backward",
-    "g x",
-    "nan if x < 0 or x > 1 else g / (x * (1 - x))",
-    eager=_logit_backward,
-)
-row(
-    "logit_clamped_backward",
-    "g x e:opmath",
-    "h = 1 - e; 0 if x < e or x > h else g / (x * (1 - x))",
-    eager=_logit_backward,
-)
+row("logit_clamped", "x e:opmath",
+    "h = 1 - e; z = e if x < e else h if x > h else x; log(z / (1 - z))", **_FLOAT,
+    eager=torch.logit, grad="logit_clamped_backward(g, x, e); none")
+row("logit_backward", "g x", "nan if x < 0 or x > 1 else g / (x * (1 - x))", eager=_logit_backward)
+row("logit_clamped_backward", "g x e:opmath",
+    "h = 1 - e; 0 if x < e or x > h else g / (x * (1 - x))", eager=_logit_backward)
 
 
 @spelled()
@@ -242,7 +214,7 @@ _I0_SMALL = (
     0.00018850288509584165, -0.0005763755745385824, 0.0016394756169413357,
     -0.004324309995050576, 0.010546460394594998, -0.02373741480589947, 0.04930528423967071,
     -0.09490109704804764, 0.17162090152220877, -0.3046826723431984, 0.6767952744094761,
-)  # fmt: skip
+)
 _I0_LARGE = (
     -7.233180487874754e-18, -4.830504485944182e-18, 4.46562142029676e-17, 3.461222867697461e-17,
     -2.8276239805165836e-16, -3.425485619677219e-16, 1.7725601330565263e-15,
@@ -252,7 +224,7 @@ _I0_LARGE = (
     1.1889147107846439e-11, 4.94060238822497e-10, 3.3962320257083865e-09, 2.266668990498178e-08,
     2.0489185894690638e-07, 2.8913705208347567e-06, 6.889758346916825e-05,
     0.0033691164782556943, 0.8044904110141088,
-)  # fmt: skip
+)
 _I1_SMALL = (
     2.7779141127610464e-18, -2.111421214358166e-17, 1.5536319577362005e-16,
     -1.1055969477353862e-15, 7.600684294735408e-15, -5.042185504727912e-14,
@@ -263,7 +235,7 @@ _I1_SMALL = (
     4.781565107550054e-05, -0.00016176081582589674, 0.0005122859561685758,
     -0.0015135724506312532, 0.004156422944312888, -0.010564084894626197, 0.024726449030626516,
     -0.05294598120809499, 0.1026436586898471, -0.17641651835783406, 0.25258718644363365,
-)  # fmt: skip
+)
 _I1_LARGE = (
     7.517296310842105e-18, 4.414348323071708e-18, -4.6503053684893586e-17,
     -3.209525921993424e-17, 2.96262899764595e-16, 3.3082023109209285e-16,
@@ -273,7 +245,7 @@ _I1_LARGE = (
     3.2526035830154884e-11, -1.8974958123505413e-11, -5.589743462196584e-10,
     -3.835380385964237e-09, -2.6314688468895196e-08, -2.512236237870209e-07,
     -3.882564808877691e-06, -0.00011058893876262371, -0.009761097491361469, 0.7785762350182801,
-)  # fmt: skip
+)
 
 
 def _bessel(scale: str, odd: bool, small: tuple[float, ...], large: tuple[float, ...]) -> str:
@@ -301,10 +273,5 @@ for _name, _function in (
 plain("i0", "x", _bessel("exp(y)", False, _I0_SMALL, _I0_LARGE), **_FLOAT)
 plain("i0e", "x", _bessel("", False, _I0_SMALL, _I0_LARGE), **_FLOAT)
 plain("i1", "x", _bessel("exp(y)", True, _I1_SMALL, _I1_LARGE), **_WIDE)
-plain(
-    "i1e",
-    "x",
-    _bessel("", True, _I1_SMALL[-17:], _I1_LARGE[-7:]),
-    double=_bessel("", True, _I1_SMALL, _I1_LARGE),
-    **_WIDE,
-)
+plain("i1e", "x", _bessel("", True, _I1_SMALL[-17:], _I1_LARGE[-7:]),
+      double=_bessel("", True, _I1_SMALL, _I1_LARGE), **_WIDE)
