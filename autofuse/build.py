@@ -210,18 +210,16 @@ def target_machine(opt: int = 3) -> Any:
 # --- linking -------------------------------------------------------------------------------------
 
 _numbers = count()
-_linked: dict[int, Any] = {}  # libraries of llvmlite's, by number
-_retired: list[int] = []
+_retired: list[Any] = []  # libraries of llvmlite's that nothing needs
 
 
 class Linked:
     """Keeps functions linked; once it has gone, they go with the next `link`, see `undisturbed`."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    library: Any = None
 
-    def __del__(self, retired: list[int] = _retired) -> None:
-        retired.append(self.number)
+    def __del__(self, retired: list[Any] = _retired) -> None:
+        retired.append(self.library)
 
 
 @undisturbed
@@ -233,19 +231,16 @@ def link(binary: bytes, names: Sequence[str]) -> tuple[list[int], Linked]:
     """
     from llvmlite import binding as llvm
 
-    while _retired:
-        _linked.pop(_retired.pop())
-    jit = _linker()
+    _retired.clear()
+    jit, linked = _linker(), Linked()
     builder = llvm.JITLibraryBuilder().add_object_img(binary).add_current_process()
     for name in names:
         builder.export_symbol(name)
     try:
-        number = next(_numbers)
-        library = builder.link(jit, f"autofuse {number}")
+        library = linked.library = builder.link(jit, f"autofuse {next(_numbers)}")
     except RuntimeError as error:
         raise BuildError(f"LLVM cannot link it: {error}") from None
-    _linked[number] = library
-    return [library[name] for name in names], Linked(number)
+    return [library[name] for name in names], linked
 
 
 @cache

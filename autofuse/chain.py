@@ -64,6 +64,7 @@ from .launch import (
     runner_class,
     settle,
     stream_reader,
+    write_out,
 )
 from .load import enter_context
 from .op import Op
@@ -291,11 +292,12 @@ class _Owned(dict):  # type: ignore[type-arg]
 class _Local(threading.local):
     """This thread's recorders, and how many reasons it has to record nothing."""
 
+    current: Recorder | None = None  # the one used last
+    closed = 0
+    depth = 0  # fused calls on the stack
+
     def __init__(self) -> None:
         self.recorders: dict[torch.device, Recorder] = _Owned()
-        self.current: Recorder | None = None  # the one used last
-        self.closed = 0
-        self.depth = 0  # fused calls on the stack
 
 
 _local = _Local()
@@ -351,8 +353,9 @@ def recorder_for(device: torch.device) -> Recorder:
     recorder = _local.recorders.get(device)
     if recorder is None:
         device = _shell.same_device(device)
-        recorder = _local.recorders[device] = Recorder(device, get_ident(), _local.closed > 0)
+        recorder = Recorder(device, get_ident(), _local.closed > 0)
         _all_recorders.add(recorder)
+        recorder = _local.recorders.setdefault(device, recorder)  # made in the middle, it may be
     return recorder
 
 
@@ -705,7 +708,7 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     bumps = chain.bumps or {}
     first, last, seen = node.index, new.index, bumps.get(node.index, 0) + 1
     mine, its = target.__dict__, result.__dict__
-    if recorder.chain is chain and target._af is node and result._af is new:
+    if recorder.chain is chain and chain.tip is new and target._af is node and result._af is new:
         # no Python runs from here...
         chain[first] = result
         chain[last] = target
@@ -846,7 +849,7 @@ def flush(
         try:
             # another thread's flush is waited for; not for ever, for this one may hold a lock that
             # nobody knows of, such as llvmlite's, in the middle of which a handler runs
-            taken = recorder.acquire(False)
+            taken = owned or recorder.acquire(False)
             if not taken and not nested:
                 taken = recorder.acquire(timeout=patience(_WAIT_SECONDS))
             if taken:
@@ -854,7 +857,7 @@ def flush(
                 if done is not None:
                     return done
         finally:
-            if taken or is_owned(recorder.lock) and not owned:  # an interrupt came in between
+            if not owned and (taken or is_owned(recorder.lock)):  # an interrupt came in between
                 recorder.lock.release()
         if not taken and recorder.running is not None and _foresee(recorder, recorder.running):
             return False
@@ -871,7 +874,7 @@ def _flush(
     ident = get_ident()
     # no Python runs from here...
     spare, recorder.spare = recorder.spare, None
-    chain = recorder.running
+    chain = interrupted = recorder.running
     if chain is None and spare is not None and (node is None or node is recorder.chain.tip):
         chain, recorder.chain = recorder.chain, spare
         recorder.running = chain
@@ -904,14 +907,14 @@ def _flush(
             recorder.ident = recorder.thread
         # ...to here
         if not nested:
-            del inside[ident]
+            inside.pop(ident, None)  # a fork in the middle has left none
     chain.clear()
     # no recording is in the middle of it; who writes holds it, and adds nothing to it
     if getrefcount(chain) == _HELD_HERE + (into is not None):
         recorder.spare = chain.emptied()
     if recorder.ended:
         recorder.leave()
-    return True
+    return None if interrupted is not None and node is not None else True
 
 
 def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
@@ -958,6 +961,7 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
                 _without_modes(
                     partial(_recover, node=node, runner=runner, error=error), recorder, chain
                 )
+        let_go(chain)
     except BaseException as error:
         if watch is not None:
             watch.ended(None)
@@ -968,7 +972,6 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
         if runner is None or is_foreign(error):
             raise
         return  # others were faster and have gone on: what this run met does not matter
-    let_go(chain)
     recorder.running = None
     if watch is not None:
         watch.ended(runner)
@@ -1002,8 +1005,9 @@ def finish(chain: Chain) -> None:
 def _foresee(recorder: Recorder, chain: Chain) -> bool:
     """Know the values of `chain`, which a flush is at, before that flush does.
 
-    They are made by eager ops, which change nothing, and so also while the flush goes on. False if
-    it was over before they were known; `chain` may be pending again.
+    They are made by eager ops, which change nothing, and so also while the flush goes on; what it
+    writes to memory is written. False if it was over before they were known; `chain` may be pending
+    again.
     """
     while chain.values is WRITING and recorder.running is chain:  # by another thread, in C
         time.sleep(0)
@@ -1021,6 +1025,11 @@ def _foresee(recorder: Recorder, chain: Chain) -> bool:
             chain.values = values[0]
             chain.bumps = None
             # ...to here
+    if chain.values is WRITING:
+        return _foresee(recorder, chain)
+    if recorder.running is chain and chain.into is not None and chain.values is not None:
+        with NoTorchFunction():  # who asks may be about to write there too, and comes after it
+            write_out(chain, chain.values[chain.tip.index])
     return recorder.running is chain
 
 
@@ -1515,10 +1524,12 @@ def forget_kernels() -> None:
 
 def forget_threads() -> None:
     """After a fork: what other threads had pending does not exist here."""
-    inside.clear()
-    writing.clear()
+    for threads in (inside, writing):
+        for ident in set(threads) - {get_ident()}:
+            del threads[ident]
     for recorder in _all_recorders:
-        recorder.relock()  # another thread may have held it
+        if not is_owned(recorder.lock):
+            recorder.relock()  # another thread may have held it
         if recorder is not _local.recorders.get(recorder.device):
             recorder.end()
 

@@ -171,12 +171,12 @@ def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel
     owned, taken = is_owned(lock), False
     with being_inside():
         try:
-            taken = lock.acquire(False) or lock.acquire(timeout=patience(_WAIT_SECONDS))
+            taken = owned or lock.acquire(False) or lock.acquire(timeout=patience(_WAIT_SECONDS))
             return _looked_up(plan, device, counted) if taken else (_BUSY, _HARD)
         except BusyError:
             return _BUSY, _HARD
         finally:
-            if taken or is_owned(lock) and not owned:  # an interrupt came in between
+            if not owned and (taken or is_owned(lock)):  # an interrupt came in between
                 lock.release()
 
 

@@ -67,22 +67,29 @@ def in_another_thread(function: Callable[[], _R], seconds: float | None = None) 
     """
     made: list[_R] = []
     errors: list[BaseException] = []
+    over: list[bool] = []
     done = allocate_lock()
     done.acquire()
-    _running.add(done)
 
     def run() -> None:
         try:
-            made.append(function())
+            with being_inside():
+                made.append(function())
         except BaseException as error:  # raised below, in the thread that asked
             if seconds is not None:
                 clear_frames(error.__traceback__)  # what they hold goes in this thread
             errors.append(error)
         finally:
+            over.append(True)
             _running.discard(done)
             done.release()
 
-    ended, interrupt = False, None
+    interrupt = None
+    try:
+        _running.add(done)
+    except BaseException:
+        _running.discard(done)
+        raise
     try:
         start_new_thread(run, ())  # 0.1 ms; an interrupt would spoil one of `threading`
     except BaseException as error:
@@ -92,15 +99,15 @@ def in_another_thread(function: Callable[[], _R], seconds: float | None = None) 
         if seconds is not None:
             raise
         interrupt = error
-    while not ended:
+    while not over:
         try:
             ended = done.acquire(timeout=-1 if seconds is None else seconds)
+            if not (ended or over):
+                raise BusyError(f"not done after {seconds:.0f} s")
         except BaseException as error:
             if seconds is not None:
                 raise
             interrupt = error
-        if not ended and seconds is not None:
-            raise BusyError(f"not done after {seconds:.0f} s")
     if errors or interrupt is not None:
         raise errors.pop() if errors else interrupt  # type: ignore[misc]
     return made.pop()
@@ -116,7 +123,11 @@ def is_foreign(error: BaseException) -> bool:
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in _SIGNALS}
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code in handlers:
+        frame = trace.tb_frame
+        if frame.f_code in handlers:
+            return True
+        # of another kind, or no handler any more: it was given the frame that it interrupts
+        if frame.f_back is not None and any(x is frame.f_back for x in frame.f_locals.values()):
             return True
         trace = trace.tb_next
     return False

@@ -76,7 +76,7 @@ def settle(
     assert values is not None
     with NoTorchFunction():
         if chain.into is not None:
-            _write(chain, values[chain.tip.index])
+            write_out(chain, values[chain.tip.index])
         for owner in owners:
             shell, meta = chain[owner.index], owner.meta
             if shell is None:
@@ -92,7 +92,7 @@ def settle(
             chain[owner.index] = None
 
 
-def _write(chain: Chain, value: torch.Tensor) -> None:
+def write_out(chain: Chain, value: torch.Tensor) -> None:
     """Write the last value of `chain` where it belongs; its op was recorded under no_grad."""
     grad = torch.is_grad_enabled()
     try:

@@ -258,17 +258,19 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason, target
         Py_DecRef(begun)
         done = launched(recorder, chain, program)
         ended(recorder.show)
-    recorder.running = None
     PyDict_DelItem(inside, recorder.thread)
     if done == 0:
         chain.into = None
-        recorder.grad = grad  # somebody may have opened another chain, under other modes
-        recorder.inference = inference
-        recorder.home = home
-        recorder.chain = chain
-        recorder.spare = spare
-        recorder.ident = recorder.thread
+        if chain.values is None:  # or else the next flush goes on with it
+            recorder.running = None
+            recorder.grad = grad  # somebody may have opened another chain, under other modes
+            recorder.inference = inference
+            recorder.home = home
+            recorder.chain = chain
+            recorder.spare = spare
+            recorder.ident = recorder.thread
     else:
+        recorder.running = None
         flushes = PyObject_GetAttr(counts, FLUSHES)
         count_one(flushes, reason)
         Py_DecRef(flushes)

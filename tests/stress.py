@@ -109,9 +109,10 @@ class World:
         self.gradient = p.grad.tolist()
         self.engine = engine
         self.touched = autofuse.wrap(torch.zeros(N, device=device))  # by handlers alone
-        self.touches = 0
+        self.touches = [0, 0]  # begun, and done: what raises in the middle may have been done
         self.depth: dict[int, int] = {}  # of actions, by thread
         self.armed = False  # a signal handler may raise
+        self.rings = True  # and comes again
         self.over = False  # torch does not count references to tensors while Python ends
 
     # --- what handlers do ---
@@ -137,9 +138,12 @@ class World:
             self.z.add_(0.0)
 
     def count(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
         with torch.no_grad():
-            self.touches += 1
+            self.touches[0] += 1
             self.touched.add_(self.w * 0.0 + 1.0)
+            self.touches[1] += 1
 
     def train(self) -> None:
         with torch.enable_grad():
@@ -175,12 +179,14 @@ class World:
 
     def handler(self, number: int, frame: object) -> None:
         """Leaves 300 us to what it interrupts, and lets some be interrupted itself."""
+        if not self.rings:
+            return
         if self.random.random() < 0.25:
             signal.setitimer(signal.ITIMER_REAL, 0.0003)
         try:
             self.anything()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0003)
+            signal.setitimer(signal.ITIMER_REAL, 0.0003 * self.rings)
 
     def something(self) -> None:
         action = self.random.choice(ACTIONS)
@@ -193,7 +199,7 @@ class World:
             failed(f"{action}: {''.join(traceback.format_exception(error))}")
 
 
-ACTIONS = 3 * ["record", "read", "function", "write", "train", "flush"] + ["fail"]
+ACTIONS = 3 * ["record", "read", "function", "write", "count", "train", "flush"] + ["fail"]
 
 
 class Garbage:
@@ -245,7 +251,6 @@ def writes(world: World) -> None:
                     done += 1
             finally:
                 now = target.tolist()
-                again = [[a + k for a in start] for k in (done, done + 1)]
                 exact = []
                 for k in (done, done + 1):
                     value = torch.tensor(start)
@@ -254,7 +259,6 @@ def writes(world: World) -> None:
                     exact.append(value.tolist())
                 if now not in exact[: 1 if done == 8 else 2]:
                     failed(f"a write was lost or doubled: {done} done, {now[:2]} from {start[:2]}")
-                del again
         y = world.w * 2.0
         y += world.v
         z = y.abs()
@@ -333,7 +337,7 @@ def main() -> int:
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
     torch.set_num_threads(1)
-    autofuse.config.compile = "now"
+    autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
     world = World(args.device, args.seed, Engine() if args.engine else None)
     for program in PROGRAMS:  # their kernels are there
         for _ in range(3):
@@ -378,7 +382,8 @@ def main() -> int:
             counts["raised"] += 1
             if type(error) is not Foreign:
                 failed(f"{program.__name__}: {''.join(traceback.format_exception(error))}")
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    world.rings = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
     gc.set_threshold(*thresholds)
     sys.setswitchinterval(interval)
     for thread in threads:
@@ -391,6 +396,10 @@ def main() -> int:
         world.engine.jobs.put(None)
         world.engine.thread.join(60)
     world.over = True
+    begun, done = world.touches
+    touched = set(world.touched.tolist())
+    if len(touched) != 1 or not done <= touched.pop() <= begun:
+        failed(f"handlers wrote {world.touched[:2]}, {done} to {begun} times")
     machine = "machine code" if native.active() else "Python"
     print(f"{sys.version.split()[0]}, torch {torch.__version__}, {machine}, {args.device}: "
           f"{dict(counts)}, {len(failures)} failures")  # fmt: skip

@@ -5,6 +5,7 @@ two steps of another one. Here a program runs again and again, each time with on
 the next place; whatever that function does, the program computes what eager PyTorch does.
 """
 
+import functools
 import signal
 import sys
 
@@ -13,7 +14,7 @@ import torch
 from test_interrupts import assert_whole, gradients, values, writes
 
 import autofuse
-from autofuse import chain, native
+from autofuse import chain, inside, native
 from autofuse.position import OURS
 
 
@@ -109,6 +110,55 @@ class Foreign(Exception):
 
 def failing(number, frame):
     raise Foreign
+
+
+def test_a_write_at_every_place_of_another_to_the_same_memory(monkeypatch):
+    """Neither is lost, whichever comes first."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    w = autofuse.wrap(torch.ones(32))
+    for make in (torch.zeros, lambda n: autofuse.wrap(torch.zeros(n))):
+        target = make(32)
+
+        def write(target=target):
+            target.add_(w * 2.0)
+
+        for _ in range(3):
+            write()
+        done = count = 0
+        while not done:
+            count += 1
+            before = target.tolist()[0]
+            with Middle(count, write) as middle:
+                write()
+            done = middle.left > 0
+            assert target.tolist() == [before + (2.0 if done else 4.0)] * 32, count
+        assert count > (3 if native.active() else 40)
+
+
+class Callback:
+    """A signal handler that is no function."""
+
+    def __call__(self, number, frame):
+        raise Foreign
+
+
+@pytest.mark.parametrize("kind", ["partial", "object", "once"])
+def test_what_a_handler_of_any_kind_raises_is_foreign(kind):
+    def once(number, frame):
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        raise Foreign
+
+    handlers = {"partial": functools.partial(failing), "object": Callback(), "once": once}
+    before = signal.signal(signal.SIGUSR1, handlers[kind])
+    try:
+        with pytest.raises(Foreign) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+        assert inside.is_foreign(caught.value)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(ZeroDivisionError) as caught:
+        divmod(1, 0)
+    assert not inside.is_foreign(caught.value)
 
 
 ACTIONS = [name for name in vars(World) if not name.startswith("_")]

@@ -41,10 +41,17 @@ class Held:
 
 
 @pytest.fixture
-def held(monkeypatch):
-    compiler = Held(monkeypatch)
-    yield compiler
-    compiler.leave.set()
+def held(monkeypatch, tmp_path):
+    """Such a compiler, and no kernels, in memory or on disk."""
+    with monkeypatch.context() as patch:
+        patch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path))
+        compiling.clear_kernels()
+        for recorder in chain._all_recorders:
+            chain.forget(recorder)
+        compiler = Held(patch)
+        yield compiler
+        compiler.leave.set()
+    compiling.clear_kernels()
 
 
 def started(work, *args):
@@ -188,17 +195,20 @@ def test_what_was_not_made_goes_without_an_error():
     del module
 
 
-def test_libraries_go_with_the_next_one():
+def test_libraries_go_with_the_next_one(held):
+    held.leave.set()
     x = autofuse.wrap(torch.rand(8))
     autofuse.materialize((x * 2.625 + 1.25).sinh())
-    source = compiling.kernels()[-1].source
+    (source,) = {kernel.source for kernel in compiling.kernels()}
     binary = build.compile_object(source)
-    before = len(build._linked)
-    kept = build.link(binary, [source.name])
-    for _ in range(8):
-        build.link(binary, [source.name])
-    assert len(build._linked) == before + 2  # what is kept, and the last one
-    del kept
+    watches = []
+    for _ in range(4):
+        _, linked = build.link(binary, [source.name])
+        watches.append(weakref.ref(linked.library))
+    assert [watch() is None for watch in watches] == [True, True, False, False]
+    del linked
+    build.link(binary, [source.name])
+    assert all(watch() is None for watch in watches)
 
 
 # --- fused calls --------------------------------------------------------------------------------
