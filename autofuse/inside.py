@@ -3,7 +3,9 @@
 A thread is inside while it flushes a chain, compiles a kernel, or works for one that does. What
 then runs in the middle of it must not wait for another such thread, which may be waiting for this.
 Nor must what runs in the middle of a backward: on CUDA that is a thread of torch's, and the one
-that called it waits, whatever it is inside of.
+that called it waits, whatever it is inside of. What no signal handler may interrupt runs in another
+thread (`in_another_thread`), and what interrupts all the same is told from failures of our own
+(`is_foreign`).
 """
 
 from __future__ import annotations
