@@ -99,7 +99,8 @@ def write_out(chain: Chain, value: torch.Tensor) -> None:
         torch._C._set_grad_enabled(False)
         # no Python runs from here...
         into, chain.into = chain.into, None
-        _copy(into, value)  # type: ignore[arg-type] - ...to its end
+        if into is not None:  # who runs in the middle may have been faster
+            _copy(into, value)  # ...to its end
     finally:
         torch._C._set_grad_enabled(grad)
 

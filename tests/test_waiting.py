@@ -168,12 +168,12 @@ def test_what_waits_for_another_thread():
 
 def test_an_interrupt_while_it_waits():
     """Ends the wait if that has an end, and comes after it if it has none."""
-    done = []
+    done, go = [], threading.Event()
 
     def work():
         time.sleep(0.05)
         signal.pthread_kill(here, signal.SIGUSR1)
-        time.sleep(0.2)
+        go.wait(0.2 if seconds is None else LONG)
         done.append(True)
 
     def handler(number, frame):
@@ -187,6 +187,7 @@ def test_an_interrupt_while_it_waits():
                 inside.in_another_thread(work, seconds)
             assert bool(done) is (seconds is None)
     finally:
+        go.set()
         signal.signal(signal.SIGUSR1, before)
 
 
