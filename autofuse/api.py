@@ -25,7 +25,7 @@ from .chain import (
     rests,
 )
 from .config import config
-from .inside import is_foreign
+from .inside import whatever_interrupts
 from .shell import UNKNOWN, Meta, Tensor, _set, alias, learned, met
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -229,17 +229,12 @@ class _Entry:
 
     def restore(self) -> None:
         """Make the arguments plain again, whatever interrupts that."""
-        interrupt = None
+        whatever_interrupts(self._restore_all)
+
+    def _restore_all(self) -> None:
         while self.lent:
-            try:
-                with _lending:
-                    self._restore_last()
-            except BaseException as error:
-                if not is_foreign(error):
-                    raise
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+            with _lending:
+                self._restore_last()
 
     def _restore_last(self) -> None:
         """A step of it, to be repeated until it is done: a fused call may come in its middle."""

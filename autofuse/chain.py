@@ -55,6 +55,7 @@ from .inside import (
     is_foreign,
     is_owned,
     patience,
+    whatever_interrupts,
 )
 from .launch import (
     WRITING,
@@ -986,20 +987,14 @@ def let_go(chain: Chain) -> None:
 
 def finish(chain: Chain) -> None:
     """Give the values of `chain` away, which are known, whatever interrupts that."""
-    interrupt = None
-    while True:
-        try:
-            assert chain.values is not None
-            owners = [node for node in chain.tip.path() if node.index in chain.values]
-            settle(chain, owners, again=True)
-            let_go(chain)
-            break
-        except BaseException as error:
-            if not is_foreign(error):
-                raise
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+
+    def give() -> None:
+        assert chain.values is not None
+        owners = [node for node in chain.tip.path() if node.index in chain.values]
+        settle(chain, owners, again=True)
+        let_go(chain)
+
+    whatever_interrupts(give)
 
 
 def _foresee(recorder: Recorder, chain: Chain) -> bool:

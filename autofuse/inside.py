@@ -133,3 +133,18 @@ def is_foreign(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def whatever_interrupts(step: Callable[[], None]) -> None:
+    """Call `step` again until it ends, and then raise what has interrupted it last."""
+    interrupt = None
+    while True:
+        try:
+            step()
+            break
+        except BaseException as error:
+            if not is_foreign(error):
+                raise
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

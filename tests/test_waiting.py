@@ -95,11 +95,10 @@ class Reads(torch.autograd.Function):
 def test_a_backward_waits_for_nobody(held):
     """On CUDA it is another thread's than the caller's, who may be in the middle of anything."""
     x = torch.rand(8)
-    shared, ready = [], threading.Event()
+    shared = []
 
     def compute():
         shared.append((autofuse.wrap(x.clone()) * 2.125 + 1.25).sqrt())
-        ready.set()
         shared[0].tolist()
 
     thread = started(compute)
@@ -118,7 +117,7 @@ def test_a_backward_waits_for_nobody(held):
     thread.join()
 
 
-def test_a_handler_that_raises_interrupts_no_compiler(held, monkeypatch):
+def test_a_handler_that_raises_interrupts_no_compiler(held):
     """llvmlite's lock would stay taken."""
 
     def handler(number, frame):
@@ -323,7 +322,7 @@ def test_it_records_at_every_place_of_the_flush(worker, monkeypatch):
     assert count > 40
 
 
-def test_it_records_while_another_thread_is_at_a_flush_for_long(worker, held, monkeypatch):
+def test_it_records_while_another_thread_is_at_a_flush_for_long(worker, held):
     """Of its own chain, in a backward, which waits for nobody: the op runs at once."""
     x = torch.rand(8)
     w = autofuse.wrap(x.clone())
