@@ -586,22 +586,25 @@ class CudaRunner(Runner):
                 "else:",
                 *("    " + line for line in lines),
             ]
-        shape = f"blocks, 1, 1, {THREADS_PER_BLOCK}, 1, 1, 0"
-        launch = f"error = launch(entry, {shape}, stream, params, 0)[0]"
+        arguments = f"entry, blocks, 1, 1, {THREADS_PER_BLOCK}, 1, 1, 0, stream, params, 0"
         if not writing:
-            return [*lines, launch, "if error: fail(error)"]
-        space["count_write"], space["bump"] = increment_version, bump
+            return [*lines, f"error = launch({arguments})[0]", "if error: fail(error)"]
+        space |= {"count_write": increment_version, "bump": bump, "starmap": itertools.starmap,
+                  "WRITING": WRITING}  # fmt: skip
         made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
         return [
             *lines,
             f"made = {{{made}}}",
             "if chain.bumps is not None: bump(chain, made)",
+            f"ran = []; run = starmap(launch, [({arguments})])  # runs when `ran` takes it",
             "if chain.values is None:",
             "    try:",
-            "        chain.values = made; chain.bumps = chain.into = None",
-            f"        {launch}",
+            "        chain.values = WRITING; chain.into = None; ran += run",
+            "        chain.values = made; chain.bumps = None; error = ran[0][0]",
             "        if error: chain.values = None; chain.into = into; fail(error)",
-            "    except Exception: raise",
+            "    except Exception:",
+            "        if not ran: chain.values, chain.into = None, into",
+            "        raise",
             "    except BaseException: count_write(into); raise",
             "    count_write(into)",
         ]

@@ -87,6 +87,7 @@ from .launch import (
     OUTPUTS,
     PLACES,
     POINTERS,
+    WRITING,
     Program,
 )
 from .native_record import (
@@ -474,29 +475,36 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
     at = allocated(words, at, pointers + 8 * count)
     if at == 0:
         return given_up(words)
-    if chain.into is not None:
-        store(pointers + 8 * load(words + PLACES) - 8, address_of(chain.into))
+    into = chain.into
+    own = None
+    if into is not None:
+        store(pointers + 8 * load(words + PLACES) - 8, address_of(into))
         if PyErr_Occurred() != 0:
             return given_up(words)
-        values = published(chain, words, visible, shells)
-        if values == 0:
+        own = values_of(words, visible, shells)
+        if own == 0:
             return given_up(words)
-        Py_DecRef(values)
-    elif chain.values is not None:  # a finalizer was faster
+    if chain.values is not None:  # a finalizer was faster
+        if into is not None:
+            Py_DecRef(own)
         return given_up(words)
-    done = 1 + (load(at) != 0)
-    if sent(words, at, load(chain.consts + LISTED), PyLong_AsVoidPtr(chain.stream)) == 0:
-        if chain.into is not None:
-            chain.values = None
-        return given_up(words)
-    if chain.into is not None:
-        into = chain.into
-        Py_IncRef(into)
-        chain.into = None
-        bumped(into)
-        Py_DecRef(into)
     if chain.bumps is not None:
         count_writes(chain, words, visible, shells)
+    if into is not None:  # what is launched next cannot be repeated
+        Py_IncRef(into)
+        chain.values = WRITING
+        chain.into = None
+    done = 1 + (load(at) != 0)
+    went = sent(words, at, load(chain.consts + LISTED), PyLong_AsVoidPtr(chain.stream))
+    if into is not None:
+        chain.values = None
+        if went != 0:
+            chain.values = own
+            bumped(into)
+        Py_DecRef(into)
+        Py_DecRef(own)
+    if went == 0:
+        return given_up(words)
     if program.attach is not None:
         made = load(words + MADE)
         args = load(words + ARGUMENTS)
@@ -511,16 +519,16 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
         if attached == 0:
             return given_up(words)
         Py_DecRef(attached)
+    if chain.values is not own:  # another thread was faster
+        return given_up(words)
     settled(chain, words, visible, shells)
     return done
 
 
-def published(chain: Chain, words, at, shells):
-    """The outputs as `chain.values`, as what is launched next cannot be repeated; 0 if it fails."""
+def values_of(words, at, shells):
+    """The outputs by node index, as `chain.values` has them; 0 if it fails."""
     values = PyDict_New()
-    if values == 0:
-        return 0
-    while shells > 0:
+    while values != 0 and shells > 0:
         number = PyLong_FromLong(load(at))
         if number == 0:
             Py_DecRef(values)
@@ -529,10 +537,6 @@ def published(chain: Chain, words, at, shells):
         Py_DecRef(number)
         at += 32
         shells -= 1
-    if chain.values is not None:  # a finalizer was faster
-        Py_DecRef(values)
-        return 0
-    chain.values = values
     return values
 
 

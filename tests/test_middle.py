@@ -11,11 +11,10 @@ import sys
 
 import pytest
 import torch
-from test_interrupts import assert_whole, gradients, values, writes
+from test_interrupts import assert_whole, gradients, is_ours, values, writes
 
 import autofuse
 from autofuse import chain, inside, native
-from autofuse.position import OURS
 
 
 class Middle:
@@ -32,8 +31,7 @@ class Middle:
         sys.setprofile(None)
 
     def event(self, frame, event, argument):
-        name = frame.f_code.co_filename
-        if event in ("return", "c_call") or not name.startswith(OURS):
+        if event in ("return", "c_call") or not is_ours(frame):
             return
         self.left -= 1
         if self.left == 0:

@@ -11,21 +11,24 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    "setting, files",
+    "settings, files",
     [
         ("AUTOFUSE_NATIVE=0", "test_tiny test_liveness test_inplace test_interrupts test_keys"),
-        ("AUTOFUSE_TEST_LAUNCH=1", "test_liveness test_inplace test_autograd test_native"),
+        (
+            "AUTOFUSE_TEST_LAUNCH=1",
+            "test_liveness test_inplace test_autograd test_native"
+            " test_threads test_middle test_interrupts",
+        ),
+        ("AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_NATIVE=0", "test_threads test_middle test_interrupts"),
     ],
 )
-def test_the_other_way(setting, files):
+def test_the_other_way(settings, files):
     if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
         pytest.skip("this is the other way")
-    name, _, value = setting.partition("=")
+    environment = os.environ | dict(setting.split("=") for setting in settings.split())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
                "-k", "not cuda",
                *(str(HERE / f"{file}.py") for file in files.split())]  # fmt: skip
-    done = subprocess.run(
-        command, env={**os.environ, name: value}, cwd=HERE.parent, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=environment, cwd=HERE.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import boundaries, chain
+from autofuse import boundaries, chain, inside, trial
 from support import DEVICES, assert_same, elsewhere
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -285,3 +285,88 @@ def test_a_forked_child_computes_what_its_parents_threads_had_pending(device, mo
     stop.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+class Launched:
+    """A kernel in the middle of whose launch something is done first, as the driver allows it."""
+
+    def __init__(self, kernel, first):
+        self.parameters, self.source, self.kernel, self.first = (
+            kernel.parameters, kernel.source, kernel, first,
+        )  # fmt: skip
+
+    def entry(self, *arguments):
+        self.first()
+        return self.kernel.entry(*arguments)
+
+
+@pytest.fixture
+def in_the_middle_of_launches(device, monkeypatch):
+    """Takes what the launch of every kernel that is known begins with."""
+    if device == "cuda" or not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        pytest.skip("for launches over kernels of the CPU")
+
+    def put(first):
+        known = [(Launched(kernel, first), rows) for kernel, rows in trial._kernels]
+        monkeypatch.setattr(trial, "_kernels", known)
+
+    return put
+
+
+def test_a_launch_that_writes_is_over_before_others_see_its_values(in_the_middle_of_launches):
+    x = torch.rand(8)
+    w, v, got, held = autofuse.wrap(x), autofuse.wrap(torch.zeros(8)), [], []
+
+    def write():
+        held[:] = [w * 2.0 + 1.0]
+        v.add_(held[0])
+
+    for _ in range(4):
+        write()
+
+    def first():
+        if not got:
+            got.append(None)
+            thread.start()
+            thread.join(0.3)
+
+    def other():
+        with inside.being_inside():  # waits for nobody
+            got.append(autofuse.unwrap(held[0]).clone())
+
+    thread = threading.Thread(target=other)
+    in_the_middle_of_launches(first)
+    write()
+    thread.join()
+    assert torch.equal(got[1], x * 2.0 + 1.0)
+    assert torch.equal(autofuse.unwrap(v), (x * 2.0 + 1.0) * 5.0)
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_who_is_faster_than_a_launch_has_the_same_memory(
+    in_the_middle_of_launches, graded, monkeypatch
+):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x = torch.rand(8).requires_grad_(graded)
+    w, got, held = autofuse.wrap(x), [], []
+
+    def compute():
+        held[:] = [(w * 2.0 + 1.0).sigmoid()]
+        autofuse.materialize(held[0])
+
+    for _ in range(4):
+        compute()
+
+    def first():
+        if not got:
+            run(other)
+
+    def other():
+        with inside.being_inside():
+            got.append(autofuse.unwrap(held[0]).detach())
+
+    in_the_middle_of_launches(first)
+    compute()
+    assert len(got) == 1
+    assert autofuse.unwrap(held[0]).data_ptr() == got[0].data_ptr()
+    assert torch.equal(autofuse.unwrap(held[0]), torch.sigmoid(x * 2.0 + 1.0))
