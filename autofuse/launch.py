@@ -325,23 +325,18 @@ def compiled(source: str) -> CodeType:
     return compile(source, "<autofuse runner>", "exec")
 
 
-class _Streams(dict):  # type: ignore[type-arg]
-    """The driver's stream objects by their handles: launching with a number takes 0.1 us more."""
-
-    def __missing__(self, handle: int) -> Any:
-        from cuda.bindings import driver
-
-        return self.setdefault(handle, driver.CUstream(handle))
-
-
-_streams = _Streams()
-
-
 @cache
-def launch_pointer() -> int:
-    """Where the driver has cuLaunchKernel."""
+def launcher() -> Callable[..., int]:
+    """The driver's cuLaunchKernel, from its arguments as numbers to its result as one.
+
+    By ctypes, for what cuda.bindings makes of the result is made by Python, in the middle of which
+    a signal handler could ask for what has just been launched.
+    """
     function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    function.argtypes = [pointer, *[number] * 7, *[pointer] * 3]
+    function.restype = ctypes.c_int
+    return function
 
 
 class CudaRunner(Runner):
@@ -349,21 +344,19 @@ class CudaRunner(Runner):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        from cuda.bindings import driver
-
-        self._launch = driver.cuLaunchKernel
-        self._entry = launch_pointer()
+        self._launch = launcher()
+        self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
         self._scalar: dict[int, tuple[Any, _Slots, Kernel]] = {}  # pieces without alignment
         self._orders: dict[int, Order] = {}  # of their kernels
         self._parts = [
-            (kernel.entry, _Slots(piece, kernel.parameters))
+            (int(kernel.entry), _Slots(piece, kernel.parameters))
             for kernel, piece in zip(self.kernels, self.pieces, strict=True)
         ]
 
     def settling(self) -> CudaRunner:
         """Make ready for `run`; returns self."""
         head = [
-            "inputs = chain.inputs; stream = streams[chain.stream]; consts = chain.consts",
+            "inputs = chain.inputs; stream = chain.stream; consts = chain.consts",
             *self._generate_check(),
         ]
         self.run = self._generate("run(chain)", head, self._generate_settling)
@@ -410,7 +403,7 @@ class CudaRunner(Runner):
             words += [id(_empty_strided), id(arguments), count, meta.nbytes]
         words.append(len(self.pieces))
         for (entry, slots), piece in zip(self._parts, self.pieces, strict=True):
-            words += [int(entry), slots.blocks, slots.address, ctypes.addressof(slots.buffer)]
+            words += [entry, slots.blocks, slots.address, ctypes.addressof(slots.buffer)]
             refs = [*piece.loads, *piece.stores]
             words.append(len(refs))
             for ref, wide in zip(refs, _wide(piece), strict=True):
@@ -433,7 +426,7 @@ class CudaRunner(Runner):
             return [
                 "inputs = (*incoming, *saved)",
                 "if get_ident() not in entered: enter()",
-                "stream = streams[current()]; runner.others += 1",
+                "stream = current(); runner.others += 1",
                 f"consts = ({''.join(text + ', ' for text in numbers)})",
                 *(f"p{k} = address(inputs[{n}]) + {at}" for k, (n, at) in enumerate(places)),
             ]
@@ -464,15 +457,16 @@ class CudaRunner(Runner):
             if kernels is None:
                 raise NotReadyError(f"{piece.plan.name}, one element per thread")
             (kernel,) = kernels
-            self._scalar[k] = kernel.entry, _Slots(piece, kernel.parameters), kernel
+            self._scalar[k] = int(kernel.entry), _Slots(piece, kernel.parameters), kernel
         entry, slots, _ = self._scalar[k]
         slots.pack_wide(*values)
         return entry, slots.blocks, slots.address
 
-    def _check(self, error: Any) -> None:
-        if error:
-            names = ", ".join(piece.plan.name for piece in self.pieces)
-            raise KernelError(f"cannot launch {names}: {error}")
+    def _fail(self, error: int) -> None:
+        from cuda.bindings import driver
+
+        names = ", ".join(piece.plan.name for piece in self.pieces)
+        raise KernelError(f"cannot launch {names}: {driver.CUresult(error)}")
 
     def _generate(
         self, signature: str, head: list[str], end: Callable[[dict[str, Any]], list[str]]
@@ -482,11 +476,11 @@ class CudaRunner(Runner):
         head: lines that name the `inputs`, their addresses `p0`..., `consts` and `stream`.
         """
         space: dict[str, Any] = {
-            "NoTorchFunction": NoTorchFunction, "check": self.check, "fail": self._check,
+            "NoTorchFunction": NoTorchFunction, "check": self.check, "fail": self._fail,
             "unaligned": self._unaligned, "launch": self._launch, "empty": _empty_strided,
             "version": raw_version_of, "address": address_of, "use_count": use_count,
             "swap": swap, "Tensor": Tensor, "settle": settle, "owners": self.visible,
-            "streams": _streams, "reciprocal": reciprocal_of,
+            "reciprocal": reciprocal_of,
         }  # fmt: skip
         lines = list(head)
         if self.into:
@@ -588,7 +582,7 @@ class CudaRunner(Runner):
             ]
         arguments = f"entry, blocks, 1, 1, {THREADS_PER_BLOCK}, 1, 1, 0, stream, params, 0"
         if not writing:
-            return [*lines, f"error = launch({arguments})[0]", "if error: fail(error)"]
+            return [*lines, f"error = launch({arguments})", "if error: fail(error)"]
         space |= {"count_write": increment_version, "bump": bump, "starmap": itertools.starmap,
                   "WRITING": WRITING}  # fmt: skip
         made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
@@ -600,7 +594,7 @@ class CudaRunner(Runner):
             "if chain.values is None:",
             "    try:",
             "        chain.values = WRITING; chain.into = None; ran += run",
-            "        chain.values = made; chain.bumps = None; error = ran[0][0]",
+            "        chain.values = made; chain.bumps = None; error = ran[0]",
             "        if error: chain.values = None; chain.into = into; fail(error)",
             "    except Exception:",
             "        if not ran: chain.values, chain.into = None, into",

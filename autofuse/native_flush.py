@@ -166,8 +166,9 @@ def flushed(recorder: Recorder, reason, target):
 
     target: the memory that takes the last value, or 0.
     """
-    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
-        return 0
+    ident = PyThread_get_thread_ident()
+    if PyLong_AsLong(recorder.ident) != ident or PyLong_AsLong(recorder.thread) != ident:
+        return 0  # another thread's, or that of one that ends
     if PyDict_GetItemWithError(inside, recorder.ident) != 0:
         return 0
     if recorder.reading is True or recorder.running is not None:

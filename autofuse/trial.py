@@ -68,7 +68,7 @@ class LaunchingRunner(launch.CudaRunner):
 
     def __init__(self, *args: Any) -> None:
         launch.Runner.__init__(self, *args)
-        self._launch = lambda function, *rest: (_launch(function, *rest),)
+        self._launch = _launch
         self._entry = ctypes.cast(_entry, ctypes.c_void_p).value or 0
         self._scalar, self._orders = {}, {}
         self._parts = []
@@ -86,7 +86,6 @@ def install() -> None:
             if hasattr(module, name) and not isinstance(getattr(module, name), Called):
                 setattr(module, name, Called(getattr(module, name)))
     launch._empty_strided = _empty_strided
-    launch._streams[0] = 0
     for module in (chain, rules):
         module.runner_class = lambda device: LaunchingRunner
 

@@ -147,6 +147,25 @@ def test_a_thread_that_ends_with_ops_pending_leaves_nothing(device, no_gc):
     assert autofuse.stats().kernels_launched == 0
 
 
+def test_a_thread_may_end_with_what_it_has_flushed_before(device):
+    """Then nothing is left to decide, and machine code does it."""
+    w, idents = autofuse.wrap(torch.ones(4, device=device)), []
+
+    def work():
+        idents.append(threading.get_ident())
+        for _ in range(3):
+            _ = w * 2.0 + 1.0
+            del _
+            chain.flush_thread("test")
+        _ = w * 2.0 + 1.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            run(work)
+    assert not set(idents) & set(inside.inside)
+
+
 @pytest.mark.parametrize("graded", [False, True])
 def test_values_of_a_thread_that_has_gone_are_computed_by_who_needs_them(graded, device):
     x = torch.randn(64, device=device, requires_grad=graded)
