@@ -485,10 +485,11 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
         own = values_of(words, visible, shells)
         if own == 0:
             return given_up(words)
-    if chain.values is not None:  # a finalizer was faster
+    if chain.values is not None:  # a finalizer was faster, or another thread
         if into is not None:
             Py_DecRef(own)
-        return given_up(words)
+        given_up(words)
+        return finished(chain)
     if chain.bumps is not None:
         count_writes(chain, words, visible, shells)
     if into is not None:  # what is launched next cannot be repeated
@@ -521,9 +522,19 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
             return given_up(words)
         Py_DecRef(attached)
     if chain.values is not own:  # another thread was faster
-        return given_up(words)
+        given_up(words)
+        return finished(chain)
     settled(chain, words, visible, shells)
     return done
+
+
+def finished(chain: Chain):
+    """1, having given the values of `chain` away, which others have made."""
+    done = PyObject_CallOneArg(finish, chain)
+    if done == 0:
+        forget_error()
+    Py_DecRef(done)
+    return 1
 
 
 def values_of(words, at, shells):
@@ -682,10 +693,7 @@ def settled(chain: Chain, words, at, shells):
         if args == 0 or chain.values is not own:
             forget_error()
             Py_DecRef(args)
-            finished = PyObject_CallOneArg(finish, chain)
-            if finished == 0:
-                forget_error()
-            Py_DecRef(finished)
+            finished(chain)
             k = shells
             continue
         Py_IncRef(shell)
