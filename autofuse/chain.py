@@ -1363,11 +1363,6 @@ def _annotated(runner: Runner) -> None:
     runner.run = ranged
 
 
-def hold(shell: Tensor, value: torch.Tensor) -> None:
-    """Keep the value of a shell beside it: C++ does not let it become concrete."""
-    _shell._set(shell, "_af", Held(value))
-
-
 def flush_tensor(tensor: Tensor, reason: str) -> None:
     """Make `tensor` concrete."""
     state = tensor._af

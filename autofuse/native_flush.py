@@ -61,9 +61,7 @@ from .c import (
     counts,
     enter,
     entered,
-    finish,
     get_device,
-    hold,
     increment_version,
     inside,
     leave,
@@ -98,7 +96,6 @@ from .native_record import (
     number_of,
     python,
     state_of,
-    told2,
 )
 from .shell import Tensor, swap
 from .source import THREADS_PER_BLOCK
@@ -133,15 +130,20 @@ def flush_now(recorder: Recorder, reason):
     """Flush one way or the other; 0 after an error."""
     done = flushed(recorder, reason, 0)
     if done == 0:  # Python sees the same counts, and so knows them next time
-        args = room(2)
-        store(args, recorder)
-        store(args + 8, reason)
-        result = call_pointer(PYTHON, chain_flush, args, 2, 0)
-        if result == 0:
-            return 0
-        Py_DecRef(result)
-        return 1
+        done = flushed_by_python(recorder, reason)
     return done > 0
+
+
+def flushed_by_python(recorder: Recorder, reason):
+    """1, or -1 after an error."""
+    args = room(2)
+    store(args, recorder)
+    store(args + 8, reason)
+    result = call_pointer(PYTHON, chain_flush, args, 2, 0)
+    if result == 0:
+        return -1
+    Py_DecRef(result)
+    return 1
 
 
 def flush_into(recorder: Recorder, reason, target, node):
@@ -234,11 +236,13 @@ def flushed(recorder: Recorder, reason, target):
     Py_DecRef(program)
     if PyErr_Occurred() != 0:
         return -1
+    if done < 0:  # an interrupt may come, and the next flush then does it
+        return flushed_by_python(recorder, reason)
     return done
 
 
 def ran(recorder: Recorder, chain: Chain, size, program: Program, reason, target):
-    """Run the chain with the lock held: as `launched`."""
+    """Run the chain with the lock held: as `launched`; -1 where its values are to be given away."""
     spare: Chain = recorder.spare
     Py_IncRef(spare)
     spare.tip = recorder.home
@@ -261,16 +265,17 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason, target
         done = launched(recorder, chain, program)
         ended(recorder.show)
     PyDict_DelItem(inside, recorder.thread)
-    if done == 0:
+    if done == 0 and chain.values is not None:
+        done = -1
+    elif done == 0:
         chain.into = None
-        if chain.values is None:  # or else the next flush goes on with it
-            recorder.running = None
-            recorder.grad = grad  # somebody may have opened another chain, under other modes
-            recorder.inference = inference
-            recorder.home = home
-            recorder.chain = chain
-            recorder.spare = spare
-            recorder.ident = recorder.thread
+        recorder.running = None
+        recorder.grad = grad  # somebody may have opened another chain, under other modes
+        recorder.inference = inference
+        recorder.home = home
+        recorder.chain = chain
+        recorder.spare = spare
+        recorder.ident = recorder.thread
     else:
         recorder.running = None
         flushes = PyObject_GetAttr(counts, FLUSHES)
@@ -324,6 +329,11 @@ def emptied(items):
 def given_up(words):
     """In the middle of it: forget the outputs, and the error unless it is an interrupt."""
     forget_error()
+    return dropped(words)
+
+
+def dropped(words):
+    """Forget the outputs; 0."""
     outputs = load(words + OUTPUTS)
     made = load(words + MADE)
     store(words + MADE, 0)
@@ -488,8 +498,7 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
     if chain.values is not None:  # a finalizer was faster, or another thread
         if into is not None:
             Py_DecRef(own)
-        given_up(words)
-        return finished(chain)
+        return given_up(words)
     if chain.bumps is not None:
         count_writes(chain, words, visible, shells)
     if into is not None:  # what is launched next cannot be repeated
@@ -518,23 +527,14 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
             store(args + 24 + 8 * k, load(load(words + OUTPUTS) + 8 * k))
             k += 1
         attached = PyObject_Vectorcall(program.attach, args, 3 + made, 0)
-        if attached == 0:
-            return given_up(words)
+        if attached == 0:  # from a signal handler, it may be
+            return dropped(words)
         Py_DecRef(attached)
     if chain.values is not own:  # another thread was faster
-        given_up(words)
-        return finished(chain)
-    settled(chain, words, visible, shells)
+        return given_up(words)
+    if settled(chain, words, visible, shells) == 0:
+        return 0
     return done
-
-
-def finished(chain: Chain):
-    """1, having given the values of `chain` away, which others have made."""
-    done = PyObject_CallOneArg(finish, chain)
-    if done == 0:
-        forget_error()
-    Py_DecRef(done)
-    return 1
 
 
 def values_of(words, at, shells):
@@ -680,42 +680,48 @@ def bumped(tensor):
 
 
 def settled(chain: Chain, words, at, shells):
-    """Let each live shell become its output, which then serves as its node's shell."""
+    """Let each live shell become its output, which then serves as its node's shell.
+
+    0 where Python has to go on with `chain.values`.
+    """
     outputs = load(words + OUTPUTS)
     own = chain.values
+    visible = at
+    done = 1
     k = 0
-    while k < shells:
+    while k < shells and done != 0:
         index = load(at)
         node: Node = load(at + 8)
         shell = PyList_GetItem(chain, index)
         output = load(outputs + 8 * load(at + 24))
         args = PyTuple_New(2)  # up to Python 3.11 this runs finalizers, which may be faster
         if args == 0 or chain.values is not own:
-            forget_error()
-            Py_DecRef(args)
-            finished(chain)
-            k = shells
-            continue
-        Py_IncRef(shell)
-        store(args + ITEMS, shell)
-        Py_IncRef(output)
-        store(args + ITEMS + 8, output)
-        swapped = PyObject_Call(swap, args, 0)
-        Py_DecRef(args)
-        if swapped == 0:  # C++ has a weak reference
-            PyErr_Clear()
-            told2(hold, shell, output)
-            PyErr_Clear()  # the others have to settle
-            node.shell = None
+            done = 0
         else:
+            Py_IncRef(shell)
+            store(args + ITEMS, shell)
+            Py_IncRef(output)
+            store(args + ITEMS + 8, output)
+            swapped = PyObject_Call(swap, args, 0)
             Py_DecRef(swapped)
+            done = swapped != 0  # C++ may have a weak reference
+        Py_DecRef(args)
+        if done != 0:
             PyObject_GenericSetAttr(shell, AF, load(at + 16))
             PyObject_GenericSetAttr(output, CLASS, Tensor)
             PyObject_GenericSetAttr(output, AF, node)
             node.shell = output
-        Py_IncRef(None)
-        PyList_SetItem(chain, index, None)
+            Py_IncRef(None)
+            PyList_SetItem(chain, index, None)
         at += 32
         k += 1
-    given_up(words)  # the shells have their references
-    store(words, load(words) + 1)
+    if done == 0:
+        PyErr_Clear()
+    if done == 0 and chain.values is None:
+        values = values_of(words, visible, shells)
+        if values != 0:
+            chain.values = values
+        Py_DecRef(values)
+    store(words, load(words) + done)
+    dropped(words)  # the shells have their references
+    return done

@@ -472,15 +472,6 @@ def ask2(function, a, b):
     return PyObject_Vectorcall(function, args, 2, 0)
 
 
-def told2(function, a, b):
-    """Call a Python function for what it does; of what it raises only an interrupt is left."""
-    result = ask2(function, a, b)
-    if result == 0:
-        forget_error()
-    else:
-        Py_DecRef(result)
-
-
 def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
     """Make the operands that are Metas in `key` Inputs; 0, having done nothing, if it cannot."""
     if recorder.guarded is True or PyDict_Size(others_writing) != 0:

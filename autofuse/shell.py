@@ -287,11 +287,16 @@ def become(shell: Tensor, real: torch.Tensor, meta: Any, node: object) -> Tensor
     Returns None where C++ holds the shell: the value is then kept beside it. Call it without
     torch functions on.
     """
-    if use_count(shell) != 1:
-        _set(shell, "_af", Held(real))
-        return None
-    swap(shell, real)
-    return gave(shell, real, meta, node)
+    if use_count(shell) == 1:
+        try:
+            swap(shell, real)
+        except RuntimeError:  # C++ has a weak reference
+            if not is_shell(shell):
+                raise  # from a signal handler, after the exchange
+        else:
+            return gave(shell, real, meta, node)
+    _set(shell, "_af", Held(real))
+    return None
 
 
 def gave(shell: Tensor, real: torch.Tensor, meta: Any, node: object) -> Tensor:

@@ -18,15 +18,19 @@ def is_ours(frame):
     return names[0].startswith(OURS) and trial.__file__ not in names
 
 
+class Late(Exception):
+    """What the signal handler of an alarm raises."""
+
+
 class Interrupted:
-    """Raise KeyboardInterrupt at the `count`-th place in autofuse where Python looks for signals.
+    """Raise `kind` at the `count`-th place in autofuse where Python looks for signals.
 
     That is where a function of Python begins, where a call of C has ended, and where a loop turns;
     never before a call of C, such as the end of a `with` that switches torch functions off.
     """
 
-    def __init__(self, count):
-        self.left = count
+    def __init__(self, count, kind=KeyboardInterrupt):
+        self.left, self.kind = count, kind
 
     def __enter__(self):
         sys.setprofile(self.event)
@@ -41,7 +45,7 @@ class Interrupted:
         self.left -= 1
         if self.left == 0:
             sys.setprofile(None)
-            raise KeyboardInterrupt
+            raise self.kind
 
 
 def values(held, w, v, p):
@@ -90,8 +94,9 @@ def assert_whole(recorder):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as it was closed
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Late])
 @pytest.mark.parametrize("program", [values, writes, gradients], ids=lambda f: f.__name__)
-def test_at_every_call(program, monkeypatch):
+def test_at_every_call(program, kind, monkeypatch):
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     x, z = torch.randn(32), torch.randn(32)
     p = torch.nn.Parameter(torch.randn(32))
@@ -104,10 +109,11 @@ def test_at_every_call(program, monkeypatch):
         count += 1
         held = []
         try:
-            with Interrupted(count) as interrupted:
+            with Interrupted(count, kind) as interrupted:
                 program(held, w, v, p)
-            done = interrupted.left > 0
-        except KeyboardInterrupt:
+            assert interrupted.left > 0, count  # or nobody has heard of it
+            done = True
+        except kind:
             pass
         for recorder in chain._all_recorders:
             assert_whole(recorder)

@@ -104,6 +104,20 @@ def test_a_weak_reference_to_a_live_value_stays(device):
     assert ref() is y
 
 
+def test_a_weak_reference_of_cpp(device):
+    """torch exchanges no tensor that has one: its value is kept beside it."""
+    x = wrapped(device, 6)
+    for _ in range(4):
+        y = x * 2
+        ref = torch._C._WeakTensorRef(y)
+        autofuse.materialize(y)
+        assert_same(y + 1, autofuse.unwrap(x) * 2 + 1, None)
+        assert not ref.expired()
+        del y
+        gc.collect()
+        assert ref.expired()
+
+
 def test_identity_and_attributes_survive_the_flush(device):
     x = wrapped(device, 6)
     y = x * 2

@@ -11,7 +11,16 @@ import sys
 
 import pytest
 import torch
-from test_interrupts import assert_whole, gradients, is_ours, values, writes
+from test_interrupts import (
+    Interrupted,
+    Late,
+    assert_whole,
+    gradients,
+    is_ours,
+    plain,
+    values,
+    writes,
+)
 
 import autofuse
 from autofuse import chain, inside, native
@@ -20,8 +29,9 @@ from autofuse import chain, inside, native
 class Middle:
     """Call `action` at the `count`-th place in autofuse where Python looks for signals."""
 
-    def __init__(self, count, action):
-        self.left, self.action = count, action
+    def __init__(self, count, action, later=None):
+        """later: an Interrupted that begins after the action."""
+        self.left, self.action, self.later = count, action, later
 
     def __enter__(self):
         sys.setprofile(self.event)
@@ -37,6 +47,8 @@ class Middle:
         if self.left == 0:
             sys.setprofile(None)
             self.action()
+            if self.later is not None:
+                self.later.__enter__()
 
 
 def chains(held, w, v, p):
@@ -201,3 +213,31 @@ def test_an_action_at_every_place(program, action, monkeypatch):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert count > (3 if native.active() else 60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("program", [writes, gradients], ids=lambda f: f.__name__)
+def test_a_flush_at_every_place_and_soon_an_interrupt(program, monkeypatch):
+    """What has been computed meanwhile is given away all the same."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, z = torch.rand(32), torch.rand(32)
+    p = torch.nn.Parameter(torch.rand(32))
+    w, v = autofuse.wrap(x), autofuse.wrap(z)
+    want, caught = plain(program, x, z, p), 0
+    for _ in range(2):
+        program([], w, v, p)
+    for soon in range(1, 5):
+        done = count = 0
+        while not done:
+            count += 1
+            held = []
+            try:
+                later = Interrupted(soon, Late)
+                with Middle(count, lambda: chain.flush_all("test"), later) as middle:
+                    program(held, w, v, p)
+                done = middle.left > 0
+            except Late:
+                caught += 1
+            for got, right in zip(held, want, strict=False):
+                assert torch.equal(autofuse.unwrap(got.detach()), right), (soon, count)
+    assert caught > 8
