@@ -4,6 +4,7 @@ What is asked: is an injected delay seen, and where it belongs; is a launch that
 mistaken for its execution; do variants take turns; does one that fails leave the others alone.
 """
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -148,8 +149,12 @@ def test_on_a_device_its_own_sleep_is_what_is_seen(clock, flush):
     cycles = 1_000_000
     want = cycles / timing.sm_mhz()
     call = lambda: torch.cuda._sleep(cycles)  # noqa: E731
-    # others may use the device: the least of some
-    assert min(device_us(call, clock, 10, flush) for _ in range(5)) == pytest.approx(want, rel=0.1)
+    seen = math.inf
+    for _ in range(40):  # others may use the device: the least of some
+        seen = min(seen, device_us(call, clock, 10, flush))
+        if seen <= want * 1.1:
+            break
+    assert seen == pytest.approx(want, rel=0.1)
     assert want * 0.9 < min(host_us(call, clock, 50) for _ in range(3)) < want * 1.5
 
 
