@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import random
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -560,3 +561,13 @@ def test_autofuse_compiles_at_once_in_every_benchmark():
     for path in ("run.py", "regimes.py", "overhead.py", "training.py"):
         assert 'autofuse.config.compile = "now"' in (ROOT / "bench" / path).read_text()
     assert autofuse.config.compile == "now"
+
+
+def test_two_checkouts_in_lockstep():
+    """This one against itself, in another process."""
+    command = [sys.executable, ROOT / "bench" / "lockstep.py", ROOT, "--device", "cpu",
+               "--rounds", "2", "--iterations", "1", "5 ops, operators", "RNN step"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (_, *said) = done.stdout.splitlines()
+    assert [line[:20].rstrip() for line in said] == ["5 ops, operators", "RNN step"]
+    assert all(0.01 < float(line.rpartition("ratio ")[2]) < 100 for line in said), said
