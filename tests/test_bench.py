@@ -565,7 +565,7 @@ def test_autofuse_compiles_at_once_in_every_benchmark():
 
 def test_two_checkouts_in_lockstep():
     """This one against itself, in another process."""
-    command = [sys.executable, ROOT / "bench" / "lockstep.py", ROOT, "--device", "cpu",
+    command = [sys.executable, ROOT / "bench/lockstep.py", ROOT, "--device", "cpu",
                "--rounds", "2", "--iterations", "1", "5 ops, operators", "RNN step"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (_, *said) = done.stdout.splitlines()
