@@ -9,10 +9,12 @@ array is made once and only the slots are rewritten.
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import math
 import os
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache, lru_cache, partial
@@ -62,6 +64,7 @@ def stream_reader(device: torch.device) -> Callable[[], int]:
 
 
 WRITING: dict[int, torch.Tensor] = {}  # `Chain.values` while C writes to memory that is read too
+COLLECTS = sys.version_info < (3, 12)  # where C makes a container, and not only between steps
 _copy = torch._C.TensorBase.copy_  # type: ignore[attr-defined]
 
 
@@ -555,8 +558,9 @@ class CudaRunner(Runner):
     ) -> list[str]:
         """Piece k; the one that writes to `into` comes last and cannot be repeated.
 
-        So no Python runs there between the look at `values` and the end of the launch. The write is
-        counted, also if an interrupt comes, but not one that fails.
+        So no Python runs there between the look at `values` and the end of the launch, not even a
+        finalizer by the collector. The write is counted, also if an interrupt comes, but not one
+        that fails.
         """
         entry, slots = self._parts[k]
         space[f"entry{k}"], space[f"pack{k}"] = entry, slots.pack
@@ -584,23 +588,28 @@ class CudaRunner(Runner):
         if not writing:
             return [*lines, f"error = launch({arguments})", "if error: fail(error)"]
         space |= {"count_write": increment_version, "bump": bump, "starmap": itertools.starmap,
-                  "WRITING": WRITING}  # fmt: skip
+                  "WRITING": WRITING, "gc": gc}  # fmt: skip
         made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
         return [
             *lines,
             f"made = {{{made}}}",
             "if chain.bumps is not None: bump(chain, made)",
             f"ran = []; run = starmap(launch, [({arguments})])  # runs when `ran` takes it",
-            "if chain.values is None:",
-            "    try:",
-            "        chain.values = WRITING; chain.into = None; ran += run",
-            "        chain.values = made; chain.bumps = None; error = ran[0]",
-            "        if error: chain.values = None; chain.into = into; fail(error)",
-            "    except Exception:",
-            "        if not ran: chain.values, chain.into = None, into",
-            "        raise",
-            "    except BaseException: count_write(into); raise",
-            "    count_write(into)",
+            f"collecting = {COLLECTS} and gc.isenabled()",
+            "try:",
+            "    if collecting: gc.disable()",
+            "    if chain.values is None:",
+            "        try:",
+            "            chain.values = WRITING; chain.into = None; ran += run",
+            "            chain.values = made; chain.bumps = None; error = ran[0]",
+            "            if error: chain.values = None; chain.into = into; fail(error)",
+            "        except Exception:",
+            "            if not ran: chain.values, chain.into = None, into",
+            "            raise",
+            "        except BaseException: count_write(into); raise",
+            "        count_write(into)",
+            "finally:",
+            "    if collecting: gc.enable()",
         ]
 
 
@@ -751,23 +760,30 @@ class CpuRunner(Runner):
         ran: list[None] = []
         run = itertools.starmap(entry, [(0, steps, *arguments)])  # runs when `ran` takes it
         bump(chain, values)
-        if chain.values is None:
-            try:
-                # no Python runs from here...
-                chain.values = WRITING
-                chain.into = None
-                ran += run
-                chain.values = values
-                chain.bumps = None
-                # ...to here
-                increment_version(into)
-            except Exception:
-                if not ran:
-                    chain.values, chain.into = None, into
-                raise
-            except BaseException:
-                increment_version(into)
-                raise
+        collecting = COLLECTS and gc.isenabled()
+        try:
+            if collecting:
+                gc.disable()
+            if chain.values is None:
+                try:
+                    # no Python runs from here...
+                    chain.values = WRITING
+                    chain.into = None
+                    ran += run
+                    chain.values = values
+                    chain.bumps = None
+                    # ...to here
+                    increment_version(into)
+                except Exception:
+                    if not ran:
+                        chain.values, chain.into = None, into
+                    raise
+                except BaseException:
+                    increment_version(into)
+                    raise
+        finally:
+            if collecting:
+                gc.enable()
 
     @staticmethod
     def _loop(entry: Any, steps: int, chunks: int, arguments: tuple[Any, ...]) -> None:

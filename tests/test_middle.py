@@ -6,6 +6,8 @@ the next place; whatever that function does, the program computes what eager PyT
 """
 
 import functools
+import gc
+import os
 import signal
 import sys
 
@@ -241,3 +243,42 @@ def test_a_flush_at_every_place_and_soon_an_interrupt(program, monkeypatch):
             for got, right in zip(held, want, strict=False):
                 assert torch.equal(autofuse.unwrap(got.detach()), right), (soon, count)
     assert caught > 8
+
+
+@pytest.mark.skipif(
+    bool(os.environ.get("AUTOFUSE_TEST_LAUNCH")) and sys.version_info >= (3, 12),
+    reason="in what stands for the driver, which is Python, the collector runs",
+)
+def test_a_finalizer_at_every_allocation_of_a_write(monkeypatch):
+    """Up to Python 3.11 the collector also runs where C makes a container."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    w, held = autofuse.wrap(torch.rand(8)), []
+
+    class Reading:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            held[0].tolist()
+
+    def write(threshold):
+        v = autofuse.wrap(torch.zeros(8))
+        with torch.no_grad():
+            held[:] = [w * 2.0 + 1.0]
+            gc.disable()
+            Reading()
+            gc.set_threshold(threshold)
+            gc.enable()
+            v.add_(held[0])
+        assert torch.equal(autofuse.unwrap(v), autofuse.unwrap(held[0])), threshold
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # or every collection looks at all there is
+    try:
+        for threshold in range(1, 200):
+            write(threshold)
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
