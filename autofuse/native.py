@@ -142,7 +142,7 @@ def _given() -> dict[str, Any]:
         "Chain": chain.Chain, "Recorder": chain.Recorder, "Plain": torch.Tensor,
         "Parameter": torch.nn.Parameter, "local": chain._local, "counts": chain.counts,
         "ranges": chain._ranges, "chain_names": vars(chain),
-        "chain_flush": chain.flush, "inside": chain.inside,
+        "chain_flush": chain.flush, "inside": chain.inside, "is_foreign": chain.is_foreign,
         "others_writing": chain.writing, "all_recorders": chain._all_recorders.refs,
         "relieve": chain.relieve, "COUNTED": chain.ALONE - 1,
         "function_modes": torch._C._len_torch_function_stack,

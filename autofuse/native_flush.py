@@ -32,10 +32,12 @@ from .c import (
     PyDict_SetItem,
     PyErr_Clear,
     PyErr_Fetch,
+    PyErr_NormalizeException,
     PyErr_Occurred,
     PyErr_Restore,
     PyEval_RestoreThread,
     PyEval_SaveThread,
+    PyException_SetTraceback,
     PyFloat_AsDouble,
     PyList_GetItem,
     PyList_New,
@@ -64,6 +66,7 @@ from .c import (
     get_device,
     increment_version,
     inside,
+    is_foreign,
     leave,
     load,
     load32,
@@ -343,6 +346,23 @@ def dropped(words):
     return 0
 
 
+def forget_own_error():
+    """Forget the error at hand, unless it is of what has interrupted us: Python meets it again."""
+    error = room(3)
+    PyErr_Fetch(error, error + 8, error + 16)
+    PyErr_NormalizeException(error, error + 8, error + 16)
+    if load(error + 16) != 0:
+        PyException_SetTraceback(load(error + 8), load(error + 16))
+    foreign = PyObject_CallOneArg(is_foreign, load(error + 8))
+    if foreign is True:
+        PyErr_Restore(load(error), load(error + 8), load(error + 16))
+    else:
+        Py_DecRef(load(error))
+        Py_DecRef(load(error + 8))
+        Py_DecRef(load(error + 16))
+    Py_DecRef(foreign)
+
+
 def is_elsewhere(words):
     """Whether another device than the program's is the current one, where there are several."""
     if load(words + DEVICE) < 0:
@@ -495,12 +515,12 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
         own = values_of(words, visible, shells)
         if own == 0:
             return given_up(words)
+    if chain.bumps is not None:  # up to Python 3.11 this runs finalizers
+        count_writes(chain.bumps, words, visible, shells)
     if chain.values is not None:  # a finalizer was faster, or another thread
         if into is not None:
             Py_DecRef(own)
         return given_up(words)
-    if chain.bumps is not None:
-        count_writes(chain, words, visible, shells)
     if into is not None:  # what is launched next cannot be repeated
         Py_IncRef(into)
         chain.values = WRITING
@@ -527,7 +547,8 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
             store(args + 24 + 8 * k, load(load(words + OUTPUTS) + 8 * k))
             k += 1
         attached = PyObject_Vectorcall(program.attach, args, 3 + made, 0)
-        if attached == 0:  # from a signal handler, it may be
+        if attached == 0:
+            forget_own_error()
             return dropped(words)
         Py_DecRef(attached)
     if chain.values is not own:  # another thread was faster
@@ -643,16 +664,17 @@ def given_tensor(incoming, saved, first, k):
     return load(saved + ITEMS + 8 * (k - first))
 
 
-def count_writes(chain: Chain, words, at, shells):
+def count_writes(bumps, words, at, shells):
     """Give outputs the versions that in-place ops on their handles made, before they are saved."""
     outputs = load(words + OUTPUTS)
+    Py_IncRef(bumps)
     while shells > 0:
         times = 0
         number = PyLong_FromLong(load(at))
         if number == 0:
             PyErr_Clear()
         else:
-            times = PyDict_GetItemWithError(chain.bumps, number)
+            times = PyDict_GetItemWithError(bumps, number)
             Py_DecRef(number)
         if times != 0:
             times = PyLong_AsLong(times)
@@ -661,6 +683,7 @@ def count_writes(chain: Chain, words, at, shells):
             times -= 1
         at += 32
         shells -= 1
+    Py_DecRef(bumps)
 
 
 def bumped(tensor):

@@ -246,7 +246,7 @@ def test_a_flush_at_every_place_and_soon_an_interrupt(program, monkeypatch):
 
 
 @pytest.mark.skipif(
-    bool(os.environ.get("AUTOFUSE_TEST_LAUNCH")) and sys.version_info >= (3, 12),
+    bool(os.environ.get("AUTOFUSE_TEST_LAUNCH")),
     reason="in what stands for the driver, which is Python, the collector runs",
 )
 def test_a_finalizer_at_every_allocation_of_a_write(monkeypatch):
@@ -265,12 +265,14 @@ def test_a_finalizer_at_every_allocation_of_a_write(monkeypatch):
         v = autofuse.wrap(torch.zeros(8))
         with torch.no_grad():
             held[:] = [w * 2.0 + 1.0]
+            held[0].mul_(3.0)
             gc.disable()
             Reading()
             gc.set_threshold(threshold)
             gc.enable()
             v.add_(held[0])
         assert torch.equal(autofuse.unwrap(v), autofuse.unwrap(held[0])), threshold
+        assert held[0]._version == v._version == 1, threshold
 
     thresholds = gc.get_threshold()
     gc.collect()

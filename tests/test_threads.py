@@ -388,3 +388,38 @@ def test_who_is_faster_than_a_launch_has_the_same_memory(
     assert len(got) == 1
     assert autofuse.unwrap(held[0]).data_ptr() == got[0].data_ptr()
     assert torch.equal(autofuse.unwrap(held[0]), torch.sigmoid(x * 2.0 + 1.0))
+
+
+@pytest.mark.parametrize("times", [1, 2])  # the second where Python does what machine code cannot
+def test_a_launch_that_is_refused_keeps_versions(in_the_middle_of_launches, times, capsys):
+    w = autofuse.wrap(torch.rand(8))
+    for refused in (0, 0, 0, 0, times):
+        v = autofuse.wrap(torch.zeros(8))
+        with torch.no_grad():
+            y = (w * 2.0).mul_(3.0).add_(1.0)
+            trial.refusals.extend([1] * refused)
+            v.add_(y)
+        trial.refusals.clear()
+        assert (y._version, v._version) == (2, 1)
+        assert torch.equal(autofuse.unwrap(v), autofuse.unwrap(y))
+
+
+def test_nodes_that_cannot_be_made(in_the_middle_of_launches, monkeypatch, capsys):
+    """An error of our own: the chain runs as eager ops."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x = torch.rand(8).requires_grad_()
+    w = autofuse.wrap(x)
+    for _ in range(4):
+        autofuse.materialize((w * 2.5 + 1.0).abs())
+
+    def attach(*args):
+        raise RuntimeError("no node today")
+
+    for runner in chain._local.current.runners:
+        if runner.attach is not None and runner.program is not None:
+            runner.program.attach = runner.run.__globals__["attach"] = attach
+    y = autofuse.materialize((w * 2.5 + 1.0).abs())
+    assert torch.equal(autofuse.unwrap(y.detach()), (x.detach() * 2.5 + 1.0).abs())
+    assert "no node today" in capsys.readouterr().err
+    for recorder in list(chain._all_recorders):
+        chain.forget(recorder)
