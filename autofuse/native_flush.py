@@ -32,12 +32,10 @@ from .c import (
     PyDict_SetItem,
     PyErr_Clear,
     PyErr_Fetch,
-    PyErr_NormalizeException,
     PyErr_Occurred,
     PyErr_Restore,
     PyEval_RestoreThread,
     PyEval_SaveThread,
-    PyException_SetTraceback,
     PyFloat_AsDouble,
     PyList_GetItem,
     PyList_New,
@@ -66,7 +64,6 @@ from .c import (
     get_device,
     increment_version,
     inside,
-    is_foreign,
     leave,
     load,
     load32,
@@ -332,11 +329,6 @@ def emptied(items):
 def given_up(words):
     """In the middle of it: forget the outputs, and the error unless it is an interrupt."""
     forget_error()
-    return dropped(words)
-
-
-def dropped(words):
-    """Forget the outputs; 0."""
     outputs = load(words + OUTPUTS)
     made = load(words + MADE)
     store(words + MADE, 0)
@@ -344,23 +336,6 @@ def dropped(words):
         made -= 1
         Py_DecRef(load(outputs + 8 * made))
     return 0
-
-
-def forget_own_error():
-    """Forget the error at hand, unless it is of what has interrupted us: Python meets it again."""
-    error = room(3)
-    PyErr_Fetch(error, error + 8, error + 16)
-    PyErr_NormalizeException(error, error + 8, error + 16)
-    if load(error + 16) != 0:
-        PyException_SetTraceback(load(error + 8), load(error + 16))
-    foreign = PyObject_CallOneArg(is_foreign, load(error + 8))
-    if foreign is True:
-        PyErr_Restore(load(error), load(error + 8), load(error + 16))
-    else:
-        Py_DecRef(load(error))
-        Py_DecRef(load(error + 8))
-        Py_DecRef(load(error + 16))
-    Py_DecRef(foreign)
 
 
 def is_elsewhere(words):
@@ -548,8 +523,7 @@ def launched(recorder: Recorder, chain: Chain, program: Program):
             k += 1
         attached = PyObject_Vectorcall(program.attach, args, 3 + made, 0)
         if attached == 0:
-            forget_own_error()
-            return dropped(words)
+            return given_up(words)
         Py_DecRef(attached)
     if chain.values is not own:  # another thread was faster
         return given_up(words)
@@ -746,5 +720,5 @@ def settled(chain: Chain, words, at, shells):
             chain.values = values
         Py_DecRef(values)
     store(words, load(words) + done)
-    dropped(words)  # the shells have their references
+    given_up(words)  # the shells have their references
     return done

@@ -30,10 +30,11 @@ from .c import (
     PyDict_SetItem,
     PyDict_Size,
     PyErr_Clear,
-    PyErr_ExceptionMatches,
     PyErr_Fetch,
+    PyErr_NormalizeException,
     PyErr_Occurred,
     PyErr_Restore,
+    PyException_SetTraceback,
     PyFloat_AsDouble,
     PyList_Append,
     PyList_Size,
@@ -50,6 +51,7 @@ from .c import (
     PyTuple_Size,
     call_pointer,
     counts,
+    is_foreign,
     load,
     local,
     others_writing,
@@ -370,9 +372,22 @@ def ended(function):
 
 
 def forget_error():
-    """Forget the exception at hand, if any, unless it is an interrupt."""
-    if PyErr_Occurred() != 0 and PyErr_ExceptionMatches(Exception) != 0:
-        PyErr_Clear()
+    """Forget the exception at hand, if any, unless it is of what has interrupted us."""
+    if PyErr_Occurred() == 0:
+        return
+    error = room(3)
+    PyErr_Fetch(error, error + 8, error + 16)
+    PyErr_NormalizeException(error, error + 8, error + 16)
+    if load(error + 16) != 0:
+        PyException_SetTraceback(load(error + 8), load(error + 16))
+    foreign = PyObject_CallOneArg(is_foreign, load(error + 8))
+    if foreign is True:
+        PyErr_Restore(load(error), load(error + 8), load(error + 16))
+    else:
+        Py_DecRef(load(error))
+        Py_DecRef(load(error + 8))
+        Py_DecRef(load(error + 16))
+    Py_DecRef(foreign)
 
 
 def fits(node: Node, operands, key, count):
