@@ -9,12 +9,10 @@ array is made once and only the slots are rewritten.
 from __future__ import annotations
 
 import ctypes
-import gc
 import itertools
 import math
 import os
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache, lru_cache, partial
@@ -64,8 +62,8 @@ def stream_reader(device: torch.device) -> Callable[[], int]:
 
 
 WRITING: dict[int, torch.Tensor] = {}  # `Chain.values` while C writes to memory that is read too
-COLLECTS = sys.version_info < (3, 12)  # where C makes a container, and not only between steps
 _copy = torch._C.TensorBase.copy_  # type: ignore[attr-defined]
+count_write: Callable[[list[torch.Tensor]], None] = torch._C._increment_version  # in C
 
 
 def settle(
@@ -342,6 +340,14 @@ def launcher() -> Callable[..., int]:
     return function
 
 
+def declared(function: Any, *arguments: Any) -> tuple[Any, ...]:
+    """The arguments as objects of the types that `function` of ctypes declares.
+
+    Calling it with them makes no container, in the midst of which Python up to 3.11 may collect.
+    """
+    return tuple(kind(value) for kind, value in zip(function.argtypes, arguments, strict=True))
+
+
 class CudaRunner(Runner):
     """Runs a program's kernels through the CUDA driver."""
 
@@ -559,8 +565,7 @@ class CudaRunner(Runner):
         """Piece k; the one that writes to `into` comes last and cannot be repeated.
 
         So no Python runs there between the look at `values` and the end of the launch, not even a
-        finalizer by the collector. The write is counted, also if an interrupt comes, but not one
-        that fails.
+        finalizer by the collector, nor before the write is counted.
         """
         entry, slots = self._parts[k]
         space[f"entry{k}"], space[f"pack{k}"] = entry, slots.pack
@@ -587,30 +592,23 @@ class CudaRunner(Runner):
         arguments = f"entry, blocks, 1, 1, {THREADS_PER_BLOCK}, 1, 1, 0, stream, params, 0"
         if not writing:
             return [*lines, f"error = launch({arguments})", "if error: fail(error)"]
-        space |= {"count_write": increment_version, "bump": bump, "starmap": itertools.starmap,
-                  "WRITING": WRITING, "gc": gc}  # fmt: skip
+        space |= {"count_write": count_write, "bump": bump, "starmap": itertools.starmap,
+                  "WRITING": WRITING, "declared": declared}  # fmt: skip
         made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
         return [
             *lines,
             f"made = {{{made}}}",
             "if chain.bumps is not None: bump(chain, made)",
-            f"ran = []; run = starmap(launch, [({arguments})])  # runs when `ran` takes it",
-            f"collecting = {COLLECTS} and gc.isenabled()",
-            "try:",
-            "    if collecting: gc.disable()",
-            "    if chain.values is None:",
-            "        try:",
-            "            chain.values = WRITING; chain.into = None; ran += run",
-            "            chain.values = made; error = ran[0]",
-            "            if error: chain.values = None; chain.into = into; fail(error)",
-            "            chain.bumps = None",
-            "        except Exception:",
-            "            if not ran: chain.values, chain.into = None, into",
-            "            raise",
-            "        except BaseException: count_write(into); raise",
-            "        count_write(into)",
-            "finally:",
-            "    if collecting: gc.enable()",
+            f"arguments, written = declared(launch, {arguments}), [into]",
+            "errors = []; run = starmap(launch, [arguments])  # runs when `errors` takes it",
+            "if chain.values is None:",
+            "    try:",
+            "        chain.values = WRITING; chain.into = None; errors += run",
+            "    finally:",
+            "        if errors == [0]: chain.values = made; chain.bumps = None",
+            "        else: chain.values = None; chain.into = into",
+            "    if errors[0]: fail(errors[0])",
+            "    count_write(written)",
         ]
 
 
@@ -754,37 +752,27 @@ class CpuRunner(Runner):
         steps: int,
         arguments: tuple[Any, ...],
     ) -> None:
-        """Run the kernel that writes to `into`, in one step that nothing interrupts.
-
-        The write is counted, also if an interrupt comes, but not one that fails.
-        """
-        ran: list[None] = []
-        run = itertools.starmap(entry, [(0, steps, *arguments)])  # runs when `ran` takes it
+        """Run the kernel that writes to `into`, in one step that nothing interrupts."""
+        done: list[None] = []
+        # runs when `done` takes its result
+        run = itertools.starmap(entry, [declared(entry, 0, steps, *arguments)])
+        written = [into]
         bump(chain, values)
-        collecting = COLLECTS and gc.isenabled()
+        if chain.values is not None:
+            return
         try:
-            if collecting:
-                gc.disable()
-            if chain.values is None:
-                try:
-                    # no Python runs from here...
-                    chain.values = WRITING
-                    chain.into = None
-                    ran += run
-                    chain.values = values
-                    chain.bumps = None
-                    # ...to here
-                    increment_version(into)
-                except Exception:
-                    if not ran:
-                        chain.values, chain.into = None, into
-                    raise
-                except BaseException:
-                    increment_version(into)
-                    raise
+            # no Python runs from here...
+            chain.values = WRITING
+            chain.into = None
+            done += run
         finally:
-            if collecting:
-                gc.enable()
+            if done:
+                chain.values = values
+                chain.bumps = None
+            else:
+                chain.values, chain.into = None, into
+        count_write(written)
+        # ...to its end
 
     @staticmethod
     def _loop(entry: Any, steps: int, chunks: int, arguments: tuple[Any, ...]) -> None:

@@ -2,7 +2,7 @@
 
 It runs in a process of its own, which `verdict` starts. CUDA's way of launching is tried over CPU
 kernels: `install` lets chains on the CPU run by CudaRunner, in Python and as machine code, with a
-driver whose cuLaunchKernel runs the CPU kernel.
+driver whose cuLaunchKernel, C as the driver's is, runs the CPU kernel.
 """
 
 from __future__ import annotations
@@ -19,35 +19,80 @@ from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import torch
+from llvmlite import binding as llvm
+from llvmlite import ir
 
 from . import api, boundaries, chain, launch, native, report, rules, tensor
+from .build import link, target_machine
 from .config import config
-from .load import _CTYPES
 from .ops import OPS
 from .shell import NoTorchFunction, Tensor
 from .worker import send
 
 # --- CUDA's runner over CPU kernels --------------------------------------------------------------
 
-_kernels: list[Any] = []  # (kernel, rows) by the number that stands for a CUfunction
-launches: list[str] = []  # names of kernels, in order
-refusals: list[int] = []  # what the next launches give instead of running
+refusals = ctypes.c_int64(0)  # how many of the next launches give an error instead of running
+between = ctypes.c_void_p()  # a C function that every launch calls before its kernel runs
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_TYPES = {"u64": _I64, "i64": _I64, "i32": _I32, "f32": ir.FloatType(), "f64": ir.DoubleType()}
 
 
-def _launch(function: int, *rest: int) -> int:
-    """cuLaunchKernel: grid, block, shared memory, stream, parameters and extra follow."""
-    if refusals:
-        return refusals.pop()
-    kernel, rows = _kernels[function]
-    codes = kernel.parameters.codes
-    slots = (ctypes.c_void_p * len(codes)).from_address(rest[-2])
-    values = [_CTYPES[code].from_address(slot) for code, slot in zip(codes, slots, strict=True)]
-    kernel.entry(0, rows, *values)
-    launches.append(kernel.source.name)
-    return 0
+def _linked(module: ir.Module, name: str) -> tuple[int, object]:
+    """The address of a function of `module`, while what comes with it is held."""
+    machine = target_machine(opt=0)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.triple, parsed.data_layout = machine.triple, str(machine.target_data)
+    (address,), linked = link(machine.emit_object(parsed), [name])
+    return address, linked
 
 
-_entry = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 11)(_launch)
+def _at(builder: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
+    """What lies at `address`, a word."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()))
+
+
+def _cuda_function(kernel: Any, rows: int) -> tuple[int, object]:
+    """What stands for a CUfunction: a C function of the array of pointers to parameters."""
+    module = ir.Module("kernel")
+    run = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64]), "run")
+    builder = ir.IRBuilder(run.append_basic_block())
+    values = [ir.Constant(_I64, 0), ir.Constant(_I64, rows)]
+    for k, code in enumerate(kernel.parameters.codes):
+        slot = builder.add(run.args[0], ir.Constant(_I64, 8 * k))
+        values.append(_at(builder, _at(builder, slot, _I64), _TYPES[code]))
+    kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    address = ctypes.cast(kernel.entry, ctypes.c_void_p).value
+    builder.call(builder.inttoptr(ir.Constant(_I64, address), kind.as_pointer()), values)
+    builder.ret_void()
+    return _linked(module, "run")
+
+
+def _launcher() -> tuple[Callable[..., int], object]:
+    """cuLaunchKernel in C, as it is where there is a driver: no Python runs in it."""
+    module = ir.Module("launch")
+    launch = ir.Function(module, ir.FunctionType(_I32, [_I64, *[_I32] * 7, *[_I64] * 3]), "launch")
+    builder = ir.IRBuilder(launch.append_basic_block())
+    function, parameters = launch.args[0], launch.args[9]
+    left = builder.inttoptr(ir.Constant(_I64, ctypes.addressof(refusals)), _I64.as_pointer())
+    many = builder.load(left)
+    with builder.if_then(builder.icmp_signed(">", many, ir.Constant(_I64, 0))):
+        builder.store(builder.sub(many, ir.Constant(_I64, 1)), left)
+        builder.ret(ir.Constant(_I32, 1))
+    first = _at(builder, ir.Constant(_I64, ctypes.addressof(between)), _I64)
+    with builder.if_then(builder.icmp_signed("!=", first, ir.Constant(_I64, 0))):
+        call = ir.FunctionType(ir.VoidType(), []).as_pointer()
+        builder.call(builder.inttoptr(first, call), [])
+    run = ir.FunctionType(ir.VoidType(), [_I64]).as_pointer()
+    builder.call(builder.inttoptr(function, run), [parameters])
+    builder.ret(ir.Constant(_I32, 0))
+    address, linked = _linked(module, "launch")
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    kinds = [pointer, *[number] * 7, *[pointer] * 3]
+    return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(address), linked
+
+
+_driver: list[Any] = []  # cuLaunchKernel, and what keeps it
 
 
 def _empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -68,15 +113,16 @@ class LaunchingRunner(launch.CudaRunner):
 
     def __init__(self, *args: Any) -> None:
         launch.Runner.__init__(self, *args)
-        self._launch = _launch
-        self._entry = ctypes.cast(_entry, ctypes.c_void_p).value or 0
+        self._launch, *_ = _driver
+        self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
         self._scalar, self._orders = {}, {}
-        self._parts = []
+        self._parts, self._linked = [], []
         for kernel, piece in zip(self.kernels, self.pieces, strict=True):
             rank = piece.plan.rank
             columns = piece.numbers[rank - 2] if rank > 1 else 1
-            self._parts.append((len(_kernels), launch._Slots(piece, kernel.parameters)))
-            _kernels.append((kernel, piece.numel // columns))
+            function, linked = _cuda_function(kernel, piece.numel // columns)
+            self._parts.append((function, launch._Slots(piece, kernel.parameters)))
+            self._linked.append(linked)
 
 
 def install() -> None:
@@ -86,6 +132,7 @@ def install() -> None:
             if hasattr(module, name) and not isinstance(getattr(module, name), Called):
                 setattr(module, name, Called(getattr(module, name)))
     launch._empty_strided = _empty_strided
+    _driver[:] = _launcher()
     for module in (chain, rules):
         module.runner_class = lambda device: LaunchingRunner
 

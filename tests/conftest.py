@@ -10,9 +10,9 @@ os.environ["AUTOFUSE_CACHE_DIR"] = _cache.name
 import autofuse  # noqa: E402
 
 if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-    import launching
+    from autofuse import trial
 
-    launching.install()
+    trial.install()
 
 
 def pytest_configure(config):

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
             "test_liveness test_inplace test_autograd test_native"
             " test_threads test_middle test_interrupts",
         ),
-        ("AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_NATIVE=0", "test_middle test_interrupts"),
+        ("AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_NATIVE=0", "test_middle test_interrupts test_threads"),
     ],
 )
 def test_the_other_way(settings, files):

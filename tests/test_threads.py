@@ -1,5 +1,6 @@
 """Several threads: each records its own chains, and values may travel between them."""
 
+import ctypes
 import gc
 import os
 import queue
@@ -305,30 +306,19 @@ def test_a_forked_child_computes_what_its_parents_threads_had_pending(device, mo
     assert os.waitpid(child, 0)[1] == 0
 
 
-class Launched:
-    """A kernel in the middle of whose launch something is done first, as the driver allows it."""
-
-    def __init__(self, kernel, first):
-        self.parameters, self.source, self.kernel, self.first = (
-            kernel.parameters, kernel.source, kernel, first,
-        )  # fmt: skip
-
-    def entry(self, *arguments):
-        self.first()
-        return self.kernel.entry(*arguments)
-
-
 @pytest.fixture
 def in_the_middle_of_launches(device, monkeypatch):
-    """Takes what the launch of every kernel that is known begins with."""
+    """Takes what every launch begins with, as the driver allows it."""
     if device == "cuda" or not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
         pytest.skip("for launches over kernels of the CPU")
+    kept = []
 
     def put(first):
-        known = [(Launched(kernel, first), rows) for kernel, rows in trial._kernels]
-        monkeypatch.setattr(trial, "_kernels", known)
+        kept.append(ctypes.CFUNCTYPE(None)(first))
+        trial.between.value = ctypes.cast(kept[0], ctypes.c_void_p).value
 
-    return put
+    yield put
+    trial.between.value = None
 
 
 def test_a_launch_that_writes_is_over_before_others_see_its_values(in_the_middle_of_launches):
@@ -397,9 +387,9 @@ def test_a_launch_that_is_refused_keeps_versions(in_the_middle_of_launches, time
         v = autofuse.wrap(torch.zeros(8))
         with torch.no_grad():
             y = (w * 2.0).mul_(3.0).add_(1.0)
-            trial.refusals.extend([1] * refused)
+            trial.refusals.value = refused
             v.add_(y)
-        trial.refusals.clear()
+        trial.refusals.value = 0
         assert (y._version, v._version) == (2, 1)
         assert torch.equal(autofuse.unwrap(v), autofuse.unwrap(y))
 
