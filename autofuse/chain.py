@@ -778,13 +778,13 @@ def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bo
     if id(target) in chain.slots and any(step.meta.shape != shape for step in node.path()):  # type: ignore[union-attr]
         return False
     if is_alone():
-        return flush(recorder, "write", target, node)
-    return announced(_write_among_others, recorder, target, node)
+        return flush(recorder, "write", target, node, id(chain))
+    return announced(_write_among_others, recorder, target, node, id(chain))
 
 
-def _write_among_others(recorder: Recorder, target: torch.Tensor, node: Node) -> bool:
+def _write_among_others(recorder: Recorder, target: torch.Tensor, node: Node, held: int) -> bool:
     flush_readers(target, "write", others=True)
-    return flush(recorder, "write", target, node)
+    return flush(recorder, "write", target, node, held)
 
 
 def _reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
@@ -829,14 +829,19 @@ def pending_version(tensor: Tensor) -> int:
 
 
 def flush(
-    recorder: Recorder, reason: str, into: torch.Tensor | None = None, node: Node | None = None
+    recorder: Recorder,
+    reason: str,
+    into: torch.Tensor | None = None,
+    node: Node | None = None,
+    held: int = 0,
 ) -> bool:
     """Run what `recorder` has pending: live values get memory, dead ones are forgotten.
 
-    into: memory that takes the last value, that of `node`; nothing happens if that is no longer the
-    last. Returns whether this call has done it. In the middle of the flush that does it, and where
-    this thread would have to wait for it from inside another one, values stay pending; `beside`
-    knows them.
+    into: memory that takes the last value, that of `node` in the chain whose id is `held`, for the
+    caller holds it; nothing happens if that is no longer the last, or another chain has come to end
+    like it. Returns whether this call has done it. In the middle of the flush that does it, and
+    where this thread would have to wait for it from inside another one, values stay pending;
+    `beside` knows them.
     """
     while recorder.chain or not recorder.ident or recorder.reading:
         if recorder.spare is None:
@@ -854,7 +859,7 @@ def flush(
             if not taken and not nested:
                 taken = recorder.acquire(timeout=patience(_WAIT_SECONDS))
             if taken:
-                done = _flush(recorder, reason, into, node, nested)
+                done = _flush(recorder, reason, into, node, held, nested)
                 if done is not None:
                     return done
         finally:
@@ -869,14 +874,21 @@ _WAIT_SECONDS = 2.0
 
 
 def _flush(
-    recorder: Recorder, reason: str, into: torch.Tensor | None, node: Node | None, nested: bool
+    recorder: Recorder,
+    reason: str,
+    into: torch.Tensor | None,
+    node: Node | None,
+    held: int,
+    nested: bool,
 ) -> bool | None:
     """`flush` with the lock held; None to try again. nested: the thread was inside already."""
-    ident = get_ident()
+    ident, whole = get_ident(), recorder.chain
+    same = node is None or id(whole) == held
     # no Python runs from here...
     spare, recorder.spare = recorder.spare, None
     chain = interrupted = recorder.running
-    if chain is None and spare is not None and (node is None or node is recorder.chain.tip):
+    same = same and (node is None or recorder.chain is whole and whole.tip is node)
+    if chain is None and spare is not None and same:
         chain, recorder.chain = recorder.chain, spare
         recorder.running = chain
         recorder.ident = 0  # a recording thread goes the slow path
@@ -887,8 +899,8 @@ def _flush(
     # ...to here
     if chain is None:
         recorder.spare = spare
-        return None if node is None or node is recorder.chain.tip else False
-    spare = None  # a traceback would hold it
+        return None if same else False
+    spare = whole = None  # a traceback would hold them
     try:
         inside[ident] = True
         if chain:

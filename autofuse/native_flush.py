@@ -108,16 +108,16 @@ if TYPE_CHECKING:
 def flush(entry, function, args, flags, names):
     """`chain.flush`."""
     count = flags & COUNT
-    if names == 0 and (count == 2 or count == 4):
+    if names == 0 and (count == 2 or count == 5):
         recorder: Recorder = load(args)
         target = 0
-        done = 0
-        if count == 4:
+        held = 0
+        last = 0
+        if count == 5:
             target = load(args + 16)
-            chain: Chain = recorder.chain
-            if target is None or chain.tip is not load(args + 24):
-                return python(function, args, flags, names)
-        done = flushed(recorder, load(args + 8), target)
+            last = load(args + 24)
+            held = PyLong_AsLong(load(args + 32))
+        done = flushed(recorder, load(args + 8), target, held, last)
         if done > 0:
             Py_IncRef(True)
             return True
@@ -128,7 +128,7 @@ def flush(entry, function, args, flags, names):
 
 def flush_now(recorder: Recorder, reason):
     """Flush one way or the other; 0 after an error."""
-    done = flushed(recorder, reason, 0)
+    done = flushed(recorder, reason, 0, 0, 0)
     if done == 0:  # Python sees the same counts, and so knows them next time
         done = flushed_by_python(recorder, reason)
     return done > 0
@@ -146,16 +146,21 @@ def flushed_by_python(recorder: Recorder, reason):
     return 1
 
 
-def flush_into(recorder: Recorder, reason, target, node):
-    """Flush with `target` as the memory of the last value, which is of `node`; 0 if not done."""
-    done = flushed(recorder, reason, target)
+def flush_into(recorder: Recorder, reason, target, chain: Chain):
+    """Flush `chain` with `target` as the memory of the last value; 0 if that is not done."""
+    done = flushed(recorder, reason, target, chain, chain.tip)
     if done == 0:
-        args = room(4)
+        held = PyLong_FromLong(chain)
+        if held == 0:
+            return 0
+        args = room(5)
         store(args, recorder)
         store(args + 8, reason)
         store(args + 16, target)
-        store(args + 24, node)
-        result = call_pointer(PYTHON, chain_flush, args, 4, 0)
+        store(args + 24, chain.tip)
+        store(args + 32, held)
+        result = call_pointer(PYTHON, chain_flush, args, 5, 0)
+        Py_DecRef(held)
         if result == 0:
             return 0
         Py_DecRef(result)
@@ -163,10 +168,10 @@ def flush_into(recorder: Recorder, reason, target, node):
     return done > 0
 
 
-def flushed(recorder: Recorder, reason, target):
+def flushed(recorder: Recorder, reason, target, held, last):
     """1 or 2 if it is done, 0 if Python has to do it, -1 after an interrupt.
 
-    target: the memory that takes the last value, or 0.
+    target: the memory that takes the last value, or 0; held, last: the chain then and its tip.
     """
     ident = PyThread_get_thread_ident()
     if PyLong_AsLong(recorder.ident) != ident or PyLong_AsLong(recorder.thread) != ident:
@@ -176,7 +181,7 @@ def flushed(recorder: Recorder, reason, target):
     if recorder.reading is True or recorder.running is not None:
         return 0
     if PyList_Size(recorder.chain) == 0:
-        return 1
+        return target == 0
     if recorder.guarded is True:
         return 0
     if PyDict_GetItemWithError(chain_names, OBSERVER) is not None or PyList_Size(ranges) != 0:
@@ -189,6 +194,8 @@ def flushed(recorder: Recorder, reason, target):
         Py_DecRef(spare)
     chain: Chain = recorder.chain
     tip: Node = chain.tip
+    if target != 0 and (chain is not held or tip is not last):
+        return 0
     size = PyList_Size(chain)
     into = target != 0
     Py_IncRef(chain)

@@ -283,7 +283,7 @@ def wrote(op, target, operands, count):
     if result != 0:
         apart = reads_apart(recorder, chain, target, meta)
         if recorder.chain is chain and chain.tip is state_of(result) and apart == 0:
-            done = flush_into(recorder, WRITE, target, chain.tip)
+            done = flush_into(recorder, WRITE, target, chain)
         Py_DecRef(result)
     Py_DecRef(chain)
     return done

@@ -7,7 +7,6 @@ the next place; whatever that function does, the program computes what eager PyT
 
 import functools
 import gc
-import os
 import signal
 import sys
 
@@ -245,10 +244,34 @@ def test_a_flush_at_every_place_and_soon_an_interrupt(program, monkeypatch):
     assert caught > 8
 
 
-@pytest.mark.skipif(
-    bool(os.environ.get("AUTOFUSE_TEST_LAUNCH")),
-    reason="in what stands for the driver, which is Python, the collector runs",
-)
+@pytest.mark.parametrize("target", [torch.zeros, lambda n: autofuse.wrap(torch.zeros(n))])
+def test_the_same_chain_again_in_the_middle_of_a_write(target, monkeypatch):
+    """Another chain has come to end with the same node of the trie: it is not what is written."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, z = torch.rand(32), torch.rand(32)
+    w, u = autofuse.wrap(x), autofuse.wrap(z)
+    for _ in range(4):
+        target(32).add_(w * 2.0)
+        held = [u + w * 3.0]
+    done = count = 0
+
+    def again():
+        chain.flush_all("test")
+        other = w * 3.0
+        held[:] = [other, u + other]
+
+    while not done:
+        count += 1
+        t = target(32)
+        with torch.no_grad(), Middle(count, again) as middle:
+            t.add_(w * 2.0)
+        done = middle.left > 0
+        assert t.tolist() == (x * 2.0).tolist(), count
+        if not done:
+            assert held[0].tolist() == (x * 3.0).tolist(), count
+            assert held[1].tolist() == (x * 3.0 + z).tolist(), count
+
+
 def test_a_finalizer_at_every_allocation_of_a_write(monkeypatch):
     """Up to Python 3.11 the collector also runs where C makes a container."""
     monkeypatch.setattr(autofuse.config, "always_fuse", True)

@@ -284,7 +284,13 @@ def test_functions_stay_functions():
 
     add = autofuse.Tensor.__add__
     assert inspect.isfunction(add) and add.__code__ and add.__name__ == "__add__"
-    assert [*inspect.signature(chain.flush).parameters] == ["recorder", "reason", "into", "node"]
+    assert [*inspect.signature(chain.flush).parameters] == [
+        "recorder",
+        "reason",
+        "into",
+        "node",
+        "held",
+    ]
     assert add(autofuse.wrap(torch.ones(2))) is NotImplemented  # as torch's
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         chain.flush(None)
