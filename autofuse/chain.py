@@ -1027,12 +1027,13 @@ def _foresee(recorder: Recorder, chain: Chain) -> bool:
             values.append(_replayed(chain, nodes, every, bumps, late))
 
         _without_modes(compute, recorder, chain)
-        if chain.values is None and recorder.running is chain:
+        # it may have been given back, gone on, and been taken again
+        if chain.values is None and recorder.running is chain and chain.tip is nodes[-1]:
             # no Python runs from here...
             chain.values = values[0]
             chain.bumps = None
             # ...to here
-    if chain.values is WRITING:
+    if recorder.running is chain and chain and (chain.values is None or chain.values is WRITING):
         return _foresee(recorder, chain)
     if recorder.running is chain and chain.into is not None and chain.values is not None:
         with NoTorchFunction():  # who asks may be about to write there too, and comes after it

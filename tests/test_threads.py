@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import boundaries, chain, inside, trial
+from autofuse import boundaries, chain, inside, launch, trial
 from support import DEVICES, assert_same, elsewhere
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -304,6 +304,49 @@ def test_a_forked_child_computes_what_its_parents_threads_had_pending(device, mo
     stop.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_values_that_were_foreseen_for_a_shorter_chain(device, monkeypatch):
+    """A flush is interrupted while another thread computes for itself, and the chain goes on."""
+    if device == "cuda" or os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        pytest.skip("kernels run another way")
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x = torch.rand(8)
+    w, got, begun, go_on = autofuse.wrap(x), [], threading.Event(), threading.Event()
+    y = w * 2.0
+    run, replayed = launch.CpuRunner.run, chain._replayed
+
+    def slow(*args):
+        values = replayed(*args)
+        begun.set()
+        assert go_on.wait(10)
+        return values
+
+    def other():
+        with inside.being_inside():  # waits for nobody
+            got.append(autofuse.unwrap(y).clone())
+
+    def interrupted(self, chain):
+        thread.start()
+        assert begun.wait(10)
+        raise KeyboardInterrupt
+
+    def after_it(self, chain):
+        go_on.set()
+        thread.join(0.3)
+        run(self, chain)
+
+    thread = threading.Thread(target=other)
+    monkeypatch.setattr(chain, "_replayed", slow)
+    monkeypatch.setattr(launch.CpuRunner, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        autofuse.materialize(y)
+    z = y + 1.0
+    monkeypatch.setattr(launch.CpuRunner, "run", after_it)
+    autofuse.materialize(z)
+    thread.join()
+    assert torch.equal(autofuse.unwrap(z), x * 2.0 + 1.0)
+    assert torch.equal(got[0], x * 2.0) and torch.equal(autofuse.unwrap(y), got[0])
 
 
 @pytest.fixture
