@@ -23,7 +23,7 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 
 from . import api, boundaries, chain, launch, native, report, rules, tensor
-from .build import link, target_machine
+from .build import link, target_machine, undisturbed
 from .config import config
 from .ops import OPS
 from .shell import NoTorchFunction, Tensor
@@ -38,6 +38,7 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _TYPES = {"u64": _I64, "i64": _I64, "i32": _I32, "f32": ir.FloatType(), "f64": ir.DoubleType()}
 
 
+@undisturbed
 def _linked(module: ir.Module, name: str) -> tuple[int, object]:
     """The address of a function of `module`, while what comes with it is held."""
     machine = target_machine(opt=0)
@@ -47,25 +48,37 @@ def _linked(module: ir.Module, name: str) -> tuple[int, object]:
     return address, linked
 
 
-def _at(builder: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
-    """What lies at `address`, a word."""
+def _at(builder: ir.IRBuilder, address: Any, kind: ir.Type, k: int = 0) -> Any:
+    """What lies at `address`, a word, or k words further."""
+    address = builder.add(address, ir.Constant(_I64, 8 * k))
     return builder.load(builder.inttoptr(address, kind.as_pointer()))
 
 
-def _cuda_function(kernel: Any, rows: int) -> tuple[int, object]:
-    """What stands for a CUfunction: a C function of the array of pointers to parameters."""
-    module = ir.Module("kernel")
-    run = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64]), "run")
-    builder = ir.IRBuilder(run.append_basic_block())
-    values = [ir.Constant(_I64, 0), ir.Constant(_I64, rows)]
-    for k, code in enumerate(kernel.parameters.codes):
-        slot = builder.add(run.args[0], ir.Constant(_I64, 8 * k))
-        values.append(_at(builder, _at(builder, slot, _I64), _TYPES[code]))
-    kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+_callers: dict[tuple[str, ...], tuple[int, object]] = {}  # by types of parameters, for ever
+
+
+def _caller(codes: tuple[str, ...]) -> int:
+    """A C function of a CUfunction and the array of pointers to its parameters, which runs it."""
+    if codes not in _callers:
+        module = ir.Module("caller")
+        call = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64, _I64]), "call")
+        builder = ir.IRBuilder(call.append_basic_block())
+        function, parameters = call.args
+        values = [ir.Constant(_I64, 0), _at(builder, function, _I64, 2)]
+        for k, code in enumerate(codes):
+            values.append(_at(builder, _at(builder, parameters, _I64, k), _TYPES[code]))
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+        entry = _at(builder, function, _I64, 1)
+        builder.call(builder.inttoptr(entry, kind.as_pointer()), values)
+        builder.ret_void()
+        _callers.setdefault(codes, _linked(module, "call"))
+    return _callers[codes][0]
+
+
+def _cuda_function(kernel: Any, rows: int) -> Any:
+    """What stands for a CUfunction: who calls it, what is called, and over how many rows."""
     address = ctypes.cast(kernel.entry, ctypes.c_void_p).value
-    builder.call(builder.inttoptr(ir.Constant(_I64, address), kind.as_pointer()), values)
-    builder.ret_void()
-    return _linked(module, "run")
+    return (ctypes.c_int64 * 3)(_caller(tuple(kernel.parameters.codes)), address, rows)
 
 
 def _launcher() -> tuple[Callable[..., int], object]:
@@ -81,10 +94,11 @@ def _launcher() -> tuple[Callable[..., int], object]:
         builder.ret(ir.Constant(_I32, 1))
     first = _at(builder, ir.Constant(_I64, ctypes.addressof(between)), _I64)
     with builder.if_then(builder.icmp_signed("!=", first, ir.Constant(_I64, 0))):
-        call = ir.FunctionType(ir.VoidType(), []).as_pointer()
-        builder.call(builder.inttoptr(first, call), [])
-    run = ir.FunctionType(ir.VoidType(), [_I64]).as_pointer()
-    builder.call(builder.inttoptr(function, run), [parameters])
+        nothing = ir.FunctionType(ir.VoidType(), []).as_pointer()
+        builder.call(builder.inttoptr(first, nothing), [])
+    caller = ir.FunctionType(ir.VoidType(), [_I64, _I64]).as_pointer()
+    call = builder.inttoptr(_at(builder, function, _I64), caller)
+    builder.call(call, [function, parameters])
     builder.ret(ir.Constant(_I32, 0))
     address, linked = _linked(module, "launch")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
@@ -116,13 +130,14 @@ class LaunchingRunner(launch.CudaRunner):
         self._launch, *_ = _driver
         self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
         self._scalar, self._orders = {}, {}
-        self._parts, self._linked = [], []
+        self._parts, self._functions = [], []
         for kernel, piece in zip(self.kernels, self.pieces, strict=True):
             rank = piece.plan.rank
             columns = piece.numbers[rank - 2] if rank > 1 else 1
-            function, linked = _cuda_function(kernel, piece.numel // columns)
-            self._parts.append((function, launch._Slots(piece, kernel.parameters)))
-            self._linked.append(linked)
+            function = _cuda_function(kernel, piece.numel // columns)
+            self._functions.append(function)
+            slots = launch._Slots(piece, kernel.parameters)
+            self._parts.append((ctypes.addressof(function), slots))
 
 
 def install() -> None:

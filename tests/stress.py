@@ -11,7 +11,7 @@ counts; exits with 1 after a wrong value, a lost write, an error that nobody her
 chain that can no longer be flushed.
 
 --engine: every backward runs in one thread, and who asks for it waits in C, as torch has it on
-CUDA.
+CUDA. With AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import os
 import queue
 import random
 import signal
@@ -33,7 +34,7 @@ from contextlib import suppress
 import torch
 
 import autofuse
-from autofuse import native
+from autofuse import native, trial
 
 N = 64
 
@@ -338,6 +339,8 @@ def main() -> int:
     faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
     torch.set_num_threads(1)
     autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
+    if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        trial.install()
     world = World(args.device, args.seed, Engine() if args.engine else None)
     for program in PROGRAMS:  # their kernels are there
         for _ in range(3):

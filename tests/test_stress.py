@@ -1,5 +1,5 @@
 """The stress of tests/stress.py, where it is asked for: by machine code and by Python alone, or as
-AUTOFUSE_NATIVE says; on the CPU also with backward in a thread of its own, as on CUDA."""
+AUTOFUSE_NATIVE says; on the CPU also as CUDA launches, with backward in a thread of its own."""
 
 import os
 import subprocess
@@ -15,19 +15,24 @@ SECONDS = float(os.environ.get("AUTOFUSE_TEST_STRESS_SECONDS", "0"))  # for each
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
-@pytest.mark.parametrize("engine", [[], ["--engine"]], ids=["here", "engine"])
+@pytest.mark.parametrize("launching", [False, True], ids=["", "launching"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_stress(device, engine, native):
+def test_stress(device, launching, native):
     if not SECONDS:
         pytest.skip("AUTOFUSE_TEST_STRESS_SECONDS is not set")
     if os.environ.get("AUTOFUSE_NATIVE", native) != native:
         pytest.skip("AUTOFUSE_NATIVE says the other")
-    if engine and device == "cuda":
-        pytest.skip("torch has such a thread for CUDA")
-    command = [sys.executable, str(HERE / "stress.py"), "--seconds", str(SECONDS), *engine]
+    if launching and device == "cuda":
+        pytest.skip("CUDA does")
+    command = [sys.executable, str(HERE / "stress.py"), "--seconds", str(SECONDS)]
     done = subprocess.run(
-        [*command, "--device", device],
-        env={**os.environ, "AUTOFUSE_NATIVE": native, "PYTHONPATH": str(HERE.parent)},
+        [*command, "--device", device, *["--engine"] * launching],
+        env={
+            **os.environ,
+            "AUTOFUSE_NATIVE": native,
+            "PYTHONPATH": str(HERE.parent),
+            "AUTOFUSE_TEST_LAUNCH": "1" * launching,
+        },
         capture_output=True,
         text=True,
         timeout=SECONDS + 120,
