@@ -937,6 +937,7 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
     """
     node, into, own = chain.tip, chain.into is not None, recorder.thread == get_ident()
     watch = runner = None
+    counted = False
     try:
         if chain.values is not None:  # an interrupt came while they were given away
             finish(chain)
@@ -958,6 +959,7 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
                 runner.run(chain)
             elif runner.live:
                 _without_modes(runner.run, recorder, chain)
+            counted = True
             runner.others += 1
             if runner.pieces:  # also if they wait for their kernels
                 recorder.launches += 1
@@ -968,6 +970,7 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
                 raise
             if watch is not None:
                 watch.failed(error)
+            counted = True
             if own:
                 _recover(chain, node, runner, error)
             else:  # no name for it here, which would be a cycle with the error's traceback
@@ -980,6 +983,10 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             watch.ended(None)
         if chain.values is None:  # nothing was given away or written: the next flush tries again
             raise
+        if runner is not None and not counted:  # others were faster, or C++ holds a shell
+            runner.others += 1
+            if runner.pieces:
+                recorder.launches += 1
         finish(chain)
         recorder.running = None
         if runner is None or is_foreign(error):

@@ -211,11 +211,11 @@ def flushed(recorder: Recorder, reason, target, held, last):
         store(alive + ITEMS, PyLong_FromLong(-2))
     k = 0
     while k < size:
-        held = PyLong_FromLong(load32(PyList_GetItem(chain, k)) + COUNTED)
-        if held == 0:
+        number = PyLong_FromLong(load32(PyList_GetItem(chain, k)) + COUNTED)
+        if number == 0:
             Py_DecRef(alive)
             return -1
-        store(alive + ITEMS + 8 * (into + k), held)
+        store(alive + ITEMS + 8 * (into + k), number)
         k += 1
     runner = PyDict_GetItemWithError(tip.runners, alive)
     Py_DecRef(alive)
@@ -274,6 +274,7 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason, target
     PyDict_DelItem(inside, recorder.thread)
     if done == 0 and chain.values is not None:
         done = -1
+        counted(recorder, reason, 1)
     elif done == 0:
         chain.into = None
         recorder.running = None
@@ -285,15 +286,7 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason, target
         recorder.ident = recorder.thread
     else:
         recorder.running = None
-        flushes = PyObject_GetAttr(counts, FLUSHES)
-        count_one(flushes, reason)
-        Py_DecRef(flushes)
-        counted = PyLong_FromLong(PyLong_AsLong(recorder.launches) + (done > 1))
-        if counted == 0:  # no memory: it goes uncounted
-            PyErr_Clear()
-        else:
-            recorder.launches = counted
-            Py_DecRef(counted)
+        counted(recorder, reason, done > 1)
         k = 0
         while k < size:
             shell = PyList_GetItem(chain, k)
@@ -319,6 +312,20 @@ def ran(recorder: Recorder, chain: Chain, size, program: Program, reason, target
     Py_DecRef(home)
     Py_DecRef(spare)
     return done
+
+
+def counted(recorder: Recorder, reason, launches):
+    """Count a flush and its launches, 0 or 1."""
+    flushes = PyObject_GetAttr(counts, FLUSHES)
+    count_one(flushes, reason)
+    Py_DecRef(flushes)
+    number = PyLong_FromLong(PyLong_AsLong(recorder.launches) + launches)
+    if number == 0:  # no memory: it goes uncounted
+        PyErr_Clear()
+        return 0
+    recorder.launches = number
+    Py_DecRef(number)
+    return 1
 
 
 def emptied(items):
@@ -726,6 +733,6 @@ def settled(chain: Chain, words, at, shells):
         if values != 0:
             chain.values = values
         Py_DecRef(values)
-    store(words, load(words) + done)
+    store(words, load(words) + 1)
     given_up(words)  # the shells have their references
     return done

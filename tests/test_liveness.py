@@ -116,6 +116,8 @@ def test_a_weak_reference_of_cpp(device):
         del y
         gc.collect()
         assert ref.expired()
+    stats = autofuse.stats()
+    assert stats.kernels_launched == 8 and sum(stats.flushes.values()) == 8
 
 
 def test_identity_and_attributes_survive_the_flush(device):
