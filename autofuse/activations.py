@@ -57,11 +57,13 @@ row("prelu", "x w", "x if x > 0 else w * x", one_dtype=True, one_device=True, co
 row("softplus", "x b:opmath t:opmath", "x if x * b > t else log1p(exp(x * b)) / b",
     eager=F.softplus, grad="softplus_backward(g, x, b, t); none; none")
 row("elu", "x a:opmath s:opmath i:opmath", "x * s if x > 0 else expm1(x * i) * (a * s)",
+    cpu="x * s if x >= 0 else expm1(x * i) * (a * s)",  # another value at 0 if a is not finite
     eager=torch._C._nn.elu, grad="elu_backward(g, x, a, s, i); none; none; none")
 row(
     "celu",  # torch's derivative takes the scale from alpha in float32
     "x a:opmath i:opmath k:opmath",
     "x if x > 0 else expm1(x * i) * a",
+    cpu="x if x >= 0 else expm1(x * i) * a",
     eager=lambda x, a, i, k: torch.celu(x, a),
     grad="elu_backward(g, x, a, 1.0, k); none; none; none",
 )

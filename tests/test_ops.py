@@ -1,7 +1,10 @@
 """Every op of the table against eager: bits on CUDA, the stated tolerance on the CPU."""
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import autofuse
 from autofuse.codegen import PROVEN, source_of
@@ -24,6 +27,7 @@ from support import (
     DEVICES,
     FLOATS,
     INTS,
+    assert_same,
     assert_same_as_eager,
     needs_cuda,
     outcome,
@@ -204,3 +208,12 @@ def _sign(x):
     if not x.dtype.is_floating_point:
         return x
     return torch.copysign(torch.ones((), dtype=torch.float32, device=x.device), x)
+
+
+@pytest.mark.parametrize("alpha", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("op", [F.elu, F.celu, F.leaky_relu], ids=lambda op: op.__name__)
+def test_zero_times_a_number_that_is_not_finite(op, alpha, device):
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan], device=device)
+    got = op(autofuse.wrap(x), alpha)
+    assert autofuse.is_pending(got) or op is F.celu  # which is eager then
+    assert_same(got, op(x, alpha), None if device == "cuda" else 1e-6)
