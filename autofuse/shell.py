@@ -308,7 +308,8 @@ def gave(shell: Tensor, real: torch.Tensor, meta: Any, node: object) -> Tensor:
 
 
 is_shell = torch._C.TensorBase._python_dispatch.__get__  # type: ignore[attr-defined]
-_detach, _view_as = torch._C.TensorBase.detach, torch._C.TensorBase.view_as  # type: ignore[attr-defined]
+# functions hold what they are given; a method would see what another thread exchanges it for
+_detach, _permute = torch._C._VariableFunctions.detach, torch._C._VariableFunctions.permute
 
 
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -317,11 +318,12 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor | None:
     None where there is no memory behind `tensor`: another thread may exchange it at any moment.
     """
     was, grad = torch.is_grad_enabled(), tensor.requires_grad
+    dims = (*range(tensor.ndim),)
     try:
         torch._C._set_grad_enabled(True)  # or the alias would say so and lead nowhere
         if grad:
             # no Python runs from the test to the end of the call
-            return None if tensor._python_dispatch else _view_as(tensor, tensor)
+            return None if tensor._python_dispatch else _permute(tensor, dims)
         return None if tensor._python_dispatch else _detach(tensor)
     finally:
         torch._C._set_grad_enabled(was)
