@@ -244,12 +244,12 @@ class _Entry:
             tensor.__dict__.pop("_af", None)
             _set(tensor, "__class__", torch.Tensor)
         # no Python runs from here...
-        count = _lent[key] - 1
-        if count:
-            _lent[key] = count
-            del self.lent[-1]
-        elif tensor.__class__ is not Tensor:
-            del _lent[key]
+        if _lent[key] == 1:
+            if tensor.__class__ is not Tensor:
+                del _lent[key]
+                del self.lent[-1]
+        else:
+            _lent[key] -= 1
             del self.lent[-1]
         # ...to here
 

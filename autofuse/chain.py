@@ -2,8 +2,8 @@
 
 One open chain per thread and device. Python may run in the middle of all that happens here: signal
 handlers, finalizers, callbacks of weak references, other threads. It runs where a call begins or
-ends and where a loop turns, up to Python 3.11 also where a container is made; never between plain
-reads, comparisons and stores. So there is one rule:
+ends and where a loop turns, up to Python 3.11 also where a container is made, in 3.10 also where a
+condition makes a jump; never between plain reads, comparisons and stores. So there is one rule:
 
 - What was read of a chain may be another after any such place. Recording reads, prepares, and then
   in one stretch of plain code looks whether the chain is still the open one and ends where it did,
@@ -852,6 +852,7 @@ def flush(
                 return False
             continue
         owned, taken = is_owned(recorder.lock), False
+        leave = int if owned else recorder.release
         try:
             # another thread's flush is waited for; not for ever, for this one may hold a lock that
             # nobody knows of, such as llvmlite's, in the middle of which a handler runs
@@ -863,8 +864,11 @@ def flush(
                 if done is not None:
                     return done
         finally:
-            if not owned and (taken or is_owned(recorder.lock)):  # an interrupt came in between
-                recorder.lock.release()
+            try:
+                leave()  # at once: an interrupt may have come before `taken` was told
+            except RuntimeError as error:
+                if is_foreign(error):
+                    raise  # otherwise the lock was not taken
         if not taken and recorder.running is not None and _foresee(recorder, recorder.running):
             return False
     return False
@@ -897,37 +901,43 @@ def _flush(
         spare.tip = recorder.home
     grad, inference, home = recorder.grad, recorder.inference, recorder.home
     # ...to here
-    if chain is None:
-        recorder.spare = spare
-        return None if same else False
-    spare = whole = None  # a traceback would hold them
-    try:
-        inside[ident] = True
-        if chain:
-            _run(recorder, chain, reason)
-        recorder.running = None
-    finally:
-        # no Python runs from here...
-        if recorder.running is not None and chain.values is None:
+    if chain is not None:
+        spare = whole = None  # a traceback would hold them
+        try:
+            inside[ident] = True
+            if chain:
+                _run(recorder, chain, reason)
+            # no Python runs from here...
             recorder.running = None
-            chain.into = None  # the write of an op that raised is not tried again
-            if chain:  # its values are not lost
-                recorder.chain = chain
-                recorder.home = home  # somebody may have opened another one, under other modes
-                recorder.grad = grad
-                recorder.inference = inference
-        if recorder.running is None:  # or else the next flush goes on with it
             recorder.ident = recorder.thread
-        # ...to here
-        if not nested:
-            inside.pop(ident, None)  # a fork in the middle has left none
-    chain.clear()
-    # no recording is in the middle of it; who writes holds it, and adds nothing to it
-    if getrefcount(chain) == _HELD_HERE + (into is not None):
-        recorder.spare = chain.emptied()
-    if recorder.ended:
-        recorder.leave()
-    return None if interrupted is not None and node is not None else True
+            if not nested:
+                inside.pop(ident, None)  # a fork in the middle has left none
+            # ...to its end
+        except BaseException:
+            # no Python runs from here...
+            if recorder.running is not None and chain.values is None:
+                recorder.running = None
+                chain.into = None  # the write of an op that raised is not tried again
+                if chain:  # its values are not lost
+                    recorder.chain = chain
+                    recorder.home = home  # somebody may have opened another one, under other modes
+                    recorder.grad = grad
+                    recorder.inference = inference
+            if recorder.running is None:  # or else the next flush goes on with it
+                recorder.ident = recorder.thread
+            # ...to here
+            if not nested:
+                inside.pop(ident, None)
+            raise
+        chain.clear()
+        # no recording is in the middle of it; who writes holds it, and adds nothing to it
+        if getrefcount(chain) == _HELD_HERE + (into is not None):
+            recorder.spare = chain.emptied()
+        if recorder.ended:
+            recorder.leave()
+        return None if interrupted is not None and node is not None else True
+    recorder.spare = spare
+    return None if same else False
 
 
 def _run(recorder: Recorder, chain: Chain, reason: str) -> None:

@@ -25,7 +25,7 @@ from .cache import DiskCache
 from .codegen import source_of
 from .config import config, watch
 from .errors import ColdKernelError, KernelError, warn_once
-from .inside import BusyError, being_inside, is_owned, patience
+from .inside import BusyError, being_inside, is_foreign, is_owned, patience
 from .load import Module, load
 from .plan import Plan
 from .position import Position, user_position
@@ -168,7 +168,8 @@ _HIT, _SOFT, _HARD = "hit", "soft miss", "hard miss"
 def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
     """The kernel if it is to be had now, or `_BUSY`; and where it was, see `Listener`."""
     lock = _lock
-    owned, taken = is_owned(lock), False
+    owned = is_owned(lock)
+    leave = int if owned else lock.release
     with being_inside():
         try:
             taken = owned or lock.acquire(False) or lock.acquire(timeout=patience(_WAIT_SECONDS))
@@ -176,8 +177,11 @@ def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel
         except BusyError:
             return _BUSY, _HARD
         finally:
-            if not owned and (taken or is_owned(lock)):  # an interrupt came in between
-                lock.release()
+            try:
+                leave()  # at once: an interrupt may have come before `taken` was told
+            except RuntimeError as error:
+                if is_foreign(error):
+                    raise  # otherwise the lock was not taken
 
 
 def _looked_up(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:

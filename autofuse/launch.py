@@ -115,7 +115,8 @@ def bump(chain: Chain, reals: dict[int, torch.Tensor]) -> None:
 
 def publish(chain: Chain, values: dict[int, torch.Tensor]) -> None:
     """Let `values` be what the flush of `chain` gives away, unless others were faster."""
-    if chain.values is None or chain.values is WRITING:
+    others = chain.values is not None and chain.values is not WRITING
+    if not others:
         # no Python runs from here...
         chain.values = values
         chain.bumps = None
@@ -605,10 +606,10 @@ class CudaRunner(Runner):
             "    try:",
             "        chain.values = WRITING; chain.into = None; errors += run",
             "    finally:",
-            "        if errors == [0]: chain.values = made; chain.bumps = None",
+            "        if errors == [0]:",
+            "            chain.values = made; chain.bumps = None; count_write(written)",
             "        else: chain.values = None; chain.into = into",
             "    if errors[0]: fail(errors[0])",
-            "    count_write(written)",
         ]
 
 
@@ -758,21 +759,19 @@ class CpuRunner(Runner):
         run = itertools.starmap(entry, [declared(entry, 0, steps, *arguments)])
         written = [into]
         bump(chain, values)
-        if chain.values is not None:
-            return
-        try:
-            # no Python runs from here...
-            chain.values = WRITING
-            chain.into = None
-            done += run
-        finally:
-            if done:
-                chain.values = values
-                chain.bumps = None
-            else:
-                chain.values, chain.into = None, into
-        count_write(written)
-        # ...to its end
+        if chain.values is None:
+            try:
+                # no Python runs from here...
+                chain.values = WRITING
+                chain.into = None
+                done += run
+            finally:
+                if done:
+                    chain.values = values
+                    chain.bumps = None
+                    count_write(written)  # ...to its end
+                else:
+                    chain.values, chain.into = None, into
 
     @staticmethod
     def _loop(entry: Any, steps: int, chunks: int, arguments: tuple[Any, ...]) -> None:

@@ -323,8 +323,8 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor | None:
         torch._C._set_grad_enabled(True)  # or the alias would say so and lead nowhere
         if grad:
             # no Python runs from the test to the end of the call
-            return None if tensor._python_dispatch else _permute(tensor, dims)
-        return None if tensor._python_dispatch else _detach(tensor)
+            return _permute(tensor, dims) if not tensor._python_dispatch else None
+        return _detach(tensor) if not tensor._python_dispatch else None
     finally:
         torch._C._set_grad_enabled(was)
 
