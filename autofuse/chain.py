@@ -767,11 +767,11 @@ def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bo
         if node.meta.shape == meta.shape and torch.can_cast(node.meta.dtype, meta.dtype):
             result = record(CASTS[meta.dtype], (result,))
             node = _node_of(result)
-    if node is None or node.meta is not made:
+    if result is None or node is None or node.meta is not made:
         return False
     recorder = node.recorder
     chain = recorder.chain
-    if chain.tip is not node or _reads_apart(chain, target, meta):
+    if chain.tip is not node or result._af is not node or _reads_apart(chain, target, meta):
         return False
     # one thread reads and writes an element; another shape would be another kernel
     shape = meta.shape
@@ -852,13 +852,13 @@ def flush(
                 return False
             continue
         owned, taken = is_owned(recorder.lock), False
-        leave = int if owned else recorder.release
+        acquire, leave = recorder.acquire, int if owned else recorder.release
         try:
             # another thread's flush is waited for; not for ever, for this one may hold a lock that
             # nobody knows of, such as llvmlite's, in the middle of which a handler runs
-            taken = owned or recorder.acquire(False)
+            taken = owned or acquire(False)
             if not taken and not nested:
-                taken = recorder.acquire(timeout=patience(_WAIT_SECONDS))
+                taken = acquire(timeout=patience(_WAIT_SECONDS))
             if taken:
                 done = _flush(recorder, reason, into, node, held, nested)
                 if done is not None:
@@ -886,12 +886,12 @@ def _flush(
     nested: bool,
 ) -> bool | None:
     """`flush` with the lock held; None to try again. nested: the thread was inside already."""
-    ident, whole = get_ident(), recorder.chain
-    same = node is None or id(whole) == held
+    ident, open_ = get_ident(), recorder.chain
+    same = node is None or id(open_) == held
     # no Python runs from here...
     spare, recorder.spare = recorder.spare, None
     chain = interrupted = recorder.running
-    same = same and (node is None or recorder.chain is whole and whole.tip is node)
+    same = same and (node is None or recorder.chain is open_ and open_.tip is node)
     if chain is None and spare is not None and same:
         chain, recorder.chain = recorder.chain, spare
         recorder.running = chain
@@ -902,7 +902,7 @@ def _flush(
     grad, inference, home = recorder.grad, recorder.inference, recorder.home
     # ...to here
     if chain is not None:
-        spare = whole = None  # a traceback would hold them
+        spare = open_ = None  # a traceback would hold them
         try:
             inside[ident] = True
             if chain:
@@ -914,20 +914,22 @@ def _flush(
                 inside.pop(ident, None)  # a fork in the middle has left none
             # ...to its end
         except BaseException:
-            # no Python runs from here...
-            if recorder.running is not None and chain.values is None:
-                recorder.running = None
-                chain.into = None  # the write of an op that raised is not tried again
-                if chain:  # its values are not lost
-                    recorder.chain = chain
-                    recorder.home = home  # somebody may have opened another one, under other modes
-                    recorder.grad = grad
-                    recorder.inference = inference
-            if recorder.running is None:  # or else the next flush goes on with it
-                recorder.ident = recorder.thread
-            # ...to here
-            if not nested:
-                inside.pop(ident, None)
+            try:
+                # no Python runs from here...
+                if recorder.running is chain and chain.values is None:
+                    recorder.running = None
+                    chain.into = None  # the write of an op that raised is not tried again
+                    if chain:  # its values are not lost
+                        recorder.chain = chain
+                        recorder.home = home  # somebody may have opened another, under other modes
+                        recorder.grad = grad
+                        recorder.inference = inference
+                if recorder.running is None:  # or else the next flush goes on with it
+                    recorder.ident = recorder.thread
+                # ...to here
+            finally:
+                if not nested:
+                    inside.pop(ident, None)
             raise
         chain.clear()
         # no recording is in the middle of it; who writes holds it, and adds nothing to it
@@ -1069,9 +1071,17 @@ def beside(tensor: Tensor) -> torch.Tensor | None:
         return state.real if state.__class__ is Held else None
     with NoTorchFunction():
         chain = recorder.running
-        if chain is None or chain.values is None or state.index not in chain.values:
+        if chain is None:
             return None
-        apart = plain_alias(chain.values[state.index])
+        # no Python runs from here...
+        values = chain.values
+        same = recorder.running is chain and tensor._af is state
+        # ...to here
+        if not same:  # that flush is over
+            return beside(tensor)
+        if values is None or state.index not in values:
+            return None
+        apart = plain_alias(values[state.index])
         if apart is None:  # exchanged, which the flush is about to say
             tensor.__dict__["_af"] = UNKNOWN
         return apart

@@ -448,7 +448,11 @@ class no_compile:  # noqa: N801 - used like a function
         global _forbidden
         with _lock:
             _forbidden += 1
-        _stir()
+        try:
+            _stir()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *exc: object) -> None:
         global _forbidden

@@ -594,7 +594,7 @@ class CudaRunner(Runner):
         if not writing:
             return [*lines, f"error = launch({arguments})", "if error: fail(error)"]
         space |= {"count_write": count_write, "bump": bump, "starmap": itertools.starmap,
-                  "WRITING": WRITING, "declared": declared}  # fmt: skip
+                  "WRITING": WRITING, "declared": declared, "zero": [0]}  # fmt: skip
         made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
         return [
             *lines,
@@ -606,9 +606,10 @@ class CudaRunner(Runner):
             "    try:",
             "        chain.values = WRITING; chain.into = None; errors += run",
             "    finally:",
-            "        if errors == [0]:",
-            "            chain.values = made; chain.bumps = None; count_write(written)",
-            "        else: chain.values = None; chain.into = into",
+            "        chain.values = None; chain.into = into",
+            "        if errors == zero:",
+            "            chain.values = made; chain.into = chain.bumps = None",
+            "            count_write(written)",
             "    if errors[0]: fail(errors[0])",
         ]
 
@@ -766,12 +767,12 @@ class CpuRunner(Runner):
                 chain.into = None
                 done += run
             finally:
+                chain.values = None
+                chain.into = into
                 if done:
                     chain.values = values
-                    chain.bumps = None
+                    chain.into = chain.bumps = None
                     count_write(written)  # ...to its end
-                else:
-                    chain.values, chain.into = None, into
 
     @staticmethod
     def _loop(entry: Any, steps: int, chunks: int, arguments: tuple[Any, ...]) -> None:

@@ -148,23 +148,24 @@ def flushed_by_python(recorder: Recorder, reason):
 
 def flush_into(recorder: Recorder, reason, target, chain: Chain):
     """Flush `chain` with `target` as the memory of the last value; 0 if that is not done."""
-    done = flushed(recorder, reason, target, chain, chain.tip)
+    last = chain.tip  # before Python runs
+    Py_IncRef(last)
+    done = flushed(recorder, reason, target, chain, last)
+    number = 0
     if done == 0:
-        held = PyLong_FromLong(chain)
-        if held == 0:
-            return 0
+        number = PyLong_FromLong(chain)
+    if number != 0:
         args = room(5)
         store(args, recorder)
         store(args + 8, reason)
         store(args + 16, target)
-        store(args + 24, chain.tip)
-        store(args + 32, held)
+        store(args + 24, last)
+        store(args + 32, number)
         result = call_pointer(PYTHON, chain_flush, args, 5, 0)
-        Py_DecRef(held)
-        if result == 0:
-            return 0
+        Py_DecRef(number)
+        done = result is True
         Py_DecRef(result)
-        return result is True
+    Py_DecRef(last)
     return done > 0
 
 

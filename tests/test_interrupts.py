@@ -69,6 +69,8 @@ class AtJump(Interrupted):
         if event == "opcode":
             at, code = self.last.get(frame), frame.f_code.co_code
             self.last[frame] = frame.f_lasti
+            while at is not None and dis.opname[code[at]] == "EXTENDED_ARG":
+                at += 2
             jumped = at is not None and frame.f_lasti != at + 2
             if jumped and dis.opname[code[at]].startswith("POP_JUMP_IF"):
                 self.left -= 1

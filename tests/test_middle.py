@@ -272,6 +272,52 @@ def test_the_same_chain_again_in_the_middle_of_a_write(target, monkeypatch):
             assert held[1].tolist() == (x * 3.0 + z).tolist(), count
 
 
+@pytest.mark.parametrize("place", ["_node_of", "Chain"])
+def test_another_op_where_a_write_has_been_recorded(place, monkeypatch):
+    """Where `_node_of` ends, as Python 3.10 allows it, and where a spare chain is made."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, z = torch.rand(32), torch.rand(32)
+    w, u, held, begun = autofuse.wrap(x), autofuse.wrap(z), [], []
+    for _ in range(4):
+        torch.zeros(32).add_(w * 2.0)
+        autofuse.materialize(u + w * 3.0)
+
+    def middle():
+        begun.append(place)
+        if place == "_node_of":
+            chain.flush_all("test")
+            held.append(u + w * 3.0)  # a chain that ends alike
+        else:
+            held.append(u + w * 3.0)  # one op more
+
+    real, init = chain._node_of, chain.Chain.__init__
+
+    def node_of(result):
+        node = real(result)
+        if node is not None and not begun:
+            middle()
+        return node
+
+    def made(self, tip):
+        init(self, tip)
+        if not begun:
+            middle()
+
+    with torch.no_grad():
+        torch.zeros(32).add_(w * 2.0)
+        t, y = torch.zeros(32), w * 2.0
+        if place == "_node_of":
+            monkeypatch.setattr(chain, "_node_of", node_of)
+        else:
+            chain._local.current.spare = None
+            monkeypatch.setattr(chain.Chain, "__init__", made)
+        t.add_(y)
+    assert begun or native.active()
+    assert t.tolist() == (x * 2.0).tolist()
+    for value in held:
+        assert value.tolist() == (x * 3.0 + z).tolist()
+
+
 def test_a_finalizer_at_every_allocation_of_a_write(monkeypatch):
     """Up to Python 3.11 the collector also runs where C makes a container."""
     monkeypatch.setattr(autofuse.config, "always_fuse", True)

@@ -349,6 +349,56 @@ def test_values_that_were_foreseen_for_a_shorter_chain(device, monkeypatch):
     assert torch.equal(got[0], x * 2.0) and torch.equal(autofuse.unwrap(y), got[0])
 
 
+def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
+    """Who asks is late: that flush is over, and another one by the same nodes goes on."""
+    if device == "cuda" or os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        pytest.skip("kernels run another way")
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x = torch.rand(8)
+    w, got = autofuse.wrap(x), []
+    foreseen, second, read = threading.Event(), threading.Event(), threading.Event()
+    run_, settle, guard = launch.CpuRunner.run, launch.settle, chain.NoTorchFunction
+    here, code, late = threading.get_ident(), chain.beside.__code__, []
+
+    def run_first(self, made):
+        if not late:
+            thread.start()
+            assert foreseen.wait(10)
+        run_(self, made)
+
+    def settle_second(*args, **options):
+        if late and threading.get_ident() == here:
+            second.set()
+            assert read.wait(10)
+        return settle(*args, **options)
+
+    def no_torch_function():
+        if threading.get_ident() != here and sys._getframe(1).f_code is code:
+            foreseen.set()
+            assert second.wait(10)
+        return guard()
+
+    def other():
+        with inside.being_inside():
+            try:
+                got.append(autofuse.unwrap(y).clone())
+            finally:
+                read.set()
+
+    autofuse.materialize(w * 2.0)
+    y = w * 2.0
+    thread = threading.Thread(target=other)
+    monkeypatch.setattr(launch.CpuRunner, "run", run_first)
+    monkeypatch.setattr(launch, "settle", settle_second)
+    monkeypatch.setattr(chain, "NoTorchFunction", no_torch_function)
+    autofuse.materialize(y)
+    late.append(None)
+    z = w * 7.0
+    autofuse.materialize(z)
+    thread.join()
+    assert torch.equal(got[0], x * 2.0)
+
+
 @pytest.fixture
 def in_the_middle_of_launches(device, monkeypatch):
     """Takes what every launch begins with, as the driver allows it."""
