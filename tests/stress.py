@@ -336,6 +336,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", action="store_true")
     args = parser.parse_args()
+    faulthandler.enable()  # says which thread aborts
     faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
     torch.set_num_threads(1)
     autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
