@@ -75,7 +75,7 @@ def test_table_of_settings():
 
 
 def test_variables_and_fields_are_settings():
-    variables = set(re.findall(r"\bAUTOFUSE(?:_[A-Z]+)+\b", README))
+    variables = set(re.findall(r"\bAUTOFUSE(?!_TEST_)(?:_[A-Z]+)+\b", README))
     assert variables == {setting.variable for setting in SETTINGS} - {"AUTOFUSE"}
     for name in {*re.findall(r"\bconfig\.(\w+)", README)} - {"py"}:
         assert hasattr(autofuse.config, name), name
