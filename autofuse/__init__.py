@@ -3,23 +3,19 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import boundaries, check, logs, native
 from .api import disabled, fuse, is_pending, materialize, unwrap, wrap
-from .compile import no_compile, wait
-from .config import config
-from .errors import (
-    AutofuseError,
-    ColdKernelError,
-    KernelError,
-    MismatchError,
-    StaleInputError,
-)
-from .report import Stats, reset_stats, stats
-from .shell import Tensor
+from .chain.shell import Tensor
+from .errors import AutofuseError, ColdKernelError, KernelError, MismatchError, StaleInputError
+from .hot import native
+from .observe import check, logs
+from .observe.counters import Stats, reset_stats, stats
+from .patches import boundaries
+from .settings.config import config
+from .supply.kernels import no_compile, wait
 
 if TYPE_CHECKING:
-    from .explaining import Report, explain
-    from .wording import show
+    from .observe.explain import Report, explain
+    from .observe.text import show
 
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
     raise ImportError(
@@ -55,7 +51,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("Report", "explain", "show"):  # 20 ms of import that only they need
-        from . import explaining, wording
+        from .observe import explain as explaining
+        from .observe import text as wording
 
         return getattr(wording if name == "show" else explaining, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

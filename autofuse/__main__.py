@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .cache import DiskCache, Entry, parse_size
-from .config import SETTINGS, Setting, config, nearest
-from .coverage import coverage, look_up
-from .diagnosis import OPS, SHAPE, facts, self_test
+from .cli.diagnose import OPS, SHAPE, facts, self_test
+from .ops.coverage import coverage, look_up
+from .settings.config import SETTINGS, Setting, config, nearest
+from .settings.sizes import parse_size
+from .supply.disk import DiskCache, Entry
 
 # --- cache ---------------------------------------------------------------------------------------
 

@@ -11,9 +11,11 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from . import chain as _chain
-from . import tensor as _tensor
-from .chain import (
+from .chain.shell import UNKNOWN, Meta, Tensor, _set, alias, learned, met
+from .dispatch import tensor as _tensor
+from .inside import whatever_interrupts
+from .record import chain as _chain
+from .record.chain import (
     ASIDE,
     _local,
     beside,
@@ -24,9 +26,7 @@ from .chain import (
     launches,
     rests,
 )
-from .config import config
-from .inside import whatever_interrupts
-from .shell import UNKNOWN, Meta, Tensor, _set, alias, learned, met
+from .settings.config import config
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _M = TypeVar("_M", bound=torch.nn.Module)

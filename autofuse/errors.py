@@ -28,6 +28,10 @@ class MismatchError(AutofuseError):
     """Check mode has found that a kernel computes something else than eager PyTorch."""
 
 
+class BuildError(Exception):
+    """A compiler did not give a kernel; caught inside."""
+
+
 class NotReadyError(AutofuseError):
     """A kernel that is still being compiled is needed in the middle of a run; caught inside."""
 

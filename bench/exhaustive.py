@@ -10,8 +10,9 @@ CUDA a mismatch is a different bit pattern, NaNs being equal; on the CPU it is a
 and the largest difference in units in the last place is given, over 2^24 patterns spread evenly.
 `--log2` bounds the size of a space. That a case ran fused is read off autofuse's counters.
 
-The short expressions of 16-bit ops are in use on the targets of `autofuse.codegen.PROVEN` alone. A
-run with `--short --dtypes float16,bfloat16` that finds no difference proves those of this GPU.
+The short expressions of 16-bit ops are in use on the targets of `PROVEN` in autofuse/kernel/text.py
+alone. A run with `--short --dtypes float16,bfloat16` that finds no difference proves those of this
+GPU.
 
 `--numbers` sweeps Python numbers as operands and options instead: see `scalars`. All of it, 12
 processes on one H100, takes about eight minutes.
@@ -35,8 +36,8 @@ from pathlib import Path
 import torch
 
 import autofuse
-from autofuse import codegen
-from autofuse.compile import target_of
+from autofuse.kernel import text as codegen
+from autofuse.supply.kernels import target_of
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]

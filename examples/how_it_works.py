@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 import autofuse
-from autofuse.compile import kernels
+from autofuse.supply.kernels import kernels
 
 
 def show(title: str) -> None:

@@ -12,8 +12,10 @@ import sys
 
 os.environ["AUTOFUSE_NATIVE"] = "0"
 
-from autofuse import c, native, native_flush, native_record, trial  # noqa: E402
-from autofuse.machine import C  # noqa: E402
+from autofuse.hot import c, native, trial  # noqa: E402
+from autofuse.hot import flush as native_flush
+from autofuse.hot import record as native_record
+from autofuse.hot.machine import C  # noqa: E402
 
 
 def replace(stage, function):
@@ -69,7 +71,7 @@ def calls_elsewhere():
 
 
 def functions_run_by_another():
-    from autofuse import chain
+    from autofuse.record import chain
 
     calls = native._Calls()
     calls.set(chain.relieve, calls.python + 1)
@@ -81,7 +83,7 @@ def counts_elsewhere():
 
 
 def other_count_of_references():
-    from autofuse import chain
+    from autofuse.record import chain
 
     chain.ALONE += 1
 
@@ -101,7 +103,7 @@ def getters_have_moved():
 
 
 def no_such_getter():
-    from autofuse.shell import Tensor
+    from autofuse.chain.shell import Tensor
 
     native.Tensor = type("Tensor", (Tensor,), {"__weakrefoffset__": 0})
     native.torch._C.TensorBase = object

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 import autofuse
-from autofuse import op, ops
+from autofuse.dispatch.tensor import HANDLERS
 from autofuse.dtypes import kind
-from autofuse.tensor import HANDLERS
+from autofuse.ops import arithmetic as ops
+from autofuse.ops import row as op
 from support import DTYPES, FLOATS, assert_same, outcome, random_tensor
 
 FULL = os.environ.get("AUTOFUSE_TEST_FULL") == "1"

@@ -34,7 +34,7 @@ from contextlib import suppress
 import torch
 
 import autofuse
-from autofuse import native, trial
+from autofuse.hot import native, trial
 
 N = 64
 
@@ -159,7 +159,7 @@ class World:
         total.backward() if self.engine is None else self.engine.backward(total)
 
     def flush(self) -> None:
-        autofuse.chain.flush_all("test")
+        autofuse.record.chain.flush_all("test")
 
     def fail(self) -> None:
         if self.armed or threading.current_thread() is not threading.main_thread():

@@ -174,7 +174,7 @@ def test_an_exception_in_a_fused_function_leaves_things_in_order():
 
     with pytest.raises(ValueError, match="2.0"):
         f(torch.ones(3))
-    assert autofuse.chain._local.depth == 0
+    assert autofuse.record.chain._local.depth == 0
 
 
 class Net(nn.Module):
@@ -328,7 +328,7 @@ def test_wrapped_tensors_in_containers_stay_wrapped():
 
     w = autofuse.wrap(torch.ones(4)) * 2
     result = f([w])
-    assert isinstance(w, autofuse.shell.Tensor) and isinstance(result, autofuse.shell.Tensor)
+    assert isinstance(w, autofuse.Tensor) and isinstance(result, autofuse.Tensor)
     assert_same(result, torch.full((4,), 5.0), None)
 
 
@@ -340,7 +340,7 @@ def test_a_call_in_which_nothing_fuses_is_soon_left_alone(device):
 
     @autofuse.fuse
     def f(x, w):
-        recorded.append(isinstance(x, autofuse.shell.Tensor))
+        recorded.append(isinstance(x, autofuse.Tensor))
         y = x @ w
         return torch.tanh(torch.sin(y) * 2.0) if long[0] else y
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autofuse
-from autofuse import sequence
+from autofuse import torch_private as sequence
 from support import DEVICES, assert_same, elsewhere
 
 COUNT = int(os.environ.get("AUTOFUSE_TEST_ORDERS", "20"))
@@ -33,7 +33,7 @@ def tier(request, monkeypatch):
     if request.param == "waiting":
         monkeypatch.setattr(autofuse.config, "compile", "background")
         monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
-        autofuse.chain.reopen_all("test")
+        autofuse.record.chain.reopen_all("test")
     return request.param
 
 
@@ -228,7 +228,7 @@ def test_an_op_without_a_graph_uses_no_number(device, native, always):
 
 
 def flushes(reason="order of gradients"):
-    return autofuse.chain.counts.flushes.get(reason, 0)
+    return autofuse.record.chain.counts.flushes.get(reason, 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofuse import cache
 from autofuse.__main__ import main, show_size
-from autofuse.cache import DiskCache, Entry, parse_size
+from autofuse.settings.sizes import parse_size
+from autofuse.supply import disk as cache
+from autofuse.supply.disk import DiskCache, Entry
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="owners, modes and pipes are POSIX's")
 PAYLOAD = b"\x7fELF\n\x00payload\n"

@@ -63,7 +63,7 @@ def test_conversions_and_sequences(name, device):
 
 
 def test_a_class_whose_slot_is_not_found_is_left_alone(monkeypatch):
-    from autofuse import tensor
+    from autofuse.dispatch import tensor
 
     class Sequence:
         def __getitem__(self, index):
@@ -91,7 +91,7 @@ def test_indexing_without_a_method_of_our_own(monkeypatch):
 
 def test_indexing_is_put_back_as_it_was():
     """The test before has set `__getitem__`, which fills the slot again."""
-    from autofuse import tensor
+    from autofuse.dispatch import tensor
 
     if ctypes.pythonapi.PySequence_Check(ctypes.py_object(autofuse.wrap(torch.ones(1)))):
         assert tensor._made_no_sequence(autofuse.Tensor)

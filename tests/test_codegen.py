@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from autofuse import layout
-from autofuse.build import assemble, capability_of, compile_ptx
-from autofuse.codegen import render, source_of
 from autofuse.dtypes import CODES
-from autofuse.ops import CASTS, OPS
-from autofuse.plan import CONST, Program, Step, View, make_pieces, unvectorised
+from autofuse.kernel.cuda import assemble, capability_of, compile_ptx
+from autofuse.kernel.plan import CONST, Program, Step, View, make_pieces, unvectorised
+from autofuse.kernel.text import render, source_of
+from autofuse.ops.arithmetic import CASTS, OPS
 
 CAPABILITY = (9, 0)
 STAND_INS = {name for name in OPS if name.endswith("_by_scalar")}
@@ -176,7 +176,7 @@ def test_a_relaxed_16_bit_chain_rounds_at_the_end():
 
 
 def test_literals_of_16_bits():
-    from autofuse.lower import _half
+    from autofuse.kernel.lower import _half
 
     assert _half(1, "bf16") == 0x3F80 and _half(-2.0, "f16") == 0xC000
     assert _half(0.1, "bf16") is _half(0.1, "f16") is None

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from autofuse.coverage import EAGER, coverage, pointwise
+from autofuse.ops.coverage import EAGER, coverage, pointwise
 from support import DEVICES, assert_same, random_tensor
 
 PLACES = (torch, torch.special, F, torch._C._nn, torch.Tensor)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from autofuse import launch
-from autofuse.polynomials import DOUBLE, SINGLE
+from autofuse.kernel.polynomials import DOUBLE, SINGLE
+from autofuse.run import launch
 from support import SPECIAL
 
 PAIRS = {"pow", "atan2", "hypot"}

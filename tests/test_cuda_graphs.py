@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 import autofuse
-from autofuse import boundaries, errors, load
-from autofuse import compile as compiling
-from autofuse.background import Service
+from autofuse import errors
+from autofuse.patches import boundaries
+from autofuse.supply import kernels as compiling
+from autofuse.supply import load
+from autofuse.supply.service import Service
 from support import DEVICES, assert_same, needs_cuda
 
 W = autofuse.wrap
@@ -16,8 +18,8 @@ W = autofuse.wrap
 def forget_all():
     """Every kernel in memory, and every chain that was ever recorded here."""
     compiling.clear_kernels()
-    for recorder in autofuse.chain._local.recorders.values():
-        autofuse.chain.forget(recorder)
+    for recorder in autofuse.record.chain._local.recorders.values():
+        autofuse.record.chain.forget(recorder)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from exhaustive import FAR, differing, main, measure, moderate, space, ulps
 
 import autofuse
 import cases
-from autofuse.ops import OPS
+from autofuse.ops.arithmetic import OPS
 from support import DEVICES, FLOATS, INTS
 
 

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import chain, explaining, holders, observe, reads
+from autofuse.observe import events as observe
+from autofuse.observe import explain as explaining
+from autofuse.observe import holders, reads
+from autofuse.record import chain
 
 HERE = Path(__file__).name
 
@@ -338,7 +341,7 @@ def test_where_recording_is_off():
 
 
 def test_a_kernel_that_fails(monkeypatch, capsys):
-    from autofuse import build
+    from autofuse.supply import build
 
     def broken(source, target):
         raise build.BuildError("the compiler is away")
@@ -369,7 +372,7 @@ def test_a_line_that_has_had_its_share_of_kernels(where, monkeypatch, capsys):
     monkeypatch.setattr(autofuse.config, "compile", where)
     monkeypatch.setattr(autofuse.config, "compile_after", 1)
     monkeypatch.setattr(autofuse.config, "max_kernels_per_line", 2)
-    autofuse.compile._positions.clear()
+    autofuse.supply.kernels._positions.clear()
     monkeypatch.setattr(autofuse.errors, "_said", set())
     x = autofuse.wrap(torch.randn(4))
 

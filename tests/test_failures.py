@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import build, launch
-from autofuse.compile import clear_kernels
+from autofuse.run import launch
+from autofuse.supply import build
+from autofuse.supply.kernels import clear_kernels
 from support import DEVICES, assert_same, elsewhere
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -14,13 +15,13 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 @pytest.fixture(autouse=True)
 def cold(capsys):
     clear_kernels()
-    for recorder in list(autofuse.chain._all_recorders):
-        autofuse.chain.forget(recorder)
+    for recorder in list(autofuse.record.chain._all_recorders):
+        autofuse.record.chain.forget(recorder)
     autofuse.errors._said.clear()
     yield
     clear_kernels()
-    for recorder in list(autofuse.chain._all_recorders):
-        autofuse.chain.forget(recorder)
+    for recorder in list(autofuse.record.chain._all_recorders):
+        autofuse.record.chain.forget(recorder)
 
 
 def program(x):
@@ -54,7 +55,7 @@ def test_compile_error(device, monkeypatch, capsys):
 def test_launch_error(device, monkeypatch, capsys):
     x = torch.randn(64, device=device)
     check(x)
-    recorder = autofuse.chain.recorder_for(x.device)
+    recorder = autofuse.record.chain.recorder_for(x.device)
     runs = [(runner, runner.run) for runner in recorder.runners]
 
     def broken(chain):
@@ -99,9 +100,9 @@ def test_out_of_memory_is_torchs_error_and_nothing_is_lost(device, monkeypatch):
     def full(*args, **kwargs):
         raise error
 
-    recorder = autofuse.chain.recorder_for(x.device)
-    monkeypatch.setattr(autofuse.chain, "_run_ops", full)
-    monkeypatch.setattr(autofuse.chain, "_runner_for", lambda *args: _Full(full))
+    recorder = autofuse.record.chain.recorder_for(x.device)
+    monkeypatch.setattr(autofuse.record.chain, "_run_ops", full)
+    monkeypatch.setattr(autofuse.record.chain, "_runner_for", lambda *args: _Full(full))
     with pytest.raises(torch.OutOfMemoryError):
         autofuse.materialize(y)
     assert autofuse.is_pending(y) and len(recorder.chain) == 1
@@ -117,8 +118,8 @@ def test_a_write_that_ran_out_of_memory_is_not_made_up_for_later(device, monkeyp
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(autofuse.chain, "_run_ops", full)
-    monkeypatch.setattr(autofuse.chain, "_runner_for", lambda *args: _Full(full))
+    monkeypatch.setattr(autofuse.record.chain, "_run_ops", full)
+    monkeypatch.setattr(autofuse.record.chain, "_runner_for", lambda *args: _Full(full))
     with pytest.raises(torch.OutOfMemoryError):
         autofuse.wrap(memory).add_(y)
     monkeypatch.undo()
@@ -150,7 +151,7 @@ def test_a_write_whose_kernel_fails_counts_once(device, monkeypatch, capsys, wra
     with monkeypatch.context() as patch:
         patch.setattr(launch.CpuRunner, "_write", staticmethod(broken))
         patch.setattr(launch.CpuRunner, "_loop", staticmethod(broken))
-        patch.setattr(autofuse.chain, "_run_ops", full)
+        patch.setattr(autofuse.record.chain, "_run_ops", full)
         with pytest.raises(torch.OutOfMemoryError):
             target.add_(w * 2.0)
     assert x._version == version and x.tolist() == value
@@ -228,7 +229,7 @@ def test_launch_error_in_backward(device, monkeypatch, capsys):
     def broken(*args):
         raise RuntimeError("no launch today")
 
-    for recorder in autofuse.chain._all_recorders:
+    for recorder in autofuse.record.chain._all_recorders:
         for runner in recorder.runners:
             if not runner.recorded:
                 monkeypatch.setattr(runner, "_compute", broken)

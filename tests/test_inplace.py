@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from autofuse.tensor import OPTIONS
+from autofuse.dispatch.tensor import OPTIONS
+from autofuse.record import chain
 from support import DEVICES, assert_same, assert_same_as_eager, outcome
 
 W = autofuse.wrap
@@ -117,7 +118,7 @@ def test_a_write_to_memory_is_fused_with_what_it_reads(device):
 def test_the_same_ops_as_a_write_and_as_a_value(device):
     """The kernel that writes is another one, whatever holds the values and whichever ran first."""
     for order in ((True, False), (False, True)):
-        autofuse.chain.forget(autofuse.chain.recorder_for(torch.empty(0, device=device).device))
+        chain.forget(chain.recorder_for(torch.empty(0, device=device).device))
         target, y = (autofuse.wrap(t) for t in pair(device))
         want = autofuse.unwrap(target).clone()
         for write in order:
@@ -126,7 +127,7 @@ def test_the_same_ops_as_a_write_and_as_a_value(device):
                 held = [half] * references
                 result = target.sub_(half) if write else target - half
                 del half
-                autofuse.chain.flush_all("test")
+                autofuse.record.chain.flush_all("test")
                 expected = want - autofuse.unwrap(y) * 0.5
                 assert_same(result, expected, None)
                 want = expected if write else want

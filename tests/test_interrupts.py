@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import chain, native, trial
-from autofuse.position import OURS
+from autofuse.hot import native, trial
+from autofuse.lines import OURS
+from autofuse.record import chain
 from support import same_bits
 
 
@@ -213,7 +214,7 @@ def test_a_write_is_done_and_counted_or_neither(target, places, kind):
 
 
 def test_a_compile_that_is_interrupted_counts_once(monkeypatch, capsys):
-    from autofuse import build
+    from autofuse.supply import build
 
     monkeypatch.setattr(autofuse.config, "max_kernels_per_line", 3)
     real, x = build.build, autofuse.wrap(torch.ones(4))

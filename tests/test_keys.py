@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from autofuse.compile import clear_kernels
+from autofuse.supply.kernels import clear_kernels
 from support import DEVICES, assert_same, kernels_made
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 @pytest.fixture(autouse=True)
 def cold():
     clear_kernels()
-    for recorder in list(autofuse.chain._all_recorders):
-        autofuse.chain.forget(recorder)
+    for recorder in list(autofuse.record.chain._all_recorders):
+        autofuse.record.chain.forget(recorder)
     autofuse.reset_stats()
 
 

@@ -8,7 +8,9 @@ import torch
 from test_ops import tolerance
 
 import autofuse
-from autofuse import build, compile, toolchain
+from autofuse.kernel import llvm as build
+from autofuse.supply import kernels as compile
+from autofuse.supply import toolchain
 from cases import (
     FLOAT_CALLS,
     FLOAT_TO_INT,
@@ -146,7 +148,7 @@ def cold(monkeypatch, tmp_path):
 
     def begin():
         compile.clear_kernels()
-        autofuse.chain.forget(autofuse.chain.recorder_for(torch.device("cpu")))
+        autofuse.record.chain.forget(autofuse.record.chain.recorder_for(torch.device("cpu")))
         autofuse.errors._said.clear()
         autofuse.reset_stats()
 
@@ -186,7 +188,7 @@ def test_a_kernel_that_calls_what_is_not_there_is_refused(mode, cold, monkeypatc
 
 
 def test_machine_code_that_calls_what_is_not_there_is_refused():
-    from autofuse import machine
+    from autofuse.hot import machine
 
     def function(x):
         return no_such_function(x)  # noqa: F821

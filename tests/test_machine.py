@@ -8,8 +8,8 @@ import textwrap
 
 import pytest
 
-from autofuse import native
-from autofuse.c import (
+from autofuse.hot import native
+from autofuse.hot.c import (
     ITEMS,
     Py_IncRef,
     PyFloat_AsDouble,
@@ -25,7 +25,7 @@ from autofuse.c import (
     store_double,
     store_float,
 )
-from autofuse.machine import GIVEN, C, Machine, offset_of
+from autofuse.hot.machine import GIVEN, C, Machine, offset_of
 
 
 class Pair:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import diagnosis
 from autofuse.__main__ import main
-from autofuse.config import SETTINGS
-from autofuse.coverage import EAGER, coverage
-from autofuse.diagnosis import OPS, SelfTest, cuda_target, facts, self_test
+from autofuse.cli import diagnose as diagnosis
+from autofuse.cli.diagnose import OPS, SelfTest, cuda_target, facts, self_test
+from autofuse.ops.coverage import EAGER, coverage
+from autofuse.settings.config import SETTINGS
 from support import DEVICES
 
 
@@ -122,7 +122,7 @@ def test_self_test_sees_a_kernel_that_fails(place, capsys):
     def fail(*args):
         raise RuntimeError("no compiler today")
 
-    place.setattr("autofuse.build.build_once", fail)
+    place.setattr("autofuse.supply.build.build_once", fail)
     place.setattr(diagnosis, "_chain_cpu", lambda x, y: ((x * y).frac() + x).frac() - y)
     assert "its kernel failed; the reason is on stderr" in self_test("cpu", 0.01).failure
     assert "no compiler today" in capsys.readouterr().err

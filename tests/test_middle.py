@@ -24,7 +24,9 @@ from test_interrupts import (
 )
 
 import autofuse
-from autofuse import chain, inside, native
+from autofuse import inside
+from autofuse.hot import native
+from autofuse.record import chain
 
 
 class Middle:

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import chain, native, tensor
-from autofuse.op import OPS
-from autofuse.position import OURS
+from autofuse.dispatch import tensor
+from autofuse.hot import native
+from autofuse.lines import OURS
+from autofuse.ops.row import OPS
+from autofuse.record import chain
 from support import DEVICES
 
 # where machine code has to be: Python 3.10 has the function that it calls most in headers alone
@@ -256,7 +258,7 @@ def test_writes_need_little_python(device):
 
 def test_another_device_of_the_thread_does_not_matter():
     """A write stays with machine code where nothing is pending on the thread's other devices."""
-    from autofuse.chain import recorder_for
+    from autofuse.record.chain import recorder_for
 
     w, v = autofuse.wrap(torch.ones(4)), autofuse.wrap(torch.ones(4))
     (w + 1.0).tolist()

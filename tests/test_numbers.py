@@ -21,14 +21,14 @@ from scalars import DTYPES, configure, edges, numbers_for, operands_for, sweep
 
 import autofuse
 import cases
-from autofuse import launch
-from autofuse.codegen import render
-from autofuse.compile import clear_kernels
 from autofuse.dtypes import EXACT
-from autofuse.op import since
-from autofuse.ops import OPS
-from autofuse.plan import CONST, Line, Plan
-from autofuse.source import UNIT, Operand
+from autofuse.kernel.plan import CONST, Line, Plan
+from autofuse.kernel.source import UNIT, Operand
+from autofuse.kernel.text import render
+from autofuse.ops.arithmetic import OPS
+from autofuse.ops.row import since
+from autofuse.run import launch
+from autofuse.supply.kernels import clear_kernels
 from support import DEVICES, FLOATS, INTS, assert_same_as_eager, needs_cuda, outcome, random_tensor
 
 NAN, INF = math.nan, math.inf
@@ -44,7 +44,9 @@ def tiers(monkeypatch):
     monkeypatch.setenv("AUTOFUSE_CACHE_DIR", os.environ["AUTOFUSE_CACHE_DIR"])
     warnings.simplefilter("ignore")
     yield configure
-    autofuse.chain.flush_all("test")  # or what an op that raised has left is compiled in the end
+    autofuse.record.chain.flush_all(
+        "test"
+    )  # or what an op that raised has left is compiled in the end
     monkeypatch.undo()
     clear_kernels()  # and with them which directory they are in
 
@@ -161,8 +163,8 @@ def _recorded(call, operands, numbers):
     """Names of the ops that a call records."""
     wrapped = [autofuse.wrap(x) for x in operands]
     result, error = None, None
-    recorder = autofuse.chain.recorder_for(torch.device("cpu"))
-    autofuse.chain.flush_all("test")
+    recorder = autofuse.record.chain.recorder_for(torch.device("cpu"))
+    autofuse.record.chain.flush_all("test")
     try:
         result = call(*wrapped, *numbers)
         return {node.op.name for node in recorder.chain.tip.path() if node.op is not None}
@@ -170,7 +172,7 @@ def _recorded(call, operands, numbers):
         return set()
     finally:
         del result, error
-        autofuse.chain.flush_all("test")
+        autofuse.record.chain.flush_all("test")
 
 
 # --- classes of numbers ---------------------------------------------------------------------------

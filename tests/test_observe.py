@@ -17,7 +17,14 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import build, chain, check, codegen, compile, observe, op, progress
+from autofuse import progress
+from autofuse.kernel import text as codegen
+from autofuse.observe import check
+from autofuse.observe import events as observe
+from autofuse.ops import row as op
+from autofuse.record import chain
+from autofuse.supply import build
+from autofuse.supply import kernels as compile
 from support import elsewhere, random_tensor
 
 HERE = Path(__file__).name
@@ -267,7 +274,7 @@ def test_a_dump_directory(settings, tmp_path):
 
 
 def test_ptx_is_dumped_for_cuda(tmp_path):
-    from autofuse.logs import assembly
+    from autofuse.observe.logs import assembly
 
     pytest.importorskip("numba.cuda")
     plan = cuda_plan()
@@ -276,7 +283,7 @@ def test_ptx_is_dumped_for_cuda(tmp_path):
 
 
 def cuda_plan():
-    from autofuse.plan import Program, Step, View, make_pieces
+    from autofuse.kernel.plan import Program, Step, View, make_pieces
 
     view = View("f32", (8,), (1,))
     program = Program((Step(op.OPS["neg"], (~0,), "f32", view),), (view,), ())
@@ -408,15 +415,15 @@ def test_a_broken_backward_is_caught(settings, monkeypatch, fresh_trie, tmp_path
     assert torch.allclose(sum(space["results"]), want, rtol=1e-4, atol=1e-5)
     assert not torch.equal(space["fused"][0], space["results"][0])
     autofuse.config.check = False
-    assert autofuse.autograd.observer is None
+    assert autofuse.grad.autograd.observer is None
 
 
 def test_every_backward_is_checked_and_gradients_stay(settings, monkeypatch):
     settings(check=True, always_fuse=True)
     checked = []
-    real = autofuse.autograd.observer
+    real = autofuse.grad.autograd.observer
     monkeypatch.setattr(
-        autofuse.autograd, "observer", lambda *args: (checked.append(args), real(*args))
+        autofuse.grad.autograd, "observer", lambda *args: (checked.append(args), real(*args))
     )
     x, p = torch.randn(64), torch.randn(64)
 

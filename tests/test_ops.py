@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from autofuse.codegen import PROVEN, source_of
-from autofuse.compile import clear_kernels, kernels, target_of
 from autofuse.dtypes import CODES
-from autofuse.ops import OPS
+from autofuse.kernel.text import PROVEN, source_of
+from autofuse.ops.arithmetic import OPS
+from autofuse.supply.kernels import clear_kernels, kernels, target_of
 from cases import (
     ARITHMETIC,
     FLOAT_CALLS,

@@ -9,7 +9,7 @@ import torch
 
 import autofuse
 from autofuse.__main__ import main, markdown
-from autofuse.config import SETTINGS
+from autofuse.settings.config import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -217,7 +217,7 @@ def test_interrupted_flush_tries_again(monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(autofuse.chain, "_runner_for", interrupted)
+    monkeypatch.setattr(autofuse.record.chain, "_runner_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
         y.tolist()
     monkeypatch.undo()
@@ -229,7 +229,7 @@ def test_writes_race_with_a_flush_from_another_thread():
 
     def flushing():
         while not stop.is_set():
-            autofuse.chain.flush_all("race")
+            autofuse.record.chain.flush_all("race")
 
     thread = threading.Thread(target=flushing)
     thread.start()
@@ -245,7 +245,7 @@ def test_writes_race_with_a_flush_from_another_thread():
 
 def test_layouts_that_are_met_again_are_read_once(monkeypatch):
     """What a place knows of plain tensors is true, whatever comes in which order."""
-    from autofuse import shell
+    from autofuse.chain import shell
 
     class Place:
         likely = ()

@@ -10,9 +10,9 @@ import pytest
 
 import autofuse
 from autofuse import errors
-from autofuse.cache import DiskCache
-from autofuse.config import SETTINGS, Config, changed, read, watch
-from autofuse.kinds import Choice, Choices, Flag, OptionalPath, Size, Whole
+from autofuse.settings.config import SETTINGS, Config, changed, read, watch
+from autofuse.settings.fields import Choice, Choices, Flag, OptionalPath, Size, Whole
+from autofuse.supply.disk import DiskCache
 
 CONFIG = sys.modules["autofuse.config"]  # the attribute of this name is the settings themselves
 FIELDS = [setting for setting in SETTINGS if setting.field]

@@ -1,6 +1,8 @@
 """The architecture, as far as imports show it: arrows point one way, leaves stay leaves."""
 
 import ast
+import functools
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -8,93 +10,70 @@ import pytest
 import autofuse
 
 PACKAGE = Path(autofuse.__file__).parent
-# each module may import only what stands before it
+# the order of reading: a folder or a module of the package may import only what stands before it
 ORDER = [
-    "errors", "position", "progress", "cache", "source", "polynomials", "targets", "lower", "emit",
-    "inside", "build", "machine", "c", "toolchain", "worker", "background", "verdict", "kinds",
-    "config", "dtypes", "layout", "op", "activations", "special", "ops", "coverage", "plan",
-    "codegen", "load", "compile", "shell", "sequence", "launch", "trie", "rules", "autograd",
-    "eager", "chain", "tensor", "native_record", "native_flush", "native_call", "native_write",
-    "native", "api", "boundaries", "report", "trial", "observe", "logs", "check", "reads",
-    "holders", "wording", "explaining", "__init__", "diagnosis", "__main__",
+    "errors", "dtypes", "layout", "lines", "progress", "inside", "torch_private", "settings", "ops",
+    "kernel", "supply", "chain", "run", "grad", "record", "dispatch", "api", "patches", "observe",
+    "hot", "__init__", "cli", "__main__",
 ]  # fmt: skip
-# (from, to, where the import stands): these point up all the same, and each closes a circle
-UPWARD = {
-    # launch, trie, rules, autograd and chain: what is recorded knows its recorder
-    ("launch", "trie", "types"),
-    ("launch", "chain", "types"),
-    ("trie", "chain", "types"),
-    ("rules", "autograd", "types"),
-    ("rules", "chain", "types"),
-    ("autograd", "chain", "types"),
-    # a Report prints by the words for Reports
-    ("wording", "explaining", "types"),
-}
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in PACKAGE.rglob("*.py")
+}  # by dotted names without the package's
 
 
-class Imports(ast.NodeVisitor):
-    """Modules of autofuse that a file imports, and where: "top", in a "function", for "types"."""
+def imports(text, module, files=FILES):
+    """Modules of autofuse that `module` imports anywhere: in functions and for types too."""
 
-    def __init__(self, text):
-        self.found, self.where = set(), "top"
-        self.visit(ast.parse(text))
+    def named(parts):
+        while parts and ".".join(parts) not in files:
+            parts = parts[:-1]  # a name in a module
+        return ".".join(parts) or "__init__"
 
-    def note(self, name):
-        self.found.add((name if name in ORDER else "__init__", self.where))
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert not called.endswith(("import_module", "__import__")), "no test sees which module"
+        elif isinstance(node, ast.Import):
+            found |= {
+                named(name.name.split(".")[1:])
+                for name in node.names
+                if name.name.split(".")[0] == "autofuse"
+            }
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            parts = [*base, *(node.module.split(".") if node.module else [])]
+            if node.level or parts[0] == "autofuse":
+                parts = parts if node.level else parts[1:]
+                found |= {named([*parts, name.name]) for name in node.names}
+    return found
 
-    def visit_ImportFrom(self, node):
-        names = [alias.name for alias in node.names]
-        if node.level == 0:
-            first, _, rest = (node.module or "").partition(".")
-            if first != "autofuse":
-                return
-        else:
-            rest = node.module or ""
-        for name in [rest.partition(".")[0]] if rest else names:
-            self.note(name)
 
-    def visit_Import(self, node):
-        for alias in node.names:
-            first, _, rest = alias.name.partition(".")
-            if first == "autofuse":
-                self.note(rest or "__init__")
+@functools.cache
+def arrows():
+    return {name: imports(path.read_text(), name) for name, path in FILES.items()}
 
-    def visit_Call(self, node):
-        called = ast.unparse(node.func)
-        assert not called.endswith(("import_module", "__import__")), "which module, no test can see"
-        self.generic_visit(node)
 
-    def visit_If(self, node):
-        types = ast.unparse(node.test).endswith("TYPE_CHECKING")
-        self.inside("types" if types else self.where, node.body)
-        self.inside(self.where, node.orelse)
-
-    def visit_FunctionDef(self, node):
-        self.inside("types" if self.where == "types" else "function", node.body)
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def inside(self, where, body):
-        before, self.where = self.where, where
-        for statement in body:
-            self.visit(statement)
-        self.where = before
+def stage(module):
+    return ORDER.index(module.partition(".")[0])
 
 
 EVERY_KIND = """
 import torch, autofuse.errors
-from . import cache, __version__
-from .kinds import a
+from . import trie, absent
+from .. import __version__
+from ..settings.fields import a
 if TYPE_CHECKING:
-    from .chain import Chain
+    from .state import Chain
 class A:
-    from .op import Op
+    from ..ops import row
     def method(self):
         with a:
-            from autofuse.ops import b
+            from autofuse.ops.row import b
         return lambda: None
 try:
-    from .native import c
+    from ..hot.native import c
 except ImportError:
     async def other():
         import autofuse
@@ -102,35 +81,42 @@ except ImportError:
 
 
 def test_every_kind_of_import_is_seen():
-    assert Imports(EVERY_KIND).found == {
-        ("errors", "top"), ("cache", "top"), ("__init__", "top"), ("kinds", "top"),
-        ("chain", "types"), ("op", "top"), ("ops", "function"), ("native", "top"),
-        ("__init__", "function"),
-    }  # fmt: skip
+    files = {"errors", "chain.trie", "chain.state", "settings.fields", "ops.row", "hot.native"}
+    assert imports(EVERY_KIND, "chain.shell", files) == files | {"__init__"}
     for text in ("importlib.import_module('.api', 'autofuse')", "def f():\n    __import__(name)"):
-        with pytest.raises(AssertionError, match="which module"):
-            Imports(text)
+        with pytest.raises(AssertionError, match="no test sees"):
+            imports(text, "chain.shell")
 
 
-def test_imports_point_one_way():
-    """Those in functions and for types too: a circle is one wherever it is closed."""
-    assert {path.stem for path in PACKAGE.glob("*.py")} == set(ORDER)
+def test_stages_import_only_what_stands_before_them():
+    assert {name.partition(".")[0] for name in FILES} == set(ORDER)
     upward = {
-        (name, target, where)
-        for name in ORDER
-        for target, where in Imports((PACKAGE / f"{name}.py").read_text()).found
-        if ORDER.index(target) >= ORDER.index(name)
+        (name, target)
+        for name, targets in arrows().items()
+        for target in targets
+        if stage(target) > stage(name)
     }
-    assert upward == UPWARD
+    assert not upward
+
+
+def test_there_are_no_circles():
+    TopologicalSorter(arrows()).prepare()  # raises CycleError
+
+
+def test_folders_are_only_folders():
+    """The compiler's process imports modules of them without what `autofuse` itself imports."""
+    for name, path in FILES.items():
+        if name.endswith(".__init__"):
+            assert len(ast.parse(path.read_text()).body) == 1
 
 
 def test_pure_modules_know_no_torch_and_no_compiler():
-    for name in ("layout", "plan", "codegen", "source"):
-        text = (PACKAGE / f"{name}.py").read_text()
+    for name in ("layout", "kernel.plan", "kernel.text", "kernel.source"):
+        text = FILES[name].read_text()
         assert "import torch" not in text and "numba" not in text.split('"""', 2)[2]
 
 
 def test_every_module_says_what_it_owns():
-    for path in PACKAGE.glob("*.py"):
+    for path in FILES.values():
         docstring = ast.get_docstring(ast.parse(path.read_text()))
         assert docstring and len(docstring) > 30, path.name

@@ -14,7 +14,11 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import boundaries, chain, inside, launch, trial
+from autofuse import inside
+from autofuse.hot import trial
+from autofuse.patches import boundaries
+from autofuse.record import chain
+from autofuse.run import launch
 from support import DEVICES, assert_same, elsewhere
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

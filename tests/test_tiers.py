@@ -16,14 +16,16 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import background, compile, config
-from autofuse.background import Job, Service
-from autofuse.cache import DiskCache
-from autofuse.codegen import source_of
-from autofuse.op import OPS as ROWS
-from autofuse.plan import CONST, Program, Step, View, make_pieces
-from autofuse.source import Source
-from autofuse.toolchain import compilers
+from autofuse import config
+from autofuse.kernel.plan import CONST, Program, Step, View, make_pieces
+from autofuse.kernel.source import Source
+from autofuse.kernel.text import source_of
+from autofuse.ops.row import OPS as ROWS
+from autofuse.supply import kernels as compile
+from autofuse.supply import service as background
+from autofuse.supply.disk import DiskCache
+from autofuse.supply.service import Job, Service
+from autofuse.supply.toolchain import compilers
 from support import DEVICES, assert_same
 
 both = pytest.mark.parametrize("device", DEVICES)
@@ -45,10 +47,10 @@ def cold(tmp_path, monkeypatch):
 
 def forget():
     """As a new process begins, but for the disk."""
-    autofuse.chain.flush_all("test")
+    autofuse.record.chain.flush_all("test")
     compile.clear_kernels()
-    for recorder in list(autofuse.chain._all_recorders):
-        autofuse.chain.forget(recorder)
+    for recorder in list(autofuse.record.chain._all_recorders):
+        autofuse.record.chain.forget(recorder)
 
 
 def chain(x):
@@ -150,7 +152,7 @@ def test_fuse_does_not_step_aside_while_it_waits(device, monkeypatch):
     x = torch.randn(64, device=device)
     for _ in range(20):
         fused(x)
-    assert autofuse.chain.rests()
+    assert autofuse.record.chain.rests()
     compile._stir()  # as when a kernel has come
     before = autofuse.stats().eager_flushes
     fused(x)
@@ -270,10 +272,12 @@ def test_no_compile_raises_every_time_and_stands_in_nobodys_way(device, monkeypa
                                    lambda: torch.autocast("cpu")])  # fmt: skip
 def test_a_block_that_cannot_be_entered_leaves_nothing_behind(block):
     x = torch.randn(64)
-    recorders = autofuse.chain._local.recorders
+    recorders = autofuse.record.chain._local.recorders
     others = dict(recorders)
     recorders.clear()
-    other = autofuse.chain.recorder_for(torch.device("cpu", 0))  # comes before the one that fails
+    other = autofuse.record.chain.recorder_for(
+        torch.device("cpu", 0)
+    )  # comes before the one that fails
     recorders.update(others)
     with pytest.raises(autofuse.ColdKernelError), autofuse.no_compile():
         y = chain(autofuse.wrap(x))
@@ -349,13 +353,13 @@ def test_news_that_comes_twice_loses_nothing(monkeypatch):
     monkeypatch.setattr(Service, "submit", lambda self, job: None)
     for _ in range(20):
         run(x)
-    recorder = autofuse.chain.recorder_for(x.device)
+    recorder = autofuse.record.chain.recorder_for(x.device)
     assert recorder.resting
-    autofuse.chain.wake()
+    autofuse.record.chain.wake()
     assert not recorder.resting
     y = autofuse.wrap(x) * 2
     recorder.resting = True  # as the other one has seen it
-    late = threading.Thread(target=autofuse.chain.wake)
+    late = threading.Thread(target=autofuse.record.chain.wake)
     late.start()
     late.join()
     assert_same(y, x * 2, None)
@@ -506,7 +510,7 @@ def test_a_chain_whose_worker_died_stays_eager(capsys):
 
 def test_workers_that_keep_dying_are_given_up(service, monkeypatch):
     broken = background.BOOT.replace("main(answers", "worker._serve = None; main(answers").replace(
-        "import main", "import main; from autofuse import worker"
+        "import main", "import main; from autofuse.supply import worker"
     )
     monkeypatch.setattr(background, "BOOT", broken)
     sources = jobs(5)
@@ -644,7 +648,8 @@ def test_what_a_key_on_disk_holds(device, monkeypatch):
         fields = {name: getattr(one, name) for name in Source.__slots__} | change
         assert compile.key_of(Source(**fields), place) != key
     compilers.cache_clear()
-    monkeypatch.setattr(autofuse.toolchain, "_GENERATOR", autofuse.toolchain._GENERATOR[1:])
+    generator = autofuse.supply.toolchain._GENERATOR
+    monkeypatch.setattr(autofuse.supply.toolchain, "_GENERATOR", generator.with_name("run"))
     assert compile.key_of(one, place) != key
     compilers.cache_clear()
     monkeypatch.undo()
@@ -661,7 +666,7 @@ def script(text, tmp_path, **options):
     """Run a program that has its own cache; (exit status, stdout, stderr)."""
     head = """
         import os, signal, sys, time, torch, autofuse
-        from autofuse import background, compile
+        from autofuse.supply import kernels as compile, service as background
         autofuse.config.compile, autofuse.config.compile_after = "background", 1
         x = autofuse.wrap(torch.ones(8))
     """
@@ -760,7 +765,7 @@ def test_a_warm_start_imports_no_compiler(tmp_path):
         assert "numba" not in sys.modules
         assert (x * 2 + 1).tolist() == [3.0] * 8
         autofuse.wait()
-        known = [name in sys.modules for name in ("numba", "autofuse.emit")]
+        known = [name in sys.modules for name in ("numba", "autofuse.kernel.emit")]
         print(autofuse.stats().kernels_launched, *known)
     """
     assert script(text, tmp_path)[1].split()[0] == "0"
@@ -770,7 +775,8 @@ def test_a_warm_start_imports_no_compiler(tmp_path):
 def test_a_worker_knows_no_torch():
     package = os.path.dirname(autofuse.__file__)
     text = background.BOOT.replace("main(answers, library)", "") + textwrap.dedent("""
-        from autofuse import build, cache, source, worker
+        from autofuse.kernel import source
+        from autofuse.supply import build, disk, worker
         print("torch" in sys.modules, "numba" in sys.modules, file=os.fdopen(answers.fileno(), "w"))
     """)
     done = subprocess.run(
@@ -785,9 +791,9 @@ class TestShortChains:
     @pytest.fixture(autouse=True)
     def as_on_cuda(self, monkeypatch):
         monkeypatch.setattr(autofuse.config, "compile", "now")
-        for recorder in list(autofuse.chain._all_recorders):
-            autofuse.chain.forget(recorder)
-        autofuse.chain.SHORTEST.update(cuda=2, cpu=2)
+        for recorder in list(autofuse.record.chain._all_recorders):
+            autofuse.record.chain.forget(recorder)
+        autofuse.record.chain.SHORTEST.update(cuda=2, cpu=2)
 
     def test_one_op_has_no_kernel_and_soon_is_not_recorded(self):
         x = autofuse.wrap(torch.randn(5))

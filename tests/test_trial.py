@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import errors, native, verdict
-from autofuse.background import HungError, LostError
-from autofuse.cache import DiskCache
+from autofuse import errors
+from autofuse.hot import native, verdict
+from autofuse.supply.disk import DiskCache
+from autofuse.supply.service import HungError, LostError
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(
@@ -108,7 +109,7 @@ def copied(tmp_path):
 
 PROGRAM = """
 import torch, autofuse
-from autofuse import native
+from autofuse.hot import native
 x = autofuse.wrap(torch.ones(4))
 for _ in range(4):
     assert (torch.exp(x * 2.0) - x).tolist() == (torch.exp(torch.ones(4) * 2.0) - 1).tolist()
@@ -235,24 +236,23 @@ def test_what_a_verdict_is_for(what, monkeypatch, tmp_path):
     elif what == "processor":
         monkeypatch.setattr(native, "processor", lambda: ("another", ""))
     else:
-        shutil.copytree(Path(native.__file__).parent, tmp_path / "autofuse")
-        file = tmp_path / "autofuse" / "native_flush.py"
+        shutil.copytree(Path(native.__file__).parents[1], tmp_path / "autofuse")
+        file = tmp_path / "autofuse" / "hot" / "flush.py"
         file.write_text(file.read_text() + "#")
-        monkeypatch.setattr(native, "__file__", str(tmp_path / "autofuse" / "native.py"))
+        monkeypatch.setattr(native, "__file__", str(file.with_name("native.py")))
     assert native._facts() != before
 
 
 def test_sources_that_machine_code_is_made_of_are_among_its_facts():
     """And those of the objects that it reads: modules with names in its code."""
-    stages = {stage.__name__.rpartition(".")[2] for stage in native._STAGES}
     names = set().union(*({*vars(stage)} for stage in native._STAGES))
     owners = {
-        module.__name__.rpartition(".")[2]
+        module.__name__.split(".")[1]
         for module in (sys.modules.get(getattr(value, "__module__", "") or "")
                        for stage in native._STAGES for value in vars(stage).values())
         if module is not None and module.__name__.startswith("autofuse.")
     }  # fmt: skip
-    assert names and stages | owners <= {*native._RELIED}
+    assert names and owners <= {*native._RELIED}
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_where_it_is_off_nothing_is_looked_at(tmp_path):
         import ctypes, sys, torch
         ctypes.c_uint64.from_address = None
         import autofuse
-        from autofuse import native
+        from autofuse.hot import native
         assert native._native is None and not native.absent and not native.active()
     """
     environment = {**os.environ, "AUTOFUSE_NATIVE": "0", "AUTOFUSE_CACHE_DIR": str(tmp_path)}
@@ -363,13 +363,13 @@ def test_loading_again_does_not_crash(how):
         """,
         "native": """
             for _ in range(3):
-                importlib.reload(autofuse.native)
+                importlib.reload(autofuse.hot.native)
                 importlib.reload(autofuse)
                 gc.collect()
                 check(True)
-                assert autofuse.native.active()
+                assert autofuse.hot.native.active()
                 check(False)
-                assert not autofuse.native._native.on
+                assert not autofuse.hot.native._native.on
         """,
         "a second copy": """
             for name in modules:
@@ -378,7 +378,7 @@ def test_loading_again_does_not_crash(how):
             gc.collect()
             import autofuse
             check(True), check(False)
-            print(autofuse.native.absent)
+            print(autofuse.hot.native.absent)
         """,
     }[how]
     environment = {k: v for k, v in os.environ.items() if k != "AUTOFUSE_TEST_LAUNCH"}

@@ -12,9 +12,11 @@ from test_interrupts import Interrupted
 from test_middle import Middle
 
 import autofuse
-from autofuse import api, build, chain, inside
-from autofuse import compile as compiling
-from autofuse.load import Module
+from autofuse import api, inside
+from autofuse.kernel import llvm as build
+from autofuse.record import chain
+from autofuse.supply import kernels as compiling
+from autofuse.supply.load import Module
 from support import kernels_made
 
 LONG = 60.0

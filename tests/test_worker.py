@@ -10,11 +10,13 @@ import torch
 from test_tiers import ask, cold, jobs, run  # noqa: F401
 
 import autofuse
-from autofuse import background, compile, worker
-from autofuse.background import FAILURES, Answer, Job, Service
-from autofuse.cache import DiskCache
-from autofuse.diagnosis import facts
-from autofuse.toolchain import compilers
+from autofuse.cli.diagnose import facts
+from autofuse.supply import kernels as compile
+from autofuse.supply import service as background
+from autofuse.supply import worker
+from autofuse.supply.disk import DiskCache
+from autofuse.supply.service import FAILURES, Answer, Job, Service
+from autofuse.supply.toolchain import compilers
 from support import assert_same
 
 STDLIB = (
@@ -39,7 +41,7 @@ def short(monkeypatch):
 
 def lying(text):
     """BOOT of a worker that begins as others do and then runs `text`, with `hello` and `send`."""
-    head = "from autofuse.worker import send, receive\nhello = receive(sys.stdin.buffer)\n"
+    head = "from autofuse.supply.worker import send, receive\nhello = receive(sys.stdin.buffer)\n"
     return background.BOOT.replace("main(answers, library)", head + text)
 
 
@@ -122,7 +124,7 @@ def test_a_stream_may_take_frames_in_parts():
 ANSWERS = {
     "noise": "answers.write(b'hello\\n' * 100); answers.flush()",
     "other lengths": "answers.write(b'autofuse' + b'\\xff' * 400); answers.flush()",
-    "no object": "import autofuse.worker as w; w.json.dumps = lambda x: '[1]'; send(answers, {})",
+    "no object": "import json; json.dumps = lambda x: '[1]'; send(answers, {})",
     "nothing in it": "send(answers, {})",
     "no binary": "send(answers, {'built': True, 'unsaved': ''})",
     "other types": "send(answers, {'built': 'yes', 'unsaved': 3}, b'binary')",

@@ -694,16 +694,18 @@ class TestProfiler:
         x = W(torch.randn(64, device=device))
         autofuse.materialize(torch.sigmoid(x * 2) + 1)
         runners = [
-            runner for recorder in autofuse.chain._all_recorders for runner in recorder.runners
+            runner
+            for recorder in autofuse.record.chain._all_recorders
+            for runner in recorder.runners
             if runner.recorded
-        ]  # fmt: skip
+        ]
         before = [runner.run for runner in runners]
         self.names(
             lambda: autofuse.materialize(torch.sigmoid(x * 2) + 1, x - 7),
             [torch.profiler.ProfilerActivity.CPU],
         )
         assert [runner.run for runner in runners] == before
-        recorders = autofuse.chain._all_recorders
+        recorders = autofuse.record.chain._all_recorders
         assert all(r.bare is None for recorder in recorders for r in recorder.runners)
 
     def test_a_step_that_was_trained_before(self, device):
@@ -767,7 +769,7 @@ class TestNvtx:
         monkeypatch.setattr(torch.cuda.nvtx, "_nvtx", stub)
         yield stub
         autofuse.config.nvtx = False
-        assert not stub.open and not autofuse.chain._ranges
+        assert not stub.open and not autofuse.record.chain._ranges
 
     def test_every_flush_is_a_range(self, device, nvtx):
         x = W(torch.randn(64, device=device))
@@ -783,7 +785,7 @@ class TestNvtx:
         autofuse.config.nvtx = False
         autofuse.materialize(torch.sigmoid(x * 2) + 1)
         assert len(nvtx.said) == 3
-        recorders = autofuse.chain._all_recorders
+        recorders = autofuse.record.chain._all_recorders
         assert all(r.bare is None for recorder in recorders for r in recorder.runners)
 
     def test_beside_a_profiler(self, device, nvtx):

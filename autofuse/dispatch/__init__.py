@@ -1,0 +1,1 @@
+"""Dispatch: what torch and Python do with a wrapped tensor."""

@@ -1,0 +1,1 @@
+"""Autograd: what a flush leaves behind, and the derivative rules as kernels and as torch's ops."""

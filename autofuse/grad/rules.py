@@ -1,0 +1,252 @@
+"""Derivative rules: applying them to a segment, on tensors or as a program of their own.
+
+A sweep goes through a segment from its root to its slots, in the order in which the engine would go
+through the ops, and gives each rule of the op table its operands. What a rule computes with is one
+of two algebras: `Torch` runs torch functions, differentiable ones where grad mode is on; `Tape`
+records a program, which becomes the kernel of a backward.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..chain.shell import Meta
+from ..chain.trie import Node, extend
+from ..kernel.plan import CONST, Ref, make_pieces
+from ..ops.arithmetic import CASTS
+from ..ops.row import OPS, Op
+from ..run.launch import Answer, log_of, runner_class
+from ..supply.kernels import Order
+
+if TYPE_CHECKING:
+    from ..record.chain import Recorder
+    from .autograd import Segment
+
+_ADD = OPS["add"]
+
+
+def _value(nodes: list[Node], algebra: Tape | Torch, values: dict[Ref, Any], ref: Ref) -> Any:
+    """What `ref` stands for: a Const, a value at hand, or one that follows from these."""
+    if ref >= CONST:
+        return algebra.const(ref - CONST, nodes[-1].consts)
+    if ref not in values:
+        node = nodes[ref]
+        assert node.op is not None
+        operands = [_value(nodes, algebra, values, operand) for operand in node.args]
+        values[ref] = algebra.apply(node.op, tuple(operands))
+    return values[ref]
+
+
+def sweep(
+    segment: Segment, algebra: Tape | Torch, seeds: dict[int, Any], saved: dict[Ref, Any]
+) -> list[Any]:
+    """The gradients for the segment's slots, by its ops from the last to the first.
+
+    seeds: the gradients that came in, or None, by node. saved: the values that are at hand.
+    """
+    nodes = segment.nodes
+    value = partial(_value, nodes, algebra, saved)
+    grads = {index: g for index, g in seeds.items() if g is not None}
+    gathers = segment.inside | set(segment.summed)
+    given = []
+    for index in reversed(segment.steps):
+        g, named = grads.pop(index, None), nodes[index].named()
+        for use in segment.uses[index]:
+            ref, meta = use.ref, segment.meta_of(use.ref)
+            if g is None:
+                if ref not in gathers:
+                    given.append(None)
+                continue
+            d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else value(named[n]),
+                          algebra)  # fmt: skip
+            if algebra.dtype(d) is not meta.dtype and algebra.shape(d) == meta.shape:
+                d = algebra.apply(CASTS[meta.dtype], (d,))
+            if ref not in gathers:
+                given.append(d)
+            else:
+                grads[ref] = algebra.apply(_ADD, (grads[ref], d)) if ref in grads else d
+    return given + [grads.get(ref) for ref in segment.summed]
+
+
+_ROWS = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div",
+    ast.Eq: "eq", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
+}  # fmt: skip
+_FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
+def _evaluate(tree: ast.expr, env: Callable[[str], Any], algebra: Tape | Torch) -> Any:
+    """The value of a rule, with a Python number where torch's C++ formula has a Scalar."""
+    match tree:
+        case ast.Constant(value=int() | float() as number):
+            return algebra.number(number)
+        case ast.Name(id=name):
+            return env(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = _evaluate(operand, env, algebra)
+            return -value if algebra.is_number(value) else algebra.apply(OPS["neg"], (value,))
+        case ast.BinOp(left=left, op=sign, right=right):
+            pass
+        case ast.Compare(left=left, ops=[sign], comparators=[right]):
+            pass
+        case ast.Call(func=ast.Name(id="zeros"), args=[like, *_]):  # the others are only saved
+            return algebra.apply(OPS["zeros"], (_evaluate(like, env, algebra),))
+        case ast.Call(func=ast.Name(id=name), args=args):
+            values = tuple([_evaluate(arg, env, algebra) for arg in args])
+            if all(map(algebra.is_number, values)):
+                assert name == "log"
+                return algebra.log(*values)
+            return algebra.apply(OPS[name], values)
+        case _:
+            raise AssertionError(f"not part of a derivative rule: {ast.dump(tree)}")
+    row = _ROWS[type(sign)]
+    a, b = _evaluate(left, env, algebra), _evaluate(right, env, algebra)
+    if not algebra.is_number(a):
+        return algebra.apply(OPS[row], (a, b))
+    if algebra.is_number(b):
+        return {"add": operator.add, "sub": operator.sub, "mul": operator.mul,
+                "div": operator.truediv}[row](a, b)  # fmt: skip
+    if row == "div":
+        return algebra.apply(OPS["scalar_div"], (a, b))
+    return algebra.apply(OPS["rsub" if row == "sub" else _FLIPPED.get(row, row)], (b, a))
+
+
+class Torch:
+    """Applies rules to tensors: differentiable where grad mode is on."""
+
+    def __init__(self, consts: list[Any]) -> None:
+        self.consts = consts
+
+    def const(self, position: int, classes: tuple[type, ...]) -> Any:
+        return self.consts[position]
+
+    def number(self, value: float) -> Any:
+        return value
+
+    def is_number(self, value: Any) -> bool:
+        return not isinstance(value, torch.Tensor)
+
+    def apply(self, op: Op, operands: tuple[Any, ...]) -> torch.Tensor:
+        assert op.eager is not None
+        return op.eager(*operands)
+
+    def dtype(self, value: torch.Tensor) -> torch.dtype:
+        return value.dtype
+
+    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        return value.shape
+
+    log = staticmethod(log_of)
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A Python number that a backward computes from the chain's Consts `c`."""
+
+    cls: type
+    text: str
+
+    def _with(self, sign: str, other: _Number) -> _Number:
+        cls = float if float in (self.cls, other.cls) or sign == "/" else int
+        return _Number(cls, f"({self.text} {sign} {other.text})")
+
+    def __add__(self, other: _Number) -> _Number:
+        return self._with("+", other)
+
+    def __sub__(self, other: _Number) -> _Number:
+        return self._with("-", other)
+
+    def __mul__(self, other: _Number) -> _Number:
+        return self._with("*", other)
+
+    def __truediv__(self, other: _Number) -> _Number:
+        return self._with("/", other)
+
+    def __neg__(self) -> _Number:
+        return _Number(self.cls, f"(-{self.text})")
+
+
+class UnfusedError(Exception):
+    """A rule that needs an op which is eager for these dtypes or shapes."""
+
+
+class Tape:
+    """Records rules as a program of its own; a value is a reference as in a plan."""
+
+    def __init__(self, recorder: Recorder, inputs: list[Meta], relaxed: bool) -> None:
+        self.recorder = recorder
+        self.tip = Node(recorder, None, None)
+        self.tip.relaxed = relaxed
+        self.tip.inputs = tuple(inputs)
+        self.metas: list[Meta] = []
+        self.numbers: list[str] = []
+        self.known: dict[Any, int] = {}
+
+    def const(self, position: int, classes: tuple[type, ...]) -> _Number:
+        return _Number(classes[position], f"c[{position}]")
+
+    def number(self, value: float) -> _Number:
+        return _Number(type(value), repr(value))
+
+    def is_number(self, value: Any) -> bool:
+        return isinstance(value, _Number)
+
+    def log(self, value: _Number) -> _Number:
+        return _Number(float, f"log({value.text})")
+
+    def apply(self, op: Op, operands: tuple[Any, ...]) -> int:
+        key = (op, *operands)
+        if key not in self.known:
+            numbers = [x for x in operands if isinstance(x, _Number)]
+            edge = [x.cls if isinstance(x, _Number) else x for x in operands]
+            node = extend(self.recorder, self.tip, op, edge, self.metas)
+            if node.reason:
+                raise UnfusedError(node.reason)
+            assert node.meta is not None
+            self.tip = node
+            self.metas.append(node.meta)
+            self.numbers += [x.text for x in numbers]
+            self.known[key] = node.index
+        return self.known[key]
+
+    def _meta(self, ref: Ref) -> Meta:
+        return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]
+
+    def dtype(self, ref: Ref) -> torch.dtype:
+        return self._meta(ref).dtype
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        return self._meta(ref).shape
+
+
+class Expected:
+    """The Answer of a tape, as soon as its kernels are there."""
+
+    def __init__(self, tape: Tape, given: list[Ref | None], places: list[tuple[int, int]]) -> None:
+        """given: of each slot a result, an incoming gradient as ~k, or None."""
+        self.tape, self.given, self.places = tape, given, places
+        self.live = tuple(sorted({ref for ref in given if ref is not None and ref >= 0}))
+        program = tape.tip.program()
+        device = tape.recorder.device
+        self.pieces = make_pieces(program, self.live, device.type)
+        self.order = Order([piece.plan for piece in self.pieces], device, counted=False)
+
+    def ready(self) -> Answer | None:
+        """The Answer, or None; asks for the kernels that are missing."""
+        tape, device = self.tape, self.tape.recorder.device
+        kernels = self.order.filled()
+        if kernels is None:
+            return None
+        runner = runner_class(device)(
+            device, tape.tip.path(), tape.tip.inputs, self.live, self.pieces, False, kernels
+        )
+        runner.recorded = False
+        tape.recorder.runners.append(runner)
+        return runner.answering(self.given, tape.numbers, self.places)

@@ -1,0 +1,202 @@
+"""Eager ops between two chains, as machine code: torch functions, what begins chains, writes."""
+
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..chain.shell import UNKNOWN, Meta, Tensor
+from ..chain.trie import Node
+from ..dispatch.unrecorded import Known
+from .c import (
+    AF,
+    CLASS,
+    COUNT,
+    CURRENT,
+    INPLACE,
+    ITEMS,
+    PEEK,
+    Parameter,
+    Plain,
+    Py_DecRef,
+    Py_IncRef,
+    PyDict_GetItemWithError,
+    PyDict_Size,
+    PyErr_Occurred,
+    PyList_Size,
+    PyLong_AsLong,
+    PyObject_Call,
+    PyObject_GenericSetAttr,
+    PyObject_GetAttr,
+    PyObject_Vectorcall,
+    PyThread_get_thread_ident,
+    PyTuple_Size,
+    call_pointer,
+    function_modes,
+    load,
+    local,
+)
+from .flush import flush_now
+from .record import (
+    are_watched,
+    ask2,
+    called,
+    class_of,
+    is_ours,
+    likely_meta,
+    number_chain,
+    number_of,
+    python,
+    slot_of,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from ..record.chain import Chain, Recorder
+
+
+def torch_function(entry, function, args, flags, names):
+    """`Tensor.__torch_function__`; entry: the handlers by torch function."""
+    count = flags & COUNT
+    if names == 0 and (count == 3 or count == 4):
+        options = None
+        if count == 4:
+            options = load(args + 24)
+        types = load(args + 8)
+        operands = load(args + 16)
+        if options is None or are_none(options) != 0:
+            if (
+                class_of(operands) is tuple
+                and class_of(types) is tuple
+                and PyTuple_Size(types) == 1
+                and load(types + ITEMS) is Tensor
+            ):
+                known = PyDict_GetItemWithError(load(entry), load(args))
+                if known != 0:
+                    return PyObject_Call(known, operands, 0)
+                if PyErr_Occurred() != 0:
+                    return 0
+    return python(function, args, flags, names)
+
+
+def ask_overrides(entry, function, args, flags, names):
+    """`tensor.ask_overrides`; entry: the handlers by torch function."""
+    count = flags & COUNT
+    if count >= 2:
+        relevant = load(args + 8)
+        if class_of(relevant) is tuple and are_alone(relevant) != 0:
+            if names == 0 or is_silent(names, args + 8 * count) != 0:
+                known = PyDict_GetItemWithError(load(entry), load(args))
+                if known != 0:
+                    return PyObject_Vectorcall(known, args + 16, count - 2, 0)
+                if PyErr_Occurred() != 0:
+                    return 0
+    return python(function, args, flags, names)
+
+
+def are_alone(tensors):
+    """Whether nobody but autofuse has a say about a function of these."""
+    if number_of(function_modes) != 0:
+        return 0
+    k = PyTuple_Size(tensors)
+    while k > 0:
+        k -= 1
+        if is_ours(load(tensors + ITEMS + 8 * k)) == 0:
+            return 0
+    return 1
+
+
+def is_silent(names, values):
+    """Whether keywords say nothing, as `are_none`."""
+    return PyTuple_Size(names) == 1 and load(names + ITEMS) is INPLACE and load(values) is False
+
+
+def are_none(options):
+    """Whether keywords say nothing; torch.nn.functional always passes `inplace` on."""
+    if class_of(options) is not dict:
+        return 0
+    size = PyDict_Size(options)
+    if size == 1 and PyDict_GetItemWithError(options, INPLACE) is False:
+        return 1
+    return size == 0
+
+
+def feeding(entry, function, args, flags, names):
+    """`run_eager` for a function that begins chains.
+
+    entry: the function, what is known of it, what wraps its result.
+    """
+    count = flags & COUNT
+    if names == 0:
+        recorder: Recorder = PyObject_GetAttr(local, CURRENT)
+        if recorder == 0:
+            return 0
+        Py_DecRef(recorder)
+        if recorder is not None and is_everyday(recorder, load(entry + 8), args, count) != 0:
+            return fed(recorder, entry, load(entry + 8), args, count)
+        if PyErr_Occurred() != 0:
+            return 0
+    return python(function, args, flags, names)
+
+
+def is_everyday(recorder: Recorder, known: Known, args, count):
+    """Whether Python has nothing to do for these arguments; pending ones are flushed."""
+    chain: Chain = recorder.chain
+    tip: Node = chain.tip
+    if recorder.guarded is True or are_watched() != 0:
+        return 0
+    ordered = tip.holds_grad is True  # then the engine adds up gradients in the order of uses
+    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+        return 0
+    k = 0
+    while k < count:
+        x = load(args + 8 * k)
+        kind = class_of(x)
+        if ordered != 0 and slot_of(chain, x) != 0:
+            return 0
+        if kind is Tensor:
+            state: Node = state_of(x)
+            if class_of(state) is Node:
+                if state.recorder is not recorder:
+                    return 0
+                if flush_now(recorder, known.name) == 0:
+                    return 0
+                ordered = 0  # nothing is pending now, and the chain may be gone
+            elif class_of(state) is not Meta and state is not UNKNOWN:
+                return 0
+        elif kind is not Plain and kind is not Parameter and x is not None:
+            if kind is tuple:
+                if PyTuple_Size(x) != 0 and class_of(load(x + ITEMS)) is not int:
+                    return 0
+            elif kind is not int and kind is not float and kind is not bool:
+                return 0
+        k += 1
+    return 1
+
+
+def fed(recorder: Recorder, entry, known: Known, args, count):
+    """What the function returns, as a wrapped tensor; what is pending reads none of `args`."""
+    chain: Chain = recorder.chain
+    tip: Node = chain.tip
+    Py_IncRef(chain)
+    pending = 0
+    if tip.holds_grad is True:
+        pending = call_pointer(PEEK) == PyLong_AsLong(chain.first) + PyList_Size(chain)
+    result = called(recorder, load(entry), known.reason, args, count, 0)
+    if pending != 0 and recorder.chain is chain:  # `tensor.pass_over`
+        number_chain(chain, call_pointer(PEEK) - PyList_Size(chain))
+    Py_DecRef(chain)
+    if result == 0:
+        return 0
+    if class_of(result) is Plain:
+        meta = likely_meta(known.likely, result)
+        if meta != 0:
+            PyObject_GenericSetAttr(result, CLASS, Tensor)
+            PyObject_GenericSetAttr(result, AF, meta)
+            return result
+        if PyErr_Occurred() != 0:
+            Py_DecRef(result)
+            return 0
+    wrapped = ask2(load(entry + 16), result, known)
+    Py_DecRef(result)
+    return wrapped

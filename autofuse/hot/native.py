@@ -1,0 +1,317 @@
+"""The hot path as machine code: recording an op and running a chain when everything is known.
+
+Each machine function stands for a Python one and does the same to the same objects; where it meets
+anything it does not expect it gives the call to that one, having changed nothing. It runs without
+the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
+`native_record`, `native_flush`, `native_call` and `native_write`, in the language of `machine`.
+
+The Python functions stay what they are, to whoever looks at them; machine code is what their
+vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
+of Python 3.11 runs the body of a function that it calls itself, and looks there only in calls from
+C: operators and torch.* are recorded by machine code there, the rest is not.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import hashlib
+import sys
+import sysconfig
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import torch
+
+from .. import torch_private as sequence
+from ..chain.shell import NoTorchFunction, Tensor
+from ..dispatch import tensor
+from ..errors import warn_once
+from ..kernel.llvm import processor
+from ..record import chain
+from ..run import launch
+from ..settings.config import config, watch
+from . import c
+from . import call as native_call
+from . import flush as native_flush
+from . import record as native_record
+from . import write as native_write
+from .machine import Machine
+from .verdict import verdict
+
+_STAGES = (native_record, native_flush, native_call, native_write)
+_Function = Callable[..., Any]
+
+
+# the folders of this package that machine code relies on
+_RELIED = ("chain", "dispatch", "hot", "record", "run")
+
+
+class _Calls:
+    """Where functions have the address of what runs them, and the address that Python's have."""
+
+    def __init__(self) -> None:
+        def probe() -> None: ...
+
+        words = _words(probe)
+        if sys.version_info < (3, 12):
+            python = ctypes.cast(ctypes.pythonapi._PyFunction_Vectorcall, ctypes.c_void_p).value
+            found = [k for k, word in enumerate(words) if word == python]
+        else:
+            self._make = ctypes.pythonapi.PyFunction_SetVectorcall
+            self._make.restype, self._make.argtypes = None, (ctypes.py_object, ctypes.c_void_p)
+            before, mark = list(words), id(probe)
+            self._make(probe, mark)  # which nobody calls
+            found = [k for k, word in enumerate(words) if word == mark != before[k]]
+            self._make(probe, before[found[0]] if found else None)
+        if len(found) != 1:
+            raise NotImplementedError("functions keep what runs them elsewhere")
+        self.place, self.python = found[0], words[found[0]]
+
+    def set(self, function: _Function, address: int) -> None:
+        """Let `address` run `function` from now on."""
+        if sys.version_info < (3, 12):
+            _words(function)[self.place] = address
+        else:
+            self._make(function, address)
+
+    def check(self, function: _Function) -> None:
+        """Refuse a function that something else runs already."""
+        if type(function) is not types.FunctionType or _words(function)[self.place] != self.python:
+            raise NotImplementedError(f"{function!r} is not run by Python")
+
+
+def _words(x: object) -> Any:
+    """An object's own memory, in words."""
+    return (ctypes.c_uint64 * (type(x).__basicsize__ // 8)).from_address(id(x))
+
+
+def _check_objects() -> None:
+    """Refuse where objects do not lie as the stages read them. The last test follows a pointer."""
+
+    def count(address: int) -> int:
+        return ctypes.c_uint32.from_address(address).value
+
+    held, shells = [object(), object(), object()], [object(), object()]
+    for x in (held, held[0], (1, 2), {}, 1.5, 7, None, True, torch.empty(0), object, count, Tensor):
+        if _words(x)[1] != id(type(x)):
+            raise NotImplementedError("objects have their type elsewhere")
+    before = count(id(held[0]))
+    more = [held[0]] * 3
+    if count(id(held[0])) - before != len(more):
+        raise NotImplementedError("objects have their reference count elsewhere")
+    addresses = list(map(id, shells))
+    if chain._counts(shells) != tuple(count(a) + chain.ALONE - 1 for a in addresses):
+        raise NotImplementedError("Python counts references in another way")
+    many = tuple(held)
+    inside = (ctypes.c_uint64 * 3).from_address(id(many) + c.ITEMS)
+    if list(inside) != list(map(id, held)):
+        raise NotImplementedError("tuples have their items elsewhere")
+    if c.LISTED + 8 > list.__basicsize__ or not _words(held)[c.LISTED // 8]:
+        raise NotImplementedError("lists have another size")
+    inside = (ctypes.c_uint64 * 3).from_address(_words(held)[c.LISTED // 8])
+    if list(inside) != list(map(id, held)):
+        raise NotImplementedError("lists have their items elsewhere")
+
+
+def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
+    """(machine function, the Python function it stands for, what it is given of that)."""
+    return [
+        ("record", chain.record, ()),
+        ("follows", chain._follows, ()),
+        ("record_inplace", chain.record_inplace, ()),
+        ("record_write", chain.record_write, ()),
+        ("flush", chain.flush, ()),
+        ("answer", launch.answer, ()),
+        ("torch_function", tensor._torch_function, (tensor.HANDLERS,)),
+        ("ask_overrides", tensor.ask_overrides, (tensor.HANDLERS,)),
+        *tensor.HOT,
+    ]
+
+
+def _given() -> dict[str, Any]:
+    """What the stages leave to be given."""
+    return {
+        "Chain": chain.Chain, "Recorder": chain.Recorder, "Plain": torch.Tensor,
+        "Parameter": torch.nn.Parameter, "local": chain._local, "counts": chain.counts,
+        "ranges": chain._ranges, "chain_names": vars(chain),
+        "chain_flush": chain.flush, "inside": chain.inside, "is_foreign": chain.is_foreign,
+        "others_writing": chain.writing, "all_recorders": chain._all_recorders.refs,
+        "relieve": chain.relieve, "COUNTED": chain.ALONE - 1,
+        "function_modes": torch._C._len_torch_function_stack,
+        "increment_version": torch._C._increment_version,
+        "entered": launch._entered, "get_device": getattr(torch._C, "_cuda_getDevice", int),
+        "NoTorchFunction": NoTorchFunction, **_places(),
+        "enter": vars(NoTorchFunction)["__enter__"], "leave": vars(NoTorchFunction)["__exit__"],
+    }  # fmt: skip
+
+
+class _Native:
+    """The compiled stages, and the functions that they stand for."""
+
+    def __init__(self) -> None:
+        self.on = False
+        _check_objects()
+        self.hot, self.calls = _hot(), _Calls()
+        for _, function, _ in self.hot:
+            self.calls.check(function)
+        entries, self._kept = [], []
+        for name, _, data in self.hot:
+            words = [item if type(item) is int else id(item) for item in data]
+            entry = (ctypes.c_int64 * (len(words) + 1))(*words)
+            self._kept += [data, entry]
+            entries.append((name, ctypes.addressof(entry)))
+        names = {**vars(builtins), **vars(c)}
+        for stage in _STAGES:
+            names |= vars(stage)
+        given = {**_given(), "PYTHON": self.calls.python}
+        self.machine = Machine(_functions(), {**names, **given}, entries)
+        # for ever: whoever reloads a module still holds functions that lead into it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def switch(self, on: bool) -> None:
+        """Let the functions run as machine code, or not: 2.6 ms."""
+        if on is self.on:
+            return
+        self.on = on
+        for k, (_, function, _) in enumerate(self.hot):
+            self.calls.set(function, self.machine.entry(k) if on else self.calls.python)
+
+
+def _functions() -> list[_Function]:
+    """All that the stages define."""
+    return [
+        function
+        for stage in _STAGES
+        for function in vars(stage).values()
+        if isinstance(function, types.FunctionType) and function.__module__ == stage.__name__
+    ]
+
+
+def _places() -> dict[str, int]:
+    """Where C keeps what the functions call: getters and methods of torch's tensors."""
+    base = torch._C.TensorBase
+    version, grad = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
+                     for name in ("_version", "requires_grad"))  # fmt: skip
+    address, users = (_entry(vars(base)[name], types.MethodDescriptorType, 3)
+                      for name in ("data_ptr", "_use_count"))  # fmt: skip
+    peek, take, mode = (
+        sequence.c_function(*names)
+        for names in (("at", "sequence_number", "peek"),
+                      ("at", "sequence_number", "get_and_increment"),
+                      ("c10", "GradMode", "is_enabled"))
+    )  # fmt: skip
+    if not (peek and take and mode):
+        raise NotImplementedError("torch's C++ hides autograd's mode or the numbers of its nodes")
+    no_arguments = 0x0004
+    if address[2] != no_arguments or users[2] != no_arguments:
+        raise NotImplementedError("torch's methods are called another way")
+    return {
+        "VERSION_GETTER": version[1], "VERSION_CLOSURE": version[4],
+        "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
+        "ADDRESS_METHOD": address[1], "USERS_METHOD": users[1],
+        "GRAD_MODE": mode, "PEEK": peek, "TAKE": take, "WEAKREFS": _weakrefs(),
+    }  # fmt: skip
+
+
+def _entry(descriptor: Any, kind: type, size: int) -> list[int]:
+    """The words of the PyGetSetDef or PyMethodDef behind a descriptor; the first is its name."""
+    if type(descriptor) is not kind:
+        raise NotImplementedError(f"torch's {descriptor} is no {kind.__name__}")
+    definition = (ctypes.c_uint64 * 6).from_address(id(descriptor))[5]
+    words = [int(word) for word in (ctypes.c_uint64 * size).from_address(definition)]
+    if ctypes.string_at(words[0]) != descriptor.__name__.encode():
+        raise NotImplementedError("descriptors have another layout")
+    return words
+
+
+def _weakrefs() -> int:
+    """Where a tensor has its weak references, if any."""
+    offset = Tensor.__weakrefoffset__
+    tensor = torch.empty(0)
+    word = ctypes.c_uint64.from_address(id(tensor) + offset)
+    before, reference = word.value, weakref.ref(tensor)
+    if before or word.value != id(reference):
+        raise NotImplementedError("weak references are elsewhere")
+    return offset
+
+
+_native: _Native | None = globals().get("_native")  # also if this module is loaded again
+absent = ""  # why there is no machine code
+
+
+def _follow(*reason: object) -> None:
+    """Do what `config.native` says."""
+    global absent
+    if _native is None:
+        if not config.native or absent:
+            return
+        absent = _refusal()
+        if absent:
+            return
+        try:
+            absent = verdict(_facts())
+            if not absent:
+                make()
+        except Exception as error:  # no source text of the stages; another torch; another LLVM
+            absent = f"{type(error).__name__}: {error}"
+        if absent:
+            warn_once(f"autofuse: recording and launching are left to Python: {absent}")
+            return
+    switch(config.native)
+
+
+def make() -> None:
+    """Make the machine code, which nothing runs yet. Raises whatever stands in its way."""
+    global _native
+    if _native is None:
+        _native = _Native()
+
+
+def switch(on: bool) -> None:
+    """Let it run, or not."""
+    assert _native is not None
+    _native.switch(on)
+
+
+def hot() -> dict[types.CodeType, str]:
+    """The Python functions that machine code stands for: its names for them by their code."""
+    assert _native is not None
+    return {function.__code__: name for name, function, _ in _native.hot}
+
+
+def _refusal() -> str:
+    """Why this is no Python and no machine that it is made for."""
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "machine code is made for CPython with its global lock"
+    if sys.version_info < (3, 11):
+        return "machine code is made for Python 3.11 and later"  # PyObject_Vectorcall is a macro
+    if sys.maxsize < 1 << 32 or sys.byteorder != "little":
+        return "machine code is made for 64-bit little-endian machines"
+    return ""
+
+
+def _facts() -> list[str]:
+    """All that decides whether machine code does what Python does."""
+    sources = hashlib.sha256()
+    for folder in _RELIED:
+        for path in sorted((Path(__file__).parents[1] / folder).glob("*.py")):
+            sources.update(path.read_bytes())
+    built = (getattr(sys, "abiflags", ""), getattr(torch.version, "git_version", ""))
+    return [sys.version, torch.__version__, llvmlite.__version__, *map(str, built), *processor(),
+            sources.hexdigest()]  # fmt: skip
+
+
+def active() -> bool:
+    """Whether the hot path runs as machine code."""
+    return _native is not None and config.native
+
+
+def install() -> None:
+    """Follow `config.native` from now on."""
+    watch(_follow)
+    _follow()

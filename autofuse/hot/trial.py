@@ -1,0 +1,399 @@
+"""A trial of machine code: programs that run as Python and as machine code, and are compared.
+
+It runs in a process of its own, which `verdict` starts. CUDA's way of launching is tried over CPU
+kernels: `install` lets chains on the CPU run by CudaRunner, in Python and as machine code, with a
+driver whose cuLaunchKernel, C as the driver's is, runs the CPU kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import operator
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any, BinaryIO
+
+import torch
+from llvmlite import binding as llvm
+from llvmlite import ir
+
+from .. import api
+from ..chain.shell import NoTorchFunction, Tensor
+from ..dispatch import tensor
+from ..grad import rules
+from ..kernel.llvm import link, target_machine, undisturbed
+from ..observe import counters as report
+from ..ops.arithmetic import OPS
+from ..patches import boundaries
+from ..record import chain
+from ..run import launch
+from ..settings.config import config
+from ..supply.worker import send
+from . import native
+
+# --- CUDA's runner over CPU kernels --------------------------------------------------------------
+
+refusals = ctypes.c_int64(0)  # how many of the next launches give an error instead of running
+between = ctypes.c_void_p()  # a C function that every launch calls before its kernel runs
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_TYPES = {"u64": _I64, "i64": _I64, "i32": _I32, "f32": ir.FloatType(), "f64": ir.DoubleType()}
+
+
+@undisturbed
+def _linked(module: ir.Module, name: str) -> tuple[int, object]:
+    """The address of a function of `module`, while what comes with it is held."""
+    machine = target_machine(opt=0)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.triple, parsed.data_layout = machine.triple, str(machine.target_data)
+    (address,), linked = link(machine.emit_object(parsed), [name])
+    return address, linked
+
+
+def _at(builder: ir.IRBuilder, address: Any, kind: ir.Type, k: int = 0) -> Any:
+    """What lies at `address`, a word, or k words further."""
+    address = builder.add(address, ir.Constant(_I64, 8 * k))
+    return builder.load(builder.inttoptr(address, kind.as_pointer()))
+
+
+_callers: dict[tuple[str, ...], tuple[int, object]] = {}  # by types of parameters, for ever
+
+
+def _caller(codes: tuple[str, ...]) -> int:
+    """A C function of a CUfunction and the array of pointers to its parameters, which runs it."""
+    if codes not in _callers:
+        module = ir.Module("caller")
+        call = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64, _I64]), "call")
+        builder = ir.IRBuilder(call.append_basic_block())
+        function, parameters = call.args
+        values = [ir.Constant(_I64, 0), _at(builder, function, _I64, 2)]
+        for k, code in enumerate(codes):
+            values.append(_at(builder, _at(builder, parameters, _I64, k), _TYPES[code]))
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+        entry = _at(builder, function, _I64, 1)
+        builder.call(builder.inttoptr(entry, kind.as_pointer()), values)
+        builder.ret_void()
+        _callers.setdefault(codes, _linked(module, "call"))
+    return _callers[codes][0]
+
+
+def _cuda_function(kernel: Any, rows: int) -> Any:
+    """What stands for a CUfunction: who calls it, what is called, and over how many rows."""
+    address = ctypes.cast(kernel.entry, ctypes.c_void_p).value
+    return (ctypes.c_int64 * 3)(_caller(tuple(kernel.parameters.codes)), address, rows)
+
+
+def _launcher() -> tuple[Callable[..., int], object]:
+    """cuLaunchKernel in C, as it is where there is a driver: no Python runs in it."""
+    module = ir.Module("launch")
+    launch = ir.Function(module, ir.FunctionType(_I32, [_I64, *[_I32] * 7, *[_I64] * 3]), "launch")
+    builder = ir.IRBuilder(launch.append_basic_block())
+    function, parameters = launch.args[0], launch.args[9]
+    left = builder.inttoptr(ir.Constant(_I64, ctypes.addressof(refusals)), _I64.as_pointer())
+    many = builder.load(left)
+    with builder.if_then(builder.icmp_signed(">", many, ir.Constant(_I64, 0))):
+        builder.store(builder.sub(many, ir.Constant(_I64, 1)), left)
+        builder.ret(ir.Constant(_I32, 1))
+    first = _at(builder, ir.Constant(_I64, ctypes.addressof(between)), _I64)
+    with builder.if_then(builder.icmp_signed("!=", first, ir.Constant(_I64, 0))):
+        nothing = ir.FunctionType(ir.VoidType(), []).as_pointer()
+        builder.call(builder.inttoptr(first, nothing), [])
+    caller = ir.FunctionType(ir.VoidType(), [_I64, _I64]).as_pointer()
+    call = builder.inttoptr(_at(builder, function, _I64), caller)
+    builder.call(call, [function, parameters])
+    builder.ret(ir.Constant(_I32, 0))
+    address, linked = _linked(module, "launch")
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    kinds = [pointer, *[number] * 7, *[pointer] * 3]
+    return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(address), linked
+
+
+_driver: list[Any] = []  # cuLaunchKernel, and what keeps it
+
+
+def _empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    with NoTorchFunction():
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+
+class Called(functools.partial):  # type: ignore[type-arg]
+    """A function that is called from C: Python 3.11 runs the bodies of others by itself."""
+
+    @property
+    def __code__(self) -> Any:
+        return self.func.__code__
+
+
+class LaunchingRunner(launch.CudaRunner):
+    """CudaRunner without a driver."""
+
+    def __init__(self, *args: Any) -> None:
+        launch.Runner.__init__(self, *args)
+        self._launch, *_ = _driver
+        self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+        self._scalar, self._orders = {}, {}
+        self._parts, self._functions = [], []
+        for kernel, piece in zip(self.kernels, self.pieces, strict=True):
+            rank = piece.plan.rank
+            columns = piece.numbers[rank - 2] if rank > 1 else 1
+            function = _cuda_function(kernel, piece.numel // columns)
+            self._functions.append(function)
+            slots = launch._Slots(piece, kernel.parameters)
+            self._parts.append((ctypes.addressof(function), slots))
+
+
+def install() -> None:
+    """From now on chains of new programs run so, by machine code also where Python is too old."""
+    for module in (chain, tensor, api, boundaries):
+        for name in ("flush", "record"):
+            if hasattr(module, name) and not isinstance(getattr(module, name), Called):
+                setattr(module, name, Called(getattr(module, name)))
+    launch._empty_strided = _empty_strided
+    _driver[:] = _launcher()
+    for module in (chain, rules):
+        module.runner_class = lambda device: LaunchingRunner
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+class _State:
+    """What the programs work on."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        plain = [torch.randn(4, 6, generator=generator) for _ in range(3)]
+        self.plain = plain[2]
+        self.w, self.v = map(api.wrap, plain[:2])
+        self.row = api.wrap(torch.full((6,), 3.0))
+        self.p = torch.nn.Parameter(torch.ones(6))
+
+    def values(self) -> list[Any]:
+        return _plain([self.w, self.v, self.row, self.p, self.plain])
+
+
+def _operators(s: _State) -> Any:
+    """Recorded by operators and torch's functions, with numbers, new Inputs and the same twice."""
+    t = (s.w * 2.0 + s.p) * s.v - 3 + True
+    t = torch.where(t > 0, torch.sin(t), t * t)
+    kept = t * s.plain
+    return api.materialize(t - s.row, kept)
+
+
+def _by_hand(s: _State) -> Any:
+    """The functions in front of recording and flushing, called as C calls them."""
+    t = Called(chain.record)(OPS["mul"], (s.w, 2.0))
+    u = Called(Tensor.__torch_function__)(torch.add, (Tensor,), (t, s.v))
+    x = Called(tensor.ask_overrides)(torch.sigmoid, (u,), u)
+    Called(chain.flush)(chain._local.current, "trial")
+    return t, u, x
+
+
+def _eager(s: _State) -> Any:
+    """Functions that flush, run eagerly and begin a chain."""
+    x = torch.mm(s.w * 0.5, torch.t(s.v)) - 1.0
+    return torch.mm(x, s.w), torch.sum(x)
+
+
+def _writes(s: _State) -> Any:
+    """In place: at once, into memory that a chain reads or not, and of what is pending."""
+    w = operator.iadd(s.w, 0.5)
+    operator.imul(w, s.v)
+    operator.isub(s.w, torch.exp(s.v) * 0.25)
+    Called(Tensor.addcmul_)(s.w, s.v * 0.5, s.v)
+    operator.imul(s.p, s.row * 0.5 - s.p)
+    t = s.w * 2.0
+    Called(Tensor.mul_)(t, 3.0)
+    operator.iadd(t, s.v)
+    return t, w is s.w
+
+
+def _writes_by_hand(s: _State) -> Any:
+    t = s.w * 2.0
+    done = Called(chain.record_inplace)(OPS["mul"], t, (t, 3.0))
+    u = s.v * 0.5
+    wrote = Called(chain.record_write)(OPS["add"], s.w, (s.w, u))
+    return done, wrote, t, u
+
+
+def _gradients(s: _State) -> Any:
+    """A backward that launches a kernel."""
+    s.p.grad = None
+    with torch.enable_grad():
+        torch.sum(torch.tanh(torch.sigmoid(s.w) * s.p + 1.0)).backward()
+    return s.p.grad
+
+
+def _errors(s: _State) -> Any:
+    said = []
+    for call in (
+        lambda: torch.mm(s.w, s.w),
+        lambda: Called(Tensor.add_)(s.w, torch.ones(5)),
+        lambda: s.w + torch.ones(5),
+        lambda: torch.sin(s.w, None),
+    ):
+        try:
+            api.materialize(call())
+        except Exception as error:
+            said.append((type(error).__name__, str(error)))
+    return said, torch._C._is_torch_function_enabled()
+
+
+def _weak(s: _State) -> Any:
+    """Values that only weak references know die with the chain, others do not."""
+    t = s.w * 2.0
+    u = t + 1.0
+    refs = weakref.ref(t), weakref.ref(u)
+    del t
+    Called(chain.flush)(chain._local.current, "trial")
+    return u, [ref() is None for ref in refs]
+
+
+def _stale(s: _State) -> Any:
+    """An Input that is written behind the chain's back, and one whose memory is replaced."""
+    said = []
+    for k in range(2):
+        x = s.plain.clone()
+        y = s.w + x
+        with NoTorchFunction():
+            if k == 0:
+                torch._C._increment_version([x])
+            else:
+                x.data = torch.zeros(4, 6)
+        try:
+            Called(chain.flush)(chain._local.current, "trial")
+        except Exception as error:
+            said.append((type(error).__name__, str(error)))
+        del y
+    return said
+
+
+# what of the machine code each has to be run by, on its last run; _errors and _stale end in Python
+_PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
+    (_operators, "handler record flush"),
+    (_by_hand, "record flush torch_function ask_overrides handler"),
+    (_eager, "handler feeding flush"),
+    (_writes, "handler writing flush"),
+    (_writes_by_hand, "record_inplace record_write handler flush"),
+    (_gradients, "answer"),
+    (_weak, "flush"),
+    (_errors, ""),
+    (_stale, ""),
+)
+RUNS = 5  # of a program: chains get their runners, counts of writes become usual
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        with NoTorchFunction():  # autofuse would have to think anew of what it has lent
+            facts = (value.dtype, value.stride(), value.requires_grad, value._version)
+            return (value.detach().tolist(), *facts)
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _run(program: Callable[[_State], Any], on: bool) -> tuple[list[dict[str, Any]], set[str]]:
+    """What RUNS runs return and leave, and which functions were Python's in the last."""
+    native.switch(on)
+    chain.flush_all("trial")
+    for recorder in list(chain._all_recorders):
+        chain.forget(recorder)
+    report.reset_stats()
+    state, outcomes, hot, entered = _State(), [], native.hot(), set[str]()
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code in hot:
+            entered.add(hot[frame.f_code])
+
+    for k in range(RUNS):
+        sys.setprofile(profile if k == RUNS - 1 else None)
+        try:
+            result = api.materialize(program(state))
+            chain.flush_all("trial")
+        finally:
+            sys.setprofile(None)
+        counted = asdict(report.stats())
+        for name in ("kernels_compiled", "kernels_loaded", "cache_hits"):  # the second way has them
+            del counted[name]
+        outcomes.append({"results": _plain(result), "operands": state.values(), **counted})
+    return outcomes, entered
+
+
+def _differences() -> Iterator[str]:
+    """What machine code does that Python does not, in words."""
+    for program, names in _PROGRAMS:
+        name = program.__name__[1:]
+        want, _ = _run(program, False)
+        got, entered = _run(program, True)
+        for k, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+            for what in ours:
+                if ours[what] != theirs[what]:
+                    yield f"run {k} of {name!r} has other {what} than in Python"
+        missed = sorted(entered & {*names.split()})
+        if missed:
+            yield f"{name!r} was left to Python by {', '.join(missed)}"
+    yield from _references()
+
+
+def _references() -> Iterator[str]:
+    """Objects that machine code holds more often after many runs, or less often."""
+    native.switch(True)
+    state = _State()
+    one = 1234.5
+
+    def step() -> None:
+        t = torch.sin(state.w * state.v + one)
+        api.materialize(t - state.plain)
+        operator.imul(state.w, 0.5)
+        operator.iadd(state.w, state.v * 2.0)
+        torch.mm(state.w, torch.t(state.v))
+        with torch.enable_grad():
+            torch.sum(torch.sigmoid(state.w) * state.p).backward()
+        state.p.grad = None
+
+    watched = [state.w, state.v, state.plain, state.p, one, Tensor, torch.Tensor, None, True, False,
+               float, int, chain._local.current, chain.counts]  # fmt: skip
+    for _ in range(RUNS):
+        step()
+
+    def held() -> tuple[list[int], int]:
+        chain.flush_all("trial")
+        gc.collect()
+        return [sys.getrefcount(x) for x in watched], sys.getallocatedblocks()
+
+    runs, grown, more = 100, [0], 0
+    before, blocks = held()
+    for _ in range(10):  # memory that is kept for later grows by less each time
+        for _ in range(runs):
+            step()
+        after, now = held()
+        grown, more = [a - b for a, b in zip(after, before, strict=True)], now - blocks
+        before, blocks = after, now
+        if more < runs and all(abs(count) < runs // 2 for count in grown):
+            return
+    yield f"references are not given back: {grown}, {more} pieces of memory in {runs} runs"
+
+
+def differences() -> str:
+    """Why machine code is not to be trusted here; "" if it is."""
+    try:
+        native.make()
+        install()
+        chain.SHORTEST.update(cuda=1, cpu=1)
+        config.compile, config.always_fuse = "now", True
+        with torch.no_grad():
+            return next(_differences(), "")
+    except Exception as error:  # that is the answer
+        return f"{type(error).__name__}: {error}"
+
+
+def main(answers: BinaryIO) -> None:
+    """Say it to who has started this process."""
+    send(answers, {"reason": differences()})
+    os._exit(0)

@@ -1,0 +1,248 @@
+"""Plans: from a recorded program and its live-outs to the loops that compute them.
+
+Pure: knows nothing of torch tensors, numba or CUDA. A program is a tuple of Steps over Inputs;
+a Plan is the part of it one kernel computes, with sizes, strides and scalar values taken out
+(they are arguments of the kernel), so that equal Plans share one kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .. import layout
+from ..layout import Ints
+from ..ops.row import Op
+from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, Operand
+
+CONST = 1 << 20  # references: node index >= 0, Input k as ~k, Const k as CONST + k
+Ref = int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor operand: its type code, and its shape and stride in elements."""
+
+    code: str
+    shape: Ints
+    stride: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node of a program."""
+
+    op: Op
+    args: tuple[Ref, ...]
+    common: str  # type code the operands are converted to
+    out: View
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a chain recorded."""
+
+    steps: tuple[Step, ...]
+    inputs: tuple[View, ...]
+    consts: tuple[type, ...]  # classes of the Consts: float, int or bool
+    relaxed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One op of a kernel. refs name loads as ~k, earlier lines as k, Consts as CONST + k."""
+
+    op: Op
+    refs: tuple[Ref, ...]
+    common: str
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The structure of one kernel; hashable, and equal for equal kernels."""
+
+    device: str  # "cuda" or "cpu"
+    loads: tuple[Operand, ...]
+    consts: tuple[type, ...]
+    lines: tuple[Line, ...]
+    stores: tuple[tuple[int, Operand], ...]  # (line, where to); never empty
+    rank: int
+    lanes: int  # neighbouring elements per thread, moved by 16-byte accesses where over 1
+    wide: bool  # 64-bit index arithmetic
+    relaxed: bool = False  # ops contract with each other, 16-bit values are rounded when stored
+
+    @property
+    def name(self) -> str:
+        """The kernel's name as profilers show it."""
+        ops = [line.op.name for line in self.lines]
+        text = "_".join(ops[:8]) + (f"_and_{len(ops) - 8}" if len(ops) > 8 else "")
+        return f"af_{text}"
+
+    @property
+    def inverted(self) -> tuple[bool, ...]:
+        """Of each Const, whether the kernel is given its reciprocal."""
+        found = [False] * len(self.consts)
+        for line in self.lines:
+            for role, ref in zip(line.op.roles, line.refs, strict=True):
+                if ref >= CONST and role == "inverse":
+                    found[ref - CONST] = self.device == "cuda"
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One kernel of a flush: its Plan, and what stands for its parameters in this program."""
+
+    plan: Plan
+    loads: tuple[Ref, ...]  # ~k: Input k; k: the live-out of node k, stored by an earlier piece
+    consts: Ints  # which of the chain's Consts
+    stores: Ints  # node indices
+    numel: int  # elements of the loop
+    numbers: Ints  # sizes of the inner axes, then strides of the STRIDED axes
+
+
+def make_pieces(program: Program, live: Ints, device: str) -> tuple[Piece, ...]:
+    """The kernels that compute the live-outs `live` (node indices, ascending).
+
+    One kernel per shape of a live-out: a value of another shape that is dead is computed inside
+    the kernel that needs it, one that is live is stored first and read back.
+    """
+    groups: dict[Ints, list[int]] = {}
+    for index in live:
+        groups.setdefault(program.steps[index].out.shape, []).append(index)
+    order = sorted(groups, key=lambda shape: (layout.numel(shape), len(shape)))
+    pieces: list[Piece] = []
+    stored: set[int] = set()
+    for shape in order:
+        if layout.numel(shape):
+            pieces.append(_make_piece(program, groups[shape], stored, device))
+        stored.update(groups[shape])
+    return tuple(pieces)
+
+
+def _make_piece(program: Program, outs: list[int], stored: set[int], device: str) -> Piece:
+    steps = program.steps
+    needed = _needed(steps, outs, stored)
+    loads: list[Ref] = []
+    consts: list[int] = []
+    position = {node: line for line, node in enumerate(needed)}
+
+    def local(ref: Ref) -> Ref:
+        if ref >= CONST:
+            consts.append(ref - CONST)
+            return CONST + len(consts) - 1
+        if ref in position:
+            return position[ref]
+        if ref not in loads:
+            loads.append(ref)
+        return ~loads.index(ref)
+
+    lines = []
+    for node in needed:
+        step = steps[node]
+        refs = tuple(map(local, step.args))
+        op = step.op
+        if op.by_scalar is not None and refs[-1] >= CONST:
+            op = op.by_scalar
+        lines.append(Line(op, refs, step.common, step.out.code))
+    views = [steps[ref].out if ref >= 0 else program.inputs[~ref] for ref in loads]
+    results = [steps[node].out for node in outs]
+    shape = results[0].shape
+    sizes, strides = layout.collapse(
+        shape, [layout.expand(view.shape, view.stride, shape) for view in results + views]
+    )
+    operands = results + views
+    lanes = _lanes(sizes, strides, len(results), operands, len(lines)) if device == "cuda" else 1
+    axes = [tuple(map(_axis, walk, _inner_first(walk))) for walk in strides]
+    reach = max(
+        sum((n - 1) * s for n, s in zip(sizes, walk, strict=True)) * ITEMSIZE[view.code]
+        for walk, view in zip(strides, operands, strict=True)
+    )
+    moved = [Operand(view.code, walk) for view, walk in zip(operands, axes, strict=True)]
+    inner = sizes[1:] if lanes == 1 else (*sizes[1:-1], sizes[-1] // lanes)[-len(sizes) + 1 :]
+    plan = Plan(
+        device=device,
+        loads=tuple(moved[len(results) :]),
+        consts=tuple(program.consts[k] for k in consts),
+        lines=tuple(lines),
+        stores=tuple((position[node], moved[k]) for k, node in enumerate(outs)),
+        rank=len(sizes),
+        lanes=lanes,
+        wide=max(reach, layout.numel(shape)) >= 1 << 31,
+        relaxed=program.relaxed,
+    )
+    numbers = [
+        stride
+        for walk, kinds in zip(
+            strides[len(results) :] + strides[: len(results)],
+            axes[len(results) :] + axes[: len(results)],
+            strict=True,
+        )
+        for stride, how in zip(walk, kinds, strict=True)
+        if how == STRIDED
+    ]
+    return Piece(
+        plan=plan,
+        loads=tuple(loads),
+        consts=tuple(consts),
+        stores=tuple(outs),
+        numel=layout.numel(shape),
+        numbers=(*(inner if len(sizes) > 1 else ()), *numbers),
+    )
+
+
+def unvectorised(piece: Piece) -> Piece:
+    """The same kernel with one element per thread, for pointers that are not 16-byte aligned."""
+    plan = piece.plan
+    inner = list(piece.numbers[: plan.rank - 1])
+    if inner:
+        inner[-1] *= plan.lanes
+    scalar = replace(plan, lanes=1)
+    numbers = (*inner, *piece.numbers[plan.rank - 1 :])
+    return Piece(scalar, piece.loads, piece.consts, piece.stores, piece.numel, numbers)
+
+
+def _needed(steps: tuple[Step, ...], outs: list[int], stored: set[int]) -> list[int]:
+    """Nodes to compute for `outs`, ascending; stored nodes are read back instead."""
+    needed: set[int] = set()
+    stack = list(outs)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(ref for ref in steps[node].args if 0 <= ref < CONST and ref not in stored)
+    return sorted(needed)
+
+
+def _inner_first(walk: Ints) -> list[bool]:
+    return [axis == len(walk) - 1 for axis in range(len(walk))]
+
+
+def _axis(stride: int, innermost: bool) -> int:
+    if stride == 0:
+        return BROADCAST
+    return UNIT if stride == 1 and innermost else STRIDED
+
+
+# elements between neighbours up to which one thread reads several of them, from one cache line
+NEAR = 8
+
+
+def _lanes(sizes: Ints, strides: list[Ints], stores: int, operands: list[View], length: int) -> int:
+    """How many neighbours one thread can move at once: 16 bytes of the narrowest operand.
+
+    stores: how many of the operands, the first, are results.
+    """
+    if any(walk[-1] not in (0, 1) for walk in strides[:stores]):
+        return 1
+    if any(walk[-1] > NEAR for walk in strides):
+        return 1
+    lanes = min(8, 16 // min(ITEMSIZE[view.code] for view in operands))
+    while lanes > 1 and lanes * length > 256:  # compile time grows with the body
+        lanes //= 2
+    if len(sizes) > 1:
+        fits = sizes[-1] % lanes == 0 and all(
+            stride % lanes == 0 for walk in strides if walk[-1] == 1 for stride in walk[:-1]
+        )
+        return lanes if fits else 1
+    return lanes

@@ -1,0 +1,460 @@
+"""Check mode: what a kernel computes is also computed by eager ops, and compared.
+
+Every flush that launches a kernel, and every backward. On CUDA every bit counts. On the CPU values
+of sums, products, quotients, comparisons and selections have to be equal; where a function stands
+in the chain, eager is run again with the results of its functions moved by some units in the last
+place, and the kernel may be as far away as that carries. A backward is compared with its derivative
+rules run as torch ops, which is how it runs until its kernel is there.
+
+Results, versions and graphs stay what they are without it. Chains under `config.relaxed` and what a
+CUDA graph captures are not compared.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from ..chain.shell import Held, NoTorchFunction
+from ..chain.trie import Node, needed_by
+from ..dtypes import CODES
+from ..errors import MismatchError
+from ..grad import autograd
+from ..grad.autograd import Segment
+from ..grad.rules import Torch
+from ..kernel.plan import CONST
+from ..kernel.text import parse
+from ..lines import shown, user_position
+from ..ops.row import Op
+from ..record.chain import Chain, Recorder, _without_modes
+from ..settings.config import config, watch
+from ..supply.kernels import capturing
+from . import events as observe
+from .events import Flush, Observer, spelled
+
+Known = list[tuple[torch.Tensor, str]]  # with the expression that code has for each
+# (op, type it computes in, what it gives, its operands, a number of it) -> what it is to give
+Nudge = Callable[[Op, str, torch.Tensor, list[Any], int], torch.Tensor]
+
+
+class _Case(Protocol):
+    """What a kernel has computed, and how eager computes it."""
+
+    recorder: Recorder
+    consts: list[Any]
+    into: torch.Tensor | None  # memory that takes the last result, however it lies there
+    inputs: list[torch.Tensor]  # as they are saved
+    known: Known  # what the ops read: `inputs` or parts of them
+    what: list[str]  # each result in words
+    want: list[torch.Tensor]
+
+    def eager(self, nudge: Nudge | None = None) -> list[torch.Tensor]:
+        """The results by torch's ops; nudge: changes what an op gives."""
+        ...
+
+    def about(self) -> str:
+        """What the kernel is there for, in words."""
+        ...
+
+
+class _Forward:
+    """What one flush is compared with."""
+
+    def __init__(self, flush: Flush, chain: Chain, node: Node) -> None:
+        self.recorder, self.flush = node.recorder, flush
+        self.nodes, self.live, self.into = node.path(), flush.live, chain.into
+        self.shells = [chain[index] for index in flush.live]
+        self.consts = list(chain.consts)
+        self.what = [f"the result of op {index}, {flush.ops[index]}" for index in flush.live]
+        self.inputs = [
+            x.clone() if self.into is not None and source is self.into else x
+            for x, source in zip(map(_plain, chain.inputs), chain.inputs, strict=True)
+        ]
+        self.known = [(x, f"inputs[{k}]") for k, x in enumerate(self.inputs)]
+        self.want = self.eager()
+
+    def got(self) -> list[torch.Tensor]:
+        """What the flush has left in the live-outs."""
+        reals: list[torch.Tensor] = []
+        for shell in self.shells:
+            reals.append(shell._af.real if isinstance(shell._af, Held) else shell)
+        if self.into is not None:
+            reals[-1] = self.into
+        return [_plain(real) for real in reals]
+
+    def eager(self, nudge: Nudge | None = None) -> list[torch.Tensor]:
+        needed = needed_by(self.nodes, self.live)
+        values: dict[int, torch.Tensor] = {}
+        for node in self.nodes:
+            if node.index in needed:
+                op = node.op
+                assert op is not None and op.eager is not None
+                operands = [
+                    self.consts[ref - CONST] if ref >= CONST
+                    else values[ref] if ref >= 0 else self.inputs[~ref] for ref in node.args
+                ]  # fmt: skip
+                value = op.eager(*operands)
+                if nudge is not None:
+                    value = nudge(op, node.common, value, operands, node.index)
+                values[node.index] = value
+        return [values[index] for index in self.live]
+
+    def about(self) -> str:
+        flush = self.flush
+        return (
+            f"for {', '.join(flush.ops)} over {_listed(self.inputs)}, needed by "
+            f"{flush.reason!r} at {shown(flush.position)}"
+        )
+
+
+class _Backward:
+    """What the kernel of one autograd node is compared with."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        grads: Sequence[Any],
+        saved: Sequence[torch.Tensor],
+        consts: list[Any],
+        result: Sequence[torch.Tensor | None],
+    ) -> None:
+        self.recorder, self.segment, self.consts = segment.recorder, segment, consts
+        self.into: torch.Tensor | None = None
+        self.grads = [None if g is None else _plain(g) for g in grads]
+        self.saved = [_plain(x) for x in saved]
+        self.inputs = [*(g for g in self.grads if g is not None), *self.saved]
+        self.known = [(x, f"inputs[{k}]") for k, x in enumerate(self.inputs)]
+        self.given = [k for k, gradient in enumerate(result) if gradient is not None]
+        self.what = [f"gradient {k}, for {self._operand(segment.slots[k])}" for k in self.given]
+        self.want = self.eager()
+
+    def _operand(self, ref: int) -> str:
+        return f"Input {~ref}" if ref < 0 else f"the result of op {ref}, {self._names([ref])}"
+
+    def _names(self, indices: Sequence[int]) -> str:
+        ops = (self.segment.nodes[index].op for index in indices)
+        return ", ".join(op.name for op in ops if op is not None)
+
+    def eager(self, nudge: Nudge | None = None) -> list[torch.Tensor]:
+        algebra = Torch(self.consts) if nudge is None else _Nudging(self.consts, nudge)
+        gradients = self.segment.by_torch(algebra, self.grads, self.saved)
+        assert [k for k, g in enumerate(gradients) if g is not None] == self.given
+        return [gradients[k] for k in self.given]
+
+    def about(self) -> str:
+        return (
+            f"for the backward of {self._names(self.segment.steps)} over {_listed(self.inputs)}, "
+            f"run at {shown(user_position())}"
+        )
+
+
+class _Nudging(Torch):
+    """Applies rules, with what their ops give changed."""
+
+    def __init__(self, consts: list[Any], nudge: Nudge) -> None:
+        super().__init__(consts)
+        self.nudge, self.count = nudge, 0
+
+    def apply(self, op: Op, operands: tuple[Any, ...]) -> torch.Tensor:
+        value = super().apply(op, operands)
+        resolved = op.resolve(tuple(
+            (x.dtype, x.ndim) if isinstance(x, torch.Tensor) else (type(x), 0) for x in operands
+        ))  # fmt: skip
+        assert resolved is not None  # or there would be no kernel
+        self.count += 1
+        return self.nudge(op, CODES[resolved[0]], value, [*operands], self.count)
+
+
+class Check(Observer):
+    """Compares every flush and every backward with eager."""
+
+    def __init__(self) -> None:
+        self.cases: dict[int, _Forward] = {}  # by id of the Flush
+
+    def flushing(self, flush: Flush, chain: Chain, alive: Sequence[int], node: Node) -> None:
+        if flush.live and not node.relaxed and not capturing(flush.device):
+            make = lambda: _Forward(flush, chain, node)  # noqa: E731
+            self.cases[id(flush)] = _alone(node.recorder, make)
+
+    def flushed(self, flush: Flush) -> None:
+        case = self.cases.pop(id(flush), None)
+        if case is not None and not flush.raised and not flush.eager:
+            _alone(case.recorder, lambda: _compare(case, case.got()))
+
+    def backward(
+        self,
+        segment: Segment,
+        grads: Sequence[Any],
+        saved: Sequence[torch.Tensor],
+        consts: list[Any],
+        result: Sequence[torch.Tensor | None],
+    ) -> None:
+        """After a kernel has made the gradients `result`; see `autograd.observer`."""
+        if segment.nodes[0].relaxed or capturing(segment.recorder.device):
+            return
+
+        def compare() -> None:
+            case = _Backward(segment, grads, saved, consts, result)
+            _compare(case, [_plain(gradient) for gradient in result if gradient is not None])
+
+        _alone(segment.recorder, compare)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A handle for the memory of a concrete `tensor` that neither records nor has a graph."""
+    plain = torch.Tensor.detach(tensor)  # not the method, which is counted
+    plain.__class__ = torch.Tensor
+    return plain
+
+
+def _alone(recorder: Recorder, compute: Callable[[], Any]) -> Any:
+    """`compute()` after what runs on the device, without a graph and other threads' modes."""
+    results = []
+
+    def run(chain: Any) -> None:
+        if recorder.device.type == "cuda":  # what runs there may be on a stream of another thread
+            torch._C._cuda_synchronize()
+        was = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # `torch.no_grad` would start new chains
+        try:
+            with NoTorchFunction():
+                results.append(compute())
+        finally:
+            torch._C._set_grad_enabled(was)
+
+    _without_modes(run, recorder, recorder.chain)
+    return results[0]
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _compare(case: _Case, got: list[torch.Tensor]) -> None:
+    """Raise MismatchError if `got` is not what eager gives."""
+    found = _difference(case, got)
+    if found:
+        raise MismatchError(_message(case, got, found))
+
+
+def _difference(case: _Case, got: list[torch.Tensor]) -> str:
+    """What differs from eager, in words; empty if nothing does."""
+    allowed: list[list[torch.Tensor]] | None = None
+    for k, (what, ours, theirs) in enumerate(zip(case.what, got, case.want, strict=True)):
+        if ours.dtype is not theirs.dtype or ours.shape != theirs.shape:
+            return f"{what}, is {_spelled(ours)}, in eager {_spelled(theirs)}"
+        into = case.into is not None and k == len(got) - 1
+        if not into and ours.stride() != theirs.stride():
+            return f"{what}, has strides {ours.stride()}, in eager {theirs.stride()}"
+        same = _same(ours, theirs)
+        if bool(same.all()):
+            continue
+        if ours.device.type == "cpu":
+            allowed = _nudged_runs(case) if allowed is None else allowed
+            same |= _within(ours, theirs, [run[k] for run in allowed])
+        if not bool(same.all()):
+            where = tuple((~same).nonzero()[0].tolist())
+            return (
+                f"{what}, differs in {int((~same).sum())} of {same.numel()} elements, first at "
+                f"{list(where)}: {ours[where].item()!r}, in eager {theirs[where].item()!r}"
+            )
+    return ""
+
+
+def _spelled(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Elementwise: equal bits (on the CPU equal values), or both NaN."""
+    if not a.dtype.is_floating_point:
+        return a == b
+    nans = a.isnan() & b.isnan()
+    if a.device.type == "cpu":  # torch's own vector body and scalar tail differ in zeros' signs
+        return (a == b) | nans
+    bits = _BITS[a.dtype.itemsize]
+    return (a.contiguous().view(bits) == b.contiguous().view(bits)) | nans
+
+
+_ULP = 32  # how far a function may be from eager's on the CPU; README has what was measured
+_ULP_NARROW = 4  # an op on 16-bit floats, which eager rounds on the way: of its operands, too
+_EXACT = {"abs", "floor", "ceil", "trunc", "round", "copysign", "fmax", "fmin", "clip", "own",
+          "rnd", "by", "divide", "f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8", "u8",
+          "b1"}  # fmt: skip
+# differences of greater numbers: what is small is the error in terms of 1
+_CANCELLING = {"lgamma", "digamma", "logaddexp", "logaddexp2", "ndtr", "log_ndtr", "tanhshrink",
+               "gelu", "gelu_tanh", "logit", "logit_clamped"}  # fmt: skip
+
+_TWO_ORDERS = {"smooth_l1_loss_backward"}  # in torch's vector body and in its scalar tail
+
+
+@cache
+def _is_exact(op: Op, common: str) -> bool:
+    """Whether the CPU kernel of `op` computes what eager's does."""
+    if op.name in _TWO_ORDERS:
+        return False
+    trees = [tree for part in parse(op.expression(common, "cpu")) for tree in ast.walk(part)]
+    called = {
+        tree.func.id
+        for tree in trees
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)
+    }
+    return common not in ("f16", "bf16") and called <= _EXACT
+
+
+def _nudged_runs(case: _Case) -> list[list[torch.Tensor]]:
+    """Eager, with the result of every inexact op moved: up, down, and by turns."""
+    runs = []
+    for move in (lambda k: 1, lambda k: -1, lambda k: (-1) ** k, lambda k: -((-1) ** k)):
+
+        def nudge(
+            op: Op, common: str, value: torch.Tensor, operands: list[Any], k: int, move: Any = move
+        ) -> torch.Tensor:
+            return _nudged(op, common, value, operands, move(k))
+
+        runs.append(case.eager(nudge))
+    return runs
+
+
+def _nudged(
+    op: Op, common: str, value: torch.Tensor, operands: list[Any], sign: int
+) -> torch.Tensor:
+    if not value.dtype.is_floating_point or _is_exact(op, common):
+        return value
+    info = torch.finfo(value.dtype)
+    size = value.double().abs() + (1 if op.name in _CANCELLING else info.tiny)
+    if op.name.endswith("_backward"):  # a gradient times a derivative, which is such a difference
+        size = size + operands[0].double().abs()
+    ulp = _ULP * info.eps
+    if common in ("f16", "bf16"):
+        ulp = _ULP_NARROW * torch.finfo(torch.float16 if common == "f16" else torch.bfloat16).eps
+        for operand in operands:
+            size = size + abs(operand.double() if isinstance(operand, torch.Tensor) else operand)
+    return (value.double() + sign * ulp * size).to(value.dtype)
+
+
+def _within(ours: torch.Tensor, theirs: torch.Tensor, runs: list[torch.Tensor]) -> torch.Tensor:
+    """Elementwise: whether `ours` is as near to eager as the moved runs are, twice."""
+    values = torch.stack([run.double() for run in runs])
+    centre = theirs.double()
+    low, high = values.amin(0), values.amax(0)
+    inside = ours.double() >= centre - 2 * (centre - low)
+    inside &= ours.double() <= centre + 2 * (high - centre)
+    moved = (low != centre) | (high != centre)
+    return moved & (inside | ~values.isfinite().all(0) | ~centre.isfinite())
+
+
+# --- what is said -------------------------------------------------------------------------------
+
+
+def _message(case: _Case, got: list[torch.Tensor], found: str) -> str:
+    directory = config.dump_dir or tempfile.gettempdir()
+    os.makedirs(directory, exist_ok=True)
+    handle, path = tempfile.mkstemp(".pt", "autofuse-mismatch-", directory)
+    os.close(handle)
+    saved = {"inputs": case.inputs, "consts": case.consts, "eager": case.want, "fused": got}
+    torch.save(saved, path)
+    return (
+        f"{found}. A kernel on {case.recorder.device} {case.about()}, computes something else than "
+        "eager PyTorch. Please report it with this code and the file that it reads; until then run "
+        f"those lines inside autofuse.disabled().\n\n{_program(path, eager_code(case))}"
+    )
+
+
+def _listed(inputs: list[torch.Tensor]) -> str:
+    return ", ".join(map(spelled, inputs))
+
+
+def _program(path: str, code: list[str]) -> str:
+    lines = [
+        "import torch",
+        "",
+        f"saved = torch.load({path!r})",
+        'inputs = saved["inputs"]',
+        *code,
+        'fused = saved["fused"]  # what the kernel gave',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def eager_code(case: _Case) -> list[str]:
+    """Lines of PyTorch that compute `results` from `inputs`.
+
+    The ops are run, and the calls of torch functions that this makes written down.
+    """
+    with _Writer(case.known) as writer:
+        values = case.eager()
+    results = ", ".join(map(writer.spelled, values))
+    return [*writer.lines, f"results = [{results}]"]
+
+
+_PLACES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn,
+           "torch.special": torch.special, "torch.Tensor": torch.Tensor}  # fmt: skip
+
+
+def _name_of(func: Any) -> str:
+    """An expression for a torch function."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"torch.ops.{func}"
+    name = func.__name__
+    for place, owner in _PLACES.items():
+        if getattr(owner, name, None) is func:
+            return f"{place}.{name}"
+    return resolve_name(func) or f"{func.__module__}.{func.__qualname__}"
+
+
+class _Writer(TorchFunctionMode):
+    """Writes calls of torch functions down."""
+
+    def __init__(self, known: Known) -> None:
+        self.lines: list[str] = []
+        self.known: list[tuple[object, str]] = [*known]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.__name__ == "__get__" and not isinstance(result, torch.Tensor):
+            return result  # a dtype or shape
+        said = [*map(self.spelled, args), *(f"{k}={self.spelled(v)}" for k, v in kwargs.items())]
+        self.lines.append(f"v{len(self.lines)} = {_name_of(func)}({', '.join(said)})")
+        name = f"v{len(self.lines) - 1}"
+        self.known.append((result, name))
+        if isinstance(result, (tuple, list)):
+            self.known += [(part, f"{name}[{k}]") for k, part in enumerate(result)]
+        return result
+
+    def spelled(self, value: Any) -> str:
+        """An expression for an argument."""
+        if isinstance(value, torch.Tensor):
+            return next(name for known, name in self.known if known is value)
+        if isinstance(value, (tuple, list)):
+            items = "".join(f"{self.spelled(item)}, " for item in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items})"
+        if isinstance(value, float):
+            return repr(value) if value - value == 0 else f'float("{value}")'
+        return f"torch.{value!r}" if isinstance(value, torch.device) else repr(value)
+
+
+_check = Check()
+
+
+def _configure(*reason: object) -> None:
+    """Follow `config.check`."""
+    observe.remove(_check)
+    autograd.observer = _check.backward if config.check else None
+    if config.check:
+        observe.add(_check)
+
+
+def install() -> None:
+    """Follow the settings from now on."""
+    watch(_configure)
+    _configure()

@@ -1,0 +1,89 @@
+"""What autofuse did: counters. Reads everything, imported by no stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ..ops.coverage import coverage as coverage
+from ..record.chain import _all_recorders, counts, totals
+from ..supply import kernels as _compile
+from ..supply import service as background
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since the start or the last `reset_stats`, over all threads and devices.
+
+    ops_recorded: ops that went into a chain.
+    ops_eager: ops on wrapped tensors that ran as plain PyTorch.
+    flushes: how often chains ran, by reason.
+    kernels_launched: kernels.
+    kernels_compiled, kernels_loaded: kernels that came from a compiler, and from disk.
+    cache_hits: kernels that were needed and there already.
+    eager_flushes: chains that ran as eager ops because their kernel was not there yet.
+    nodes_elided, bytes_elided: dead intermediates that never got memory.
+    live_outs_stored: values that were written to memory.
+    bytes_saved_for_backward: of the tensors that the autograd nodes of fused chains keep.
+    replays: chains that ran as eager ops because their kernel failed.
+    eager_ops: eager ops on wrapped tensors, by name and reason.
+    workers_lost: processes of the background compiler that died or did not answer, by reason.
+    """
+
+    ops_recorded: int = 0
+    ops_eager: int = 0
+    flushes: dict[str, int] = field(default_factory=dict)
+    kernels_launched: int = 0
+    kernels_compiled: int = 0
+    kernels_loaded: int = 0
+    cache_hits: int = 0
+    nodes_elided: int = 0
+    bytes_elided: int = 0
+    live_outs_stored: int = 0
+    bytes_saved_for_backward: int = 0
+    eager_flushes: int = 0
+    replays: int = 0
+    eager_ops: dict[tuple[str, str], int] = field(default_factory=dict)
+    workers_lost: dict[str, int] = field(default_factory=dict)
+
+
+_base: Counter[str] = Counter()
+
+
+def _sum() -> Counter[str]:
+    total = Counter(counts.forgotten)
+    total["kernels_compiled"] = _compile.counts["compiled"]
+    total["kernels_loaded"] = _compile.counts["loaded"]
+    total["cache_hits"] = _compile.counts["found"]
+    for recorder in _all_recorders:
+        total.update(totals(recorder))
+        total["ops_recorded"] += len(recorder.chain)
+    return total
+
+
+def stats() -> Stats:
+    """The counters; ops that are still pending count as recorded."""
+    total = _sum()
+    total.subtract(_base)
+    return Stats(
+        **{name: total[name] for name in (
+            "ops_recorded", "kernels_launched", "kernels_compiled", "kernels_loaded", "cache_hits",
+            "eager_flushes", "nodes_elided", "bytes_elided", "live_outs_stored",
+            "bytes_saved_for_backward",
+        )},
+        ops_eager=sum(counts.eager.values()),
+        flushes=dict(counts.flushes),
+        replays=counts.replays,
+        eager_ops=dict(counts.eager),
+        workers_lost=dict(background.lost),
+    )  # fmt: skip
+
+
+def reset_stats() -> None:
+    """Set every counter to zero; ops that are pending then count as not recorded."""
+    _base.clear()
+    _base.update(_sum())
+    counts.flushes.clear()
+    counts.eager.clear()
+    counts.replays = 0
+    background.lost.clear()

@@ -1,0 +1,276 @@
+"""Observation: what runs, told as events to whoever looks. Nothing is done while nobody does.
+
+An Observer is added and removed. While there is one, `chain.observer` and `compile.listeners` lead
+here, and `chain.counts.eager` is a counter that tells. Observers are for the whole process, as the
+counters are: other threads, and those of a backward, are seen too.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..chain.shell import Meta
+from ..chain.trie import Node
+from ..errors import NotReadyError
+from ..kernel.source import Operand, Source, walk
+from ..layout import Ints
+from ..lines import Position, user_position
+from ..record import chain as _chain
+from ..record.chain import DEAD, Chain, EagerRunner, Recorder, ShortRunner, WaitingRunner
+from ..run.launch import Runner
+from ..supply import kernels as _compile
+
+OUTCOMES = ("hit", "soft miss", "hard miss")  # a kernel was in memory, on disk, to be compiled
+WAITS = "its kernel is not there yet"  # of a chain that ran as eager ops
+REFUSED = "its line has had its share of kernels (max_kernels_per_line)"
+
+
+@dataclass(slots=True, eq=False)
+class Flush:
+    """One run of a chain."""
+
+    reason: str
+    position: Position | None  # of the line that needed a value
+    device: torch.device
+    ops: tuple[str, ...]
+    inputs: tuple[Meta, ...]
+    values: tuple[Meta, ...]  # of every op
+    live: Ints  # indices of the values that were stored, ascending
+    outcome: str = "hit"  # the worst of its kernels
+    kernels: int = 0  # that were launched
+    eager: str = ""  # why it ran as eager ops, if it did
+    raised: bool = False
+    us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lookup:
+    """A kernel was needed (`made` is False), or has arrived."""
+
+    made: bool
+    source: Source
+    device: torch.device
+    outcome: str
+    us: float  # of the lookup, or from the first need to the arrival
+    position: Position | None
+    flush: Flush | None  # that needs it; None for backward, and where it arrives later
+
+
+class Observer:
+    """Does nothing at every event; subclasses say what they want to know.
+
+    A flush tells while it holds the lock of its recorder; what calls foreign code goes through
+    `unlocked`.
+    """
+
+    def flushing(self, flush: Flush, chain: Chain, alive: Sequence[int], node: Node) -> None:
+        """Before `chain`, which ends with `node` and has these reference counts, runs."""
+
+    def flushed(self, flush: Flush) -> None:
+        """After it ran, or raised."""
+
+    def looked_up(self, lookup: Lookup) -> None:
+        """A kernel was needed or has arrived."""
+
+    def ran_eagerly(self, name: str, reason: str) -> None:
+        """An op on wrapped tensors ran as plain PyTorch."""
+
+
+_observers: list[Observer] = []
+_lock = threading.RLock()  # a finalizer may look too, in the middle of it
+
+
+def add(observer: Observer) -> None:
+    """Tell `observer` of every event from now on."""
+    with _lock:
+        _observers.append(observer)
+        _connect()
+
+
+def remove(observer: Observer) -> None:
+    """Tell it no more; nothing happens if it was not told."""
+    with _lock:
+        if observer in _observers:
+            _observers.remove(observer)
+        _connect()
+
+
+def _connect() -> None:
+    """Hook into the flow while there are observers."""
+    counts = _chain.counts
+    if _observers and _chain.observer is None:
+        _chain.observer = _Watch
+        _compile.listeners.append(_listener)
+        counts.eager = _Telling(counts.eager)
+    elif not _observers and _chain.observer is not None:
+        _chain.observer = None
+        _compile.listeners.remove(_listener)
+        counts.eager = Counter(counts.eager)
+
+
+class _Telling(Counter):  # type: ignore[type-arg]
+    """`counts.eager`, telling of every op that is counted."""
+
+    def __init__(self, counted: Counter[tuple[str, str]]) -> None:
+        super().__init__()
+        dict.update(self, counted)
+
+    def __setitem__(self, key: tuple[str, str], count: int) -> None:
+        super().__setitem__(key, count)
+        again = _running.refused and key[1] == "not in the table"
+        _running.refused = sys._getframe(1).f_code is _chain.record.__code__
+        if again:  # what could not be recorded is counted again where it runs
+            return
+        for observer in list(_observers):
+            observer.ran_eagerly(*key)
+
+
+class _Running(threading.local):
+    watch: _Watch | None = None  # of the innermost flush of this thread
+    refused = False  # the last op counted was not recorded, and is to run next
+
+    @property
+    def flush(self) -> Flush | None:
+        return None if self.watch is None else self.watch.flush
+
+
+_running = _Running()
+
+
+def unlocked(call: Callable[[], None]) -> None:
+    """Call `call` now, or at the end of the flush that this thread is in, without its lock.
+
+    A thread that flushes would wait for ever for a lock whose owner needs the value.
+    """
+    if _running.watch is None:
+        call()
+    else:
+        _running.watch.calls.append(call)
+
+
+class _Watch:
+    """Makes the events of one flush."""
+
+    def __init__(
+        self, recorder: Recorder, chain: Chain, node: Node, alive: tuple[int, ...], reason: str
+    ) -> None:
+        nodes = node.path()
+        self.lock, self.calls = recorder.lock, list[Callable[[], None]]()
+        self.observers = list(_observers)
+        self.flush = flush = Flush(
+            reason=reason,
+            position=user_position(),
+            device=recorder.device,
+            ops=tuple(one.op.name for one in nodes if one.op is not None),
+            inputs=node.inputs,
+            values=tuple(one.meta for one in nodes if one.meta is not None),
+            live=tuple(index for index, held in enumerate(alive) if held > DEAD),
+        )
+        self.outer, _running.watch = _running.watch, self
+        try:
+            for observer in self.observers:
+                observer.flushing(flush, chain, alive, node)
+        except BaseException:
+            _running.watch = self.outer
+            raise
+        self.begun = time.perf_counter()
+
+    def failed(self, error: Exception) -> None:
+        self.flush.eager = f"its kernel failed: {error}"
+        if isinstance(error, NotReadyError):
+            self.flush.eager = WAITS
+
+    def ended(self, runner: Runner | None) -> None:
+        flush = self.flush
+        flush.us = (time.perf_counter() - self.begun) * 1e6
+        if runner is None:
+            flush.raised, flush.eager = True, ""
+        elif not flush.eager:
+            flush.eager = _why_eager(runner)
+            flush.kernels = 0 if flush.eager else len(runner.kernels)
+        if flush.eager in (WAITS, REFUSED):
+            flush.outcome = "hard miss"
+        try:
+            for observer in self.observers:
+                observer.flushed(flush)
+        finally:
+            _running.watch = self.outer
+            if self.outer is not None:
+                self.outer.calls += self.calls
+            elif self.calls:
+                self._call()
+
+    def _call(self) -> None:
+        """What waited for the lock; a flush may be part of something that holds it as well."""
+        held = self.lock._release_save()  # type: ignore[attr-defined] - as a Condition does
+        try:
+            for call in self.calls:
+                call()
+        finally:
+            self.lock._acquire_restore(held)  # type: ignore[attr-defined]
+
+
+def _why_eager(runner: Runner) -> str:
+    """Why `runner` runs a chain as eager ops; empty if it does not."""
+    if not isinstance(runner, EagerRunner) or not runner.live:
+        return ""
+    if isinstance(runner, WaitingRunner):
+        return REFUSED if runner.order.refused else WAITS
+    if isinstance(runner, ShortRunner):
+        return runner.reason
+    return "gradients would add up in another order"
+
+
+class _Listener:
+    """Tells of kernels; what a flush has to wait for becomes its outcome."""
+
+    def needed(self, source: Source, device: torch.device, outcome: str, us: float) -> None:
+        flush = _running.flush
+        if flush is not None:
+            flush.outcome = max(flush.outcome, outcome, key=OUTCOMES.index)
+        _tell(Lookup(False, source, device, outcome, us, _place(flush, source), flush))
+
+    def made(
+        self, source: Source, device: torch.device, outcome: str, us: float, asked: Position | None
+    ) -> None:
+        flush = _running.flush
+        position = asked or _place(flush, source)
+        _tell(Lookup(True, source, device, outcome, us, position, flush))
+
+
+_listener = _Listener()
+
+
+def _tell(lookup: Lookup) -> None:
+    for observer in list(_observers):
+        observer.looked_up(lookup)
+
+
+def _place(flush: Flush | None, source: Source) -> Position | None:
+    """The user's line that needs a kernel; for one that arrives from the background, needed it."""
+    position = flush.position if flush is not None else user_position()
+    if position is None:
+        for asked, sources in list(_compile._positions.items()):
+            if source in sources:
+                return asked
+    return position
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def spelled(meta: Meta | torch.Tensor) -> str:
+    """`float32[8, 16]`."""
+    return f"{str(meta.dtype).removeprefix('torch.')}[{', '.join(map(str, meta.shape))}]"
+
+
+def walked(operand: Operand) -> str:
+    """`f32 strided x unit`: an operand of a kernel, which knows no sizes."""
+    return f"{operand.code} {walk(operand.axes)}"

@@ -1,0 +1,278 @@
+"""Explaining: what autofuse did with a region of a program, why, and what would help.
+
+A Report is an Observer with a memory. It holds no values: what it keeps of a tensor is its dtype,
+shape and who held it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..api import _call
+from ..chain.shell import Tensor
+from ..chain.trie import Node
+from ..kernel.source import Source
+from ..lines import Position, user_position
+from ..record.chain import ASIDE, DEAD, Chain, _all_recorders
+from ..run.launch import Runner
+from ..supply.kernels import target_of
+from . import counters as _report
+from . import events as observe
+from . import reads
+from .events import Flush, Lookup, Observer, spelled
+from .holders import ARGUMENT, holders
+from .logs import assembly
+from .text import advice_on, lines_of, summary
+
+
+@dataclass(frozen=True, slots=True)
+class LiveOut:
+    """A value that was written to memory because something outside the chain could see it."""
+
+    op: str
+    what: str  # "float32[8, 16]"
+    nbytes: int
+    position: Position | None  # of the flush
+    holders: tuple[str, ...]  # "variable h", "list outs", "attribute h of Cell", "C++", ...
+    last: bool  # it is what its chain ends with
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """A kernel that ran, and how often; one entry for each set of sizes."""
+
+    name: str
+    launches: int
+    reads: tuple[str, ...]  # "float32[8, 16]"
+    writes: tuple[str, ...]
+    bytes_read: int  # of one launch
+    bytes_written: int
+    backward: bool
+    target: str  # "sm_90" or "cpu"
+    kernel: Source
+
+    @property
+    def source(self) -> str:
+        """The text that was compiled."""
+        return self.kernel.text
+
+    @property
+    def ptx(self) -> str:
+        """The PTX, made again with the compiler; of a CPU kernel its LLVM IR."""
+        return assembly(self.kernel, self.target)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """A read that made the host wait."""
+
+    name: str  # "item", "bool", ...
+    position: Position | None
+    text: str  # "loss.item()", as the program says it
+
+
+class Report(Observer):
+    """What `explain` found; a context manager around the region it is about.
+
+    Covers the whole process, as `stats` does, while it is open. `print` it.
+
+    flushes: every run of a chain: its ops, Inputs, reason, position, microseconds.
+    stored: the values that were written to memory, and who held them.
+    syncs: the reads that made the host wait.
+    looked_up_kernels: kernels that were needed or arrived: hit, soft miss or hard miss.
+    kernels: what was launched, with text, PTX, and bytes; known when the region has ended.
+    launches, bytes_saved, values_elided: kernels launched; dead intermediates that never got
+        memory, and their bytes.
+    ops_eager: ops that ran as plain PyTorch, by (op, reason).
+    pending: ops that were recorded inside and had not run at its end.
+    result: of the function that was explained.
+    """
+
+    def __init__(self) -> None:
+        self.result: Any = None
+        self.flushes: list[Flush] = []
+        self.stored: list[LiveOut] = []
+        self.syncs: list[Sync] = []
+        self.lookups: list[Lookup] = []
+        self.kernels: list[KernelUse] = []
+        self.ops_eager: Counter[tuple[str, str]] = Counter()
+        self.launches = self.bytes_saved = self.values_elided = self.pending = 0
+        self.open = False
+        self._held: dict[object, tuple[str, ...]] = {}  # by place and trie node: gc takes 20 ms
+        self._runs: dict[Runner, int] = {}  # before the region
+        self._totals: Counter[str] = Counter()
+
+    # --- the region ---
+
+    def __enter__(self) -> Report:
+        if self.open or self.flushes or self._runs:
+            raise RuntimeError("this report is about another region; call autofuse.explain() again")
+        self.open = True
+        self._runs = {runner: runner.runs for runner in _runners()}
+        self._totals = _report._sum()
+        reads.watch(self.read)
+        observe.add(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.open = False
+        observe.remove(self)
+        reads.unwatch(self.read)
+        after = _report._sum()
+        self.launches = after["kernels_launched"] - self._totals["kernels_launched"]
+        self.bytes_saved = after["bytes_elided"] - self._totals["bytes_elided"]
+        self.values_elided = after["nodes_elided"] - self._totals["nodes_elided"]
+        self.pending = sum(len(recorder.chain) for recorder in _all_recorders)
+        used: Counter[KernelUse] = Counter()
+        for runner in _runners():
+            runs = runner.runs - self._runs.get(runner, 0)
+            if runs > 0:
+                used.update(dict.fromkeys(_uses(runner), runs))
+        self.kernels = [replace(use, launches=runs) for use, runs in used.most_common()]
+        self._runs, self._held = {}, {}
+
+    # --- events ---
+
+    def flushing(self, flush: Flush, chain: Chain, alive: Sequence[int], node: Node) -> None:
+        self.flushes.append(flush)
+        shells = [chain[index] for index in flush.live]
+        for index, who in zip(flush.live, self._holders(flush, shells, alive, node), strict=True):
+            meta = flush.values[index]
+            self.stored.append(
+                LiveOut(
+                    flush.ops[index],
+                    spelled(meta),
+                    meta.nbytes,
+                    flush.position,
+                    who,
+                    index == len(flush.ops) - 1,
+                )
+            )
+
+    def flushed(self, flush: Flush) -> None:
+        if flush.eager:
+            for op in flush.ops:
+                self.ops_eager[op, flush.eager] += 1
+
+    def looked_up(self, lookup: Lookup) -> None:
+        self.lookups.append(lookup)
+
+    def ran_eagerly(self, name: str, reason: str) -> None:
+        self.ops_eager[name, reason] += 1
+        if name in reads.SYNCS:
+            self.read(name)
+
+    def read(self, name: str) -> None:
+        """Note a read that makes the host wait."""
+        position = user_position()
+        self.syncs.append(Sync(name.strip("_"), position, reads.said(name, position)))
+
+    def _holders(
+        self, flush: Flush, shells: list[Tensor], alive: Sequence[int], node: Node
+    ) -> list[tuple[str, ...]]:
+        """Who holds each of the live `shells` of a chain that ends with `node`."""
+        keys = [(flush.position, node, index) for index in flush.live]
+        if not all(key in self._held for key in keys):
+            counts = [alive[index] - DEAD for index in flush.live]
+            found = holders(shells, counts)
+            if flush.reason == "fuse":  # the outermost fused call has just returned it
+                found = [("the result of the call",) if who == (ARGUMENT,) else who
+                         for who in found]  # fmt: skip
+            self._held.update(zip(keys, found, strict=True))
+        return [self._held[key] for key in keys]
+
+    # --- what it comes to ---
+
+    @property
+    def ops_fused(self) -> Counter[str]:
+        """Ops that were computed by kernels, or not at all because nobody could see them."""
+        fused = (flush for flush in self.flushes if not flush.eager and not flush.raised)
+        return Counter(op for flush in fused for op in flush.ops)
+
+    @property
+    def ops_seen(self) -> Counter[str]:
+        """Every op on a wrapped tensor that ran, fused or not."""
+        seen = self.ops_fused
+        for (op, reason), count in self.ops_eager.items():
+            if reason != ASIDE:
+                seen[op] += count
+        return seen
+
+    @property
+    def chains(self) -> list[int]:
+        """Ops of each chain that ran."""
+        return [len(flush.ops) for flush in self.flushes]
+
+    @property
+    def median_chain(self) -> float:
+        """Median of `chains`; 0 if there is none."""
+        return statistics.median(self.chains or [0])
+
+    @property
+    def longest_chain(self) -> int:
+        """The longest of `chains`; 0 if there is none."""
+        return max(self.chains, default=0)
+
+    @property
+    def reasons(self) -> Counter[tuple[str, Position | None]]:
+        """Flushes by reason and the user's file and line."""
+        return Counter((flush.reason, flush.position) for flush in self.flushes)
+
+    @property
+    def advice(self) -> list[str]:
+        """What would help, in plain words."""
+        return advice_on(self)
+
+    def __str__(self) -> str:
+        return "\n".join(lines_of(self))
+
+    def __repr__(self) -> str:
+        return f"<autofuse report: {summary(self)}>"
+
+
+def explain(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Report:
+    """What autofuse does with `fn(*args, **kwargs)`, or with the region of a `with` statement.
+
+    fn: a function or module, run once as `autofuse.fuse` would run it; its result is
+        `report.result`. Without it, `with autofuse.explain() as report:` explains what is inside.
+
+    Results are what they are without it; the region runs slower, because lines of the program and
+    holders of values are looked up. A first run compiles: explain a second one to see steady state.
+    Raises whatever the function raises.
+    """
+    report = Report()
+    if fn is not None:
+        with report:
+            report.result = _call(fn, args, kwargs, [])
+    return report
+
+
+def _runners() -> list[Runner]:
+    return [runner for recorder in _all_recorders for runner in list(recorder.runners)]
+
+
+def _uses(runner: Runner) -> list[KernelUse]:
+    """What one run of `runner` launches."""
+    found = []
+    for piece, kernel in zip(runner.pieces, runner.kernels, strict=False):
+        reads = [runner.inputs[~ref] if ref < 0 else runner.nodes[ref].meta for ref in piece.loads]
+        writes = [runner.nodes[index].meta for index in piece.stores]
+        moved = [[meta for meta in metas if meta is not None] for metas in (reads, writes)]
+        found.append(
+            KernelUse(
+                name=kernel.source.name,
+                launches=1,
+                reads=tuple(map(spelled, moved[0])),
+                writes=tuple(map(spelled, moved[1])),
+                bytes_read=sum(meta.nbytes for meta in moved[0]),
+                bytes_written=sum(meta.nbytes for meta in moved[1]),
+                backward=not runner.recorded,
+                target=target_of(runner.device),
+                kernel=kernel.source,
+            )
+        )
+    return found

@@ -1,0 +1,1 @@
+"""The op table: a row per op, and what of torch the rows cover."""

@@ -1,0 +1,1 @@
+"""Settings: what may be set, in the environment and as attributes of `config`."""

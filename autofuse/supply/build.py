@@ -1,0 +1,51 @@
+"""Building: a binary from a Source, by one of the many processes that want it at a time."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from ..kernel import llvm as _llvm
+from ..kernel.cuda import assemble, capability_of, compile_ptx
+from ..kernel.llvm import compile_object, undisturbed
+from ..kernel.source import Source
+from .disk import DiskCache
+
+_lock = threading.RLock()  # numba's typing and LLVM's contexts are not made for threads
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A binary and where it came from."""
+
+    binary: bytes
+    built: bool  # here and now; otherwise it was on disk
+    unsaved: str = ""  # why it is not on disk
+
+
+@undisturbed
+def build_once(source: Source, target: str, key: str, cache: DiskCache) -> Made:
+    """The binary of `source`; of many processes that want it at a time one builds."""
+    with cache.building(key):
+        binary = cache.get(key)
+        if binary is not None:
+            return Made(binary, False)
+        binary = build(source, target)
+        about = {"name": source.name, "target": target, "source": source.text}
+        return Made(binary, True, cache.put(key, binary, about))
+
+
+def build(source: Source, target: str) -> bytes:
+    """The binary of `source` for a target as `sm_90`, or `cpu` for this machine's."""
+    with _lock:
+        if source.device == "cpu":
+            return compile_object(source)
+        capability = capability_of(target)
+        return assemble(compile_ptx(source, capability), capability)
+
+
+def forget_threads() -> None:
+    """After a fork: another thread may have held the lock, or LLVM's."""
+    global _lock
+    _lock = threading.RLock()
+    _llvm.forget_threads()

@@ -1,0 +1,512 @@
+"""Compilation: from Plans to Kernels, by the cheapest way there is: memory, disk, a compiler.
+
+A kernel that was ever compiled on this machine is loaded at once. Another one is compiled where
+`config.compile` says: "now", or in the background, and until it is there its chains run as the
+eager ops they were recorded from. Nothing here is on the launch path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import ColdKernelError, KernelError, warn_once
+from ..inside import BusyError, being_inside, is_foreign, is_owned, patience
+from ..kernel.plan import Plan
+from ..kernel.source import Parameters, Source, difference, nearest
+from ..kernel.text import source_of
+from ..lines import Position, user_position
+from ..progress import progress
+from ..settings.config import config, watch
+from .disk import DiskCache
+from .load import Module, load
+from .service import Answer, Job, Service, forget_service, say_unsaved, service
+from .toolchain import compilers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """A compiled Plan, loaded on one device."""
+
+    plan: Plan
+    source: Source
+    parameters: Parameters
+    module: Module  # stays loaded as long as this is held
+
+    @property
+    def entry(self) -> Any:
+        """A CUfunction on CUDA; a callable on the CPU."""
+        return self.module.entry
+
+
+class Request:
+    """A kernel that is not there yet; hashed by identity."""
+
+    __slots__ = ("asked", "begun", "device", "error", "key", "plan", "position", "source", "state")
+
+    def __init__(self, plan: Plan, source: Source, key: str, device: torch.device) -> None:
+        self.plan, self.source, self.key, self.device = plan, source, key, device
+        self.asked = 0  # chains that would have used it
+        self.begun = time.perf_counter()  # when it was asked for
+        self.position: Position | None = None  # where, if somebody listens
+        self.state = "rare"  # then "queued", or "failed"; "refused" is a line's kernel too many
+        self.error = ""
+
+
+_kernels: dict[tuple[Plan, torch.device], Kernel] = {}
+_requests: dict[tuple[Plan, torch.device], Request] = {}
+_lock = threading.RLock()
+_done = threading.Condition(_lock)
+_news = 0
+_queued: set[Request] = set()  # that are with the background compiler
+_forbidden = 0  # `no_compile` blocks that are open
+_positions: dict[Position, list[Source]] = defaultdict(list)  # asked for, by user's line
+_on_news: list[Callable[[], None]] = []
+_on_evict: list[Callable[[], None]] = []
+counts: Counter[str] = Counter()  # kernels: compiled, loaded (from disk), found (in memory)
+
+
+class Listener(Protocol):
+    """Who is told of kernels: `needed` when one is looked up, `made` when one has arrived.
+
+    outcome: "hit" (in memory), "soft miss" (on disk) or "hard miss" (to be compiled).
+    us: how long the caller was held up; for `made`, since the kernel was asked for.
+    asked: the user's line that asked for it, if it was noted.
+    Called without the locks of this module.
+    """
+
+    def needed(self, source: Source, device: torch.device, outcome: str, us: float) -> None: ...
+
+    def made(
+        self, source: Source, device: torch.device, outcome: str, us: float, asked: Position | None
+    ) -> None: ...
+
+
+listeners: list[Listener] = []  # empty unless somebody observes
+
+
+class Order:
+    """The kernels that something needs, asked for again and again until they are there."""
+
+    __slots__ = ("counted", "device", "plans", "seen")
+
+    def __init__(self, plans: list[Plan], device: torch.device, counted: bool = True) -> None:
+        self.plans, self.device = plans, device
+        self.counted = counted  # among the kernels that a line of the program may ask for
+        self.seen = -1  # `_news` when there was nothing left to ask for
+
+    @property
+    def quiet(self) -> bool:
+        """Whether asking is of no use: 0.1 us; finding kernels by their Plans takes 10 and more."""
+        return self.seen == _news
+
+    @property
+    def refused(self) -> bool:
+        """Whether the line that needs them has had its share of kernels."""
+        requests = (_requests.get((plan, self.device)) for plan in self.plans)
+        return any(request is not None and request.state == "refused" for request in requests)
+
+    def filled(self) -> list[Kernel] | None:
+        """The kernels; None while some are not there, which are then asked for.
+
+        Raises KernelError if one cannot be had, and ColdKernelError inside `no_compile`.
+        """
+        if self.quiet:
+            return None
+        now = _news
+        look_up = _told if listeners else _kernel_for
+        found = [look_up(plan, self.device, self.counted)[0] for plan in self.plans]
+        if _BUSY in found:
+            return None
+        ready = [kernel for kernel in found if kernel is not None]
+        if len(ready) == len(found):
+            return ready
+        requests = (_requests.get((plan, self.device)) for plan in self.plans)
+        if all(request is None or request.state in ("queued", "refused") for request in requests):
+            self.seen = now
+        return None
+
+
+def _stir(*reason: object) -> None:
+    """What was waited for may be there, or is to be had in another way; called without locks."""
+    global _news
+    _news += 1
+    for listener in _on_news:
+        listener()
+
+
+def news() -> int:
+    """Another number whenever it is worth asking again."""
+    return _news
+
+
+def outstanding() -> int:
+    """Kernels that are with the background compiler."""
+    return len(_queued)
+
+
+def on_news(listener: Callable[[], None]) -> None:
+    """Call `listener` whenever it is worth asking again, in any thread."""
+    _on_news.append(listener)
+
+
+_BUSY: Any = object()  # another thread is at it, and this one has waited long enough: ask again
+_WAIT_SECONDS = 5.0
+_HIT, _SOFT, _HARD = "hit", "soft miss", "hard miss"
+
+
+def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
+    """The kernel if it is to be had now, or `_BUSY`; and where it was, see `Listener`."""
+    lock = _lock
+    owned = is_owned(lock)
+    leave = int if owned else lock.release
+    with being_inside():
+        try:
+            taken = owned or lock.acquire(False) or lock.acquire(timeout=patience(_WAIT_SECONDS))
+            return _looked_up(plan, device, counted) if taken else (_BUSY, _HARD)
+        except BusyError:
+            return _BUSY, _HARD
+        finally:
+            try:
+                leave()  # at once: an interrupt may have come before `taken` was told
+            except RuntimeError as error:
+                if is_foreign(error):
+                    raise  # otherwise the lock was not taken
+
+
+def _looked_up(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
+    """`_kernel_for` with the lock held."""
+    kernel = _kernels.get((plan, device))
+    if kernel is not None:
+        counts["found"] += 1
+        return kernel, _HIT
+    request = _requests.get((plan, device))
+    if request is None:
+        source = source_of(plan, target_of(device))
+        request = Request(plan, source, key_of(source, device), device)
+        binary = _cache().get(request.key)
+        if binary is not None:
+            counts["loaded"] += 1
+            return _publish(request, binary), _SOFT
+        if _forbidden:
+            raise ColdKernelError(_cold(request, "no_compile() is active"))
+        if len(_requests) >= 4 * config.max_kernels:
+            for key in [key for key, old in _requests.items() if old not in _queued]:
+                del _requests[key]
+        _requests[plan, device] = request
+    elif _forbidden:
+        raise ColdKernelError(_cold(request, "no_compile() is active"))
+    return _advance(request, counted)
+
+
+def _told(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
+    """`_kernel_for`, and the listeners are told how it went."""
+    begun, outcome = time.perf_counter(), _HARD
+    kernel, request = None, _requests.get((plan, device))
+    try:
+        kernel, outcome = found = _kernel_for(plan, device, counted)
+        return found
+    finally:
+        now = time.perf_counter()
+        if kernel is None or kernel is _BUSY:
+            kernel, source = None, source_of(plan, target_of(device))
+        else:
+            source = kernel.source
+        asked = begun if request is None else request.begun
+        for listener in list(listeners):
+            if kernel is not None and outcome is not _HIT:
+                listener.made(source, device, outcome, (now - asked) * 1e6, None)
+            listener.needed(source, device, outcome, (now - begun) * 1e6)
+
+
+def _advance(request: Request, counted: bool) -> tuple[Kernel | None, str]:
+    """The kernel of `request` if it is to be had now; otherwise see to it that it will be."""
+    request.asked += 1
+    if request.state == "failed":
+        raise KernelError(request.error)
+    if request.state == "refused":
+        return None, _HARD
+    mode = config.compile
+    if mode == "auto":
+        mode = "background" if request.device.type == "cuda" else "now"
+    if mode == "background" and config.workers > 0:
+        compiler = service(config.workers, _cache())
+        if not compiler.unavailable:
+            if request.state == "rare" and request.asked >= config.compile_after:
+                if counted and _too_many(request):
+                    return None, _HARD
+                _submit(request, compiler)
+            if capturing(request.device):
+                warn_once(
+                    f"autofuse: a CUDA graph has captured {request.source.name} as eager ops, for "
+                    "its kernel is not there yet. Run the chain "
+                    f"{config.compile_after} times before the capture and call autofuse.wait()."
+                )
+            return None, _HARD
+        warn_once(f"autofuse: kernels are compiled in this process: {compiler.unavailable}")
+    if request.state == "rare" and counted and _too_many(request):
+        return None, _HARD
+    if capturing(request.device):
+        raise ColdKernelError(_cold(request, "a CUDA graph is being captured"))
+    return _compile_now(request)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched on `device` now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _compile_now(request: Request) -> tuple[Kernel, str]:
+    from .build import build_once
+
+    with progress(f"compiling {request.source.name}"):
+        made = build_once(request.source, target_of(request.device), request.key, _cache())
+    counts["compiled" if made.built else "loaded"] += 1
+    if made.unsaved:
+        say_unsaved(made.unsaved)
+    return _publish(request, made.binary), _HARD if made.built else _SOFT
+
+
+def _submit(request: Request, compiler: Service) -> None:
+    source = request.source.to_json()
+    facts = compilers(request.device.type)
+    queued = _queued
+
+    def done(answer: Answer) -> None:
+        _deliver(request, answer, queued)
+
+    job = Job(source, target_of(request.device), request.key, facts, done)
+    request.begun, request.position = time.perf_counter(), user_position() if listeners else None
+    request.state = "queued"
+    queued.add(request)
+    try:
+        compiler.submit(job)
+    except BaseException:  # interrupted: asked for again next time
+        request.state = "rare"
+        queued.discard(request)
+        raise
+
+
+def _deliver(request: Request, answer: Answer, queued: set[Request]) -> None:
+    """Take what the background compiler has made; in its thread. Whatever fails, `wait` returns."""
+    module, error = None, answer.error
+    if not error:
+        try:
+            module = load(answer.binary, request.source, request.device)
+        except Exception as failure:
+            error = f"{request.source.name}: {failure}"
+    try:
+        if module is not None and queued is _queued:  # before `wait` returns
+            outcome = "hard miss" if answer.built else "soft miss"
+            us = (time.perf_counter() - request.begun) * 1e6
+            for listener in list(listeners):
+                listener.made(request.source, request.device, outcome, us, request.position)
+    finally:
+        if _took(request, module, error, answer, queued):
+            _stir()
+    if answer.unsaved:
+        say_unsaved(answer.unsaved)
+
+
+def _took(
+    request: Request, module: Module | None, error: str, answer: Answer, queued: set[Request]
+) -> bool:
+    """Keep the module, or what became of it; False if it was forgotten meanwhile."""
+    with _lock:
+        if queued is not _queued:
+            return False
+        request.state, request.error = "failed", error or "no memory for it"
+        try:
+            if module is not None:
+                counts["compiled" if answer.built else "loaded"] += 1
+                _keep(request, module)
+            elif answer.refused:
+                request.state = "rare"  # compiled in this process, when it is needed next
+        finally:
+            queued.discard(request)
+            _done.notify_all()
+    return True
+
+
+def _publish(request: Request, binary: bytes) -> Kernel:
+    return _keep(request, load(binary, request.source, request.device))
+
+
+def _keep(request: Request, module: Module) -> Kernel:
+    if len(_kernels) >= config.max_kernels:
+        _evict()
+    source, key = request.source, (request.plan, request.device)
+    kernel = _kernels[key] = Kernel(request.plan, source, Parameters.of(source), module)
+    _requests.pop(key, None)
+    return kernel
+
+
+def _evict() -> None:
+    """Forget every kernel; those that nobody holds are unloaded, the others come back from disk."""
+    _kernels.clear()
+    for forget in _on_evict:
+        forget()
+
+
+def on_evict(forget: Callable[[], None]) -> None:
+    """Call `forget` when there are too many kernels, to let go of those it holds."""
+    _on_evict.append(forget)
+
+
+# --- what a key is -------------------------------------------------------------------------------
+
+
+def target_of(device: torch.device) -> str:
+    """What `build` compiles for: sm_90, or cpu."""
+    return _capability(device) if device.type == "cuda" else "cpu"
+
+
+@cache
+def _capability(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def key_of(source: Source, device: torch.device) -> str:
+    """The name of a kernel on disk: what it computes, for what, and with which compilers."""
+    facts = (source.to_json(), target_of(device), *compilers(device.type))
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+
+@cache
+def _cache() -> DiskCache:
+    return DiskCache()
+
+
+_cache()  # a bad setting is said at import
+
+
+# --- kernels that keep changing ------------------------------------------------------------------
+
+
+def _too_many(request: Request) -> bool:
+    """Whether the line that needs this kernel has had its share, which refuses it."""
+    position = user_position(in_file=True)
+    if position is None:
+        return False
+    asked = _positions[position]
+    if request.source in asked[: config.max_kernels_per_line]:  # its compile was interrupted
+        return False
+    if len(asked) < config.max_kernels_per_line:
+        asked.append(request.source)
+        return False
+    request.state = "refused"
+    if len(asked) > config.max_kernels_per_line:
+        return True
+    asked.append(request.source)  # one more than there may be: the warning is out
+    name, line = position
+    changes = [difference(a, b) for a, b in pairwise(asked[-9:])]
+    most = max(reversed(changes), key=changes.count)
+    warn_once(
+        f"autofuse: {name}:{line} has asked for {len(asked) - 1} kernels, each for another chain; "
+        f"new ones run as eager ops there. What keeps changing: {most}. "
+        "Raise autofuse.config.max_kernels_per_line if that is meant."
+    )
+    return True
+
+
+# --- the public side -----------------------------------------------------------------------------
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Block until every kernel that was asked for is there; False if `timeout` (s) ran out first.
+
+    Kernels are asked for when a chain has run `config.compile_after` times.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    with progress(f"waiting for {outstanding()} kernels"), _done:
+        while _queued:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            _done.wait(left)
+    return True
+
+
+class no_compile:  # noqa: N801 - used like a function
+    """Raise ColdKernelError where a kernel would have to be compiled; a context manager.
+
+    For the whole process, so that the threads of a backward are covered.
+    """
+
+    def __enter__(self) -> None:
+        global _forbidden
+        with _lock:
+            _forbidden += 1
+        try:
+            _stir()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        global _forbidden
+        with _lock:
+            _forbidden -= 1
+
+
+def _cold(request: Request, why: str) -> str:
+    """What is said of a kernel that may not be compiled."""
+    known = [kernel.source for kernel in kernels()]
+    like = nearest(request.source, known)
+    text = f"no kernel for {request.source.name} in memory or on disk, and {why}."
+    if like is not None:
+        text += f" The nearest known one is {like.name}; here: {difference(like, request.source)}."
+    return (
+        f"{text} Run the chain {config.compile_after} times before and call autofuse.wait()."
+        f"\n{request.source.text}"
+    )
+
+
+def kernels() -> list[Kernel]:
+    """Every kernel loaded in this process."""
+    return list(_kernels.values())
+
+
+def clear_kernels() -> None:
+    """Forget every kernel and every request, and what the background compiler is doing."""
+    global _queued
+    with _lock:
+        _kernels.clear()
+        _requests.clear()
+        _positions.clear()
+        _queued = set()  # an answer to a request of the old one is dropped
+        _cache.cache_clear()
+        close = forget_service()
+        _done.notify_all()
+    _stir()
+    close()
+
+
+def forget_threads() -> None:
+    """After a fork: locks are free, and what the parent has asked for must be asked for again."""
+    global _lock, _done, _queued
+    _lock = threading.RLock()
+    _done = threading.Condition(_lock)
+    for request in _queued:
+        request.state = "rare"
+    _queued = set()
+    forget_service(forked=True)
+    if "autofuse.supply.build" in sys.modules:
+        from .build import forget_threads
+
+        forget_threads()
+    _stir()
+
+
+watch(_stir)

@@ -1,0 +1,127 @@
+"""Loading: from a binary to something that can be launched, and back when nothing can launch it.
+
+A `Module` owns what the driver or LLVM has loaded. A CUDA module is unloaded some time after the
+last kernel that uses it has gone, when another one is loaded: after a synchronize, because launches
+may still be running, and never once a CUDA graph was captured, because a graph may hold it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ..errors import BuildError, KernelError
+from ..kernel.source import Parameters, Source
+
+if torch.cuda.is_available():  # 28 ms, which a first iteration would feel
+    with suppress(ImportError):
+        import cuda.bindings.driver  # noqa: F401
+
+
+_retired: list[tuple[Any, torch.device]] = []
+
+
+class Module:
+    """A loaded binary; `entry` is a CUfunction on CUDA, a callable on the CPU."""
+
+    device = torch.device("cpu")  # where an interrupt has come before it was told
+
+    def __init__(self, entry: Any, handle: Any, device: torch.device) -> None:
+        self.entry, self.handle, self.device = entry, handle, device
+
+    def __del__(self, retired: list[tuple[Any, torch.device]] = _retired) -> None:
+        if self.device.type == "cuda":
+            retired.append((self.handle, self.device))  # any thread, any moment: not now
+
+
+_captured = False  # a CUDA graph was captured: modules stay
+
+
+def keep_modules() -> None:
+    """From now on no module is unloaded: a CUDA graph may hold its kernels."""
+    global _captured
+    _captured = True
+
+
+def load(binary: bytes, source: Source, device: torch.device) -> Module:
+    """The kernel of `source`, ready to be launched on `device`."""
+    return _load_cpu(binary, source) if device.type == "cpu" else _load_cuda(binary, source, device)
+
+
+def enter_context(device: torch.device) -> None:
+    """Make the device's primary context current in this thread, as a first torch op would."""
+    if device.type != "cuda":
+        return
+    from cuda.bindings import driver
+
+    error, context = driver.cuCtxGetCurrent()
+    if not error and int(context):
+        return
+    torch.cuda.init()
+    error, handle = driver.cuDeviceGet(device.index)
+    if not error:
+        error, context = driver.cuDevicePrimaryCtxRetain(handle)  # torch never releases its own
+    if not error:
+        (error,) = driver.cuCtxSetCurrent(context)
+    if error:
+        raise KernelError(f"no CUDA context on {device}: {error}")
+
+
+def _load_cuda(binary: bytes, source: Source, device: torch.device) -> Module:
+    from cuda.bindings import driver
+
+    # another thread may be capturing a graph, which forbids the others what is not relaxed
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    with torch.cuda.device(device):
+        enter_context(device)
+        _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+        try:
+            _unload_retired(driver)
+            function = None
+            error, module = driver.cuModuleLoadData(binary)
+            if not error:
+                error, function = driver.cuModuleGetFunction(module, source.name.encode())
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(before)
+    if error:
+        raise KernelError(f"cannot load {source.name}: {error}")
+    return Module(function, module, device)
+
+
+def _unload_retired(driver: Any) -> None:
+    if _captured or not _retired:
+        return
+    modules = []
+    with suppress(IndexError):  # another thread takes some
+        while True:
+            modules.append(_retired.pop())
+    for device in {device for _, device in modules}:
+        torch.cuda.synchronize(device)
+    for module, device in modules:
+        with torch.cuda.device(device):
+            driver.cuModuleUnload(module)
+
+
+_CTYPES = {
+    "u64": ctypes.c_uint64,
+    "i64": ctypes.c_int64,
+    "i32": ctypes.c_int32,
+    "f32": ctypes.c_float,
+    "f64": ctypes.c_double,
+}
+
+
+def _load_cpu(binary: bytes, source: Source) -> Module:
+    from ..kernel.llvm import link
+
+    try:
+        (address,), linked = link(binary, [source.name])
+    except BuildError as error:
+        raise KernelError(f"cannot load {source.name}: {error}") from None
+    kinds = [_CTYPES[code] for code in Parameters.of(source).codes]
+    bounds = (ctypes.c_int64, ctypes.c_int64)
+    entry = ctypes.CFUNCTYPE(None, *bounds, *kinds)(address)  # gives the GIL up while it runs
+    return Module(entry, linked, torch.device("cpu"))

@@ -1,0 +1,44 @@
+"""The toolchain: what decides a binary besides its Source. Imports no compiler to say so."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+
+_PACKAGES = (
+    "llvmlite", "numba", "numba-cuda", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit",
+    "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc", "nvidia-nvvm-cu12",
+    "nvidia-nvjitlink-cu12", "nvidia-cuda-nvcc-cu12",
+)  # fmt: skip
+_GENERATOR = Path(__file__).parents[1] / "kernel"  # what makes a binary of a Source
+
+
+@cache
+def compilers(device_type: str) -> tuple[str, ...]:
+    """Our generator, the packages that compile and their versions, options; for "cuda" or "cpu".
+
+    A CUDA toolkit that is no package is known by its place.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    generator = hashlib.sha256()
+    for path in sorted(_GENERATOR.glob("*.py")):
+        generator.update(path.read_bytes())
+    facts = [generator.hexdigest()]
+    if device_type == "cpu":
+        from ..kernel.llvm import processor
+
+        return (*facts, version("llvmlite"), *processor())
+    for package in _PACKAGES:
+        try:
+            facts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    places = {name: os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")}
+    for name, place in {**places, "default": "/usr/local/cuda"}.items():
+        if place and os.path.exists(place):
+            facts.append(f"{name}={os.path.realpath(place)}")
+    numba = (f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_"))
+    return (*facts, *numba)
