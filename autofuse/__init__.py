@@ -3,13 +3,15 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .api import disabled, fuse, is_pending, materialize, unwrap, wrap
+from .api import disabled, is_pending, materialize, unwrap, wrap
 from .chain.shell import Tensor
 from .errors import AutofuseError, ColdKernelError, KernelError, MismatchError, StaleInputError
+from .fused import fuse
 from .hot import native
 from .observe import check, logs
 from .observe.counters import Stats, reset_stats, stats
-from .patches import boundaries
+from .ops.coverage import coverage
+from .patches.install import install as _install_patches
 from .settings.config import config
 from .supply.kernels import no_compile, wait
 
@@ -34,6 +36,7 @@ __all__ = [
     "Stats",
     "Tensor",
     "config",
+    "coverage",
     "disabled",
     "explain",
     "fuse",
@@ -63,6 +66,6 @@ def __dir__() -> list[str]:
 
 
 native.install()
-boundaries.install()
+_install_patches()
 check.install()
 logs.install()

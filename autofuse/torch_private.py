@@ -1,16 +1,78 @@
-"""The numbers of autograd's nodes: of those that are ready, the engine runs the highest one first.
+"""PyTorch's private parts: every name of torch._C that autofuse calls, under names of its own.
 
-A node takes the next number when it is made, in eager PyTorch where its op runs. A recorded op uses
-one up in the same place, and its node, which a flush makes later, is given it if others have been
-made since. Every thread counts for itself.
+What is patched, and what is listed by its place in PyTorch, stands where that is done. A name that
+a version of PyTorch does not have is missed here, at import.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+
+# --- torch functions and modes -------------------------------------------------------------------
+
+NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+NoModes = torch._C.DisableTorchFunction  # modes, such as a default device, see nothing either
+has_torch_function: Callable[[Any], bool] = torch._C._has_torch_function
+torch_functions_are_on: Callable[[], bool] = torch._C._is_torch_function_enabled
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # how many
+InferenceMode = torch._C._InferenceMode
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no patch sees it
+in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+ExcludedKey = torch._C._SetExcludeDispatchKeyGuard
+AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+AUTOGRAD_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+
+
+def changes_results() -> bool:
+    """Whether a mode of this thread could reach what ops on plain tensors give or save."""
+    return bool(
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or function_modes()
+    )
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+TensorBase = torch._C.TensorBase
+swap = torch._C._swap_tensor_impl
+TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
+address_of = TensorBase.data_ptr  # type: ignore[attr-defined] - unpatched
+copy_to = TensorBase.copy_  # type: ignore[attr-defined] - (into, value)
+is_shell = TensorBase._python_dispatch.__get__  # type: ignore[attr-defined]
+requires_grad_of = torch.Tensor.requires_grad.__get__
+raw_version_of = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+count_write: Callable[[list[torch.Tensor]], None] = torch._C._increment_version  # in C
+# functions hold what they are given; a method would see what another thread exchanges it for
+detach, permute = torch._C._VariableFunctions.detach, torch._C._VariableFunctions.permute
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The version counter; -1 for an inference tensor, which has none."""
+    try:
+        return raw_version_of(tensor)
+    except RuntimeError:
+        return -1
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """C's `apply` of a Function, without the Python around it."""
+    return torch._C._FunctionBase.__dict__["apply"].__get__(None, function)
+
+
+# --- the numbers of autograd's nodes -------------------------------------------------------------
+# of those that are ready, the engine runs the highest one first. A node takes the next number when
+# it is made, in eager PyTorch where its op runs. A recorded op uses one up in the same place, and
+# its node, which a flush makes later, is given it if others have been made since. Every thread
+# counts for itself.
 
 _Node = torch._C._functions.DelayedError  # type: ignore[attr-defined]
 peek: Callable[[], int] = torch._C._autograd._get_sequence_nr  # the number that comes next
@@ -35,3 +97,13 @@ def taker() -> Callable[[], int]:
 
 
 take = taker()
+
+
+# --- CUDA ----------------------------------------------------------------------------------------
+
+
+def stream_reader(device: torch.device) -> Callable[[], int]:
+    """A function that gives the raw handle of the current stream; 0 on the CPU."""
+    if device.type != "cuda":
+        return int
+    return partial(torch._C._cuda_getCurrentRawStream, device.index)

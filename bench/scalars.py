@@ -224,8 +224,8 @@ def configure(tier: str) -> None:
     config.compile, config.compile_after = mode, 1 if tier == "kernel" else 1 << 30
     os.environ["AUTOFUSE_CACHE_DIR"] = _directory if tier == "kernel" else _no_kernels.name
     clear_kernels()
-    for recorder in list(autofuse.record.chain._all_recorders):
-        autofuse.record.chain.forget(recorder)
+    for recorder in list(autofuse.chain.state.all_recorders):
+        autofuse.record.modes.forget(recorder)
 
 
 Call = Callable[[Numbers], torch.Tensor]

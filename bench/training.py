@@ -227,7 +227,7 @@ def memory(device: str) -> None:
         ratio = peak / results["eager"]
         unit = size * 4
         print(f"  {label:30s}{peak / unit:6.1f}  {ratio:5.2f}  after forward {kept / unit:.1f}")
-        autofuse.record.chain.flush_all("bench")
+        autofuse.record.flush.flush_all("bench")
     autofuse.config.recompute = "free"
 
 

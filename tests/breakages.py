@@ -13,8 +13,8 @@ import sys
 os.environ["AUTOFUSE_NATIVE"] = "0"
 
 from autofuse.hot import c, native, trial  # noqa: E402
-from autofuse.hot import flush as native_flush
-from autofuse.hot import record as native_record
+from autofuse.hot import launch as native_launch  # noqa: E402
+from autofuse.hot import record as native_record  # noqa: E402
 from autofuse.hot.machine import C  # noqa: E402
 
 
@@ -30,20 +30,27 @@ def give(**others):
     native._given = lambda: {**given, **{name: make(given) for name, make in others.items()}}
 
 
+def put(**constants):
+    """Change constants, in every stage that has them."""
+    for module in (c, *native._STAGES):
+        for name in constants.keys() & vars(module).keys():
+            setattr(module, name, constants[name])
+
+
 def nothing():
     pass
 
 
 def lists_elsewhere():
-    c.LISTED = native_flush.LISTED = 32
+    put(LISTED=32)
 
 
 def lists_at_no_pointer():
-    c.LISTED = native_flush.LISTED = 16
+    put(LISTED=16)
 
 
 def tuples_elsewhere():
-    c.ITEMS = native_record.ITEMS = 16
+    put(ITEMS=16)
 
 
 def types_elsewhere():
@@ -71,11 +78,11 @@ def calls_elsewhere():
 
 
 def functions_run_by_another():
-    from autofuse.record import chain
+    from autofuse.record import record
 
     calls = native._Calls()
-    calls.set(chain.relieve, calls.python + 1)
-    native._hot = lambda: [("flush", chain.relieve, ())]
+    calls.set(record.relieve, calls.python + 1)
+    native._hot = lambda: [("flush", record.relieve, ())]
 
 
 def counts_elsewhere():
@@ -83,9 +90,9 @@ def counts_elsewhere():
 
 
 def other_count_of_references():
-    from autofuse.record import chain
+    from autofuse.chain import liveness
 
-    chain.ALONE += 1
+    liveness.ALONE += 1
 
 
 def other_getter():
@@ -106,7 +113,7 @@ def no_such_getter():
     from autofuse.chain.shell import Tensor
 
     native.Tensor = type("Tensor", (Tensor,), {"__weakrefoffset__": 0})
-    native.torch._C.TensorBase = object
+    native.TensorBase = object
 
 
 def weak_references_elsewhere():
@@ -148,7 +155,7 @@ def keeps_a_reference():
             return 0
         return PyLong_AsLong(address)  # noqa: F821
 
-    replace(native_flush, address_of)
+    replace(native_launch, address_of)
 
 
 def gives_a_reference_back_twice():

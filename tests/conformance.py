@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 import autofuse
-from autofuse.dispatch.tensor import HANDLERS
+from autofuse.dispatch.protocol import HANDLERS
 from autofuse.dtypes import kind
-from autofuse.ops import arithmetic as ops
+from autofuse.ops import operators
 from autofuse.ops import row as op
 from support import DTYPES, FLOATS, assert_same, outcome, random_tensor
 
@@ -98,8 +98,10 @@ def pointwise_names() -> list[str]:
 
 def spelled() -> set[str]:
     """Every name by which the table knows a torch function or method."""
-    tables = (op.PLAIN, op.SPELLINGS, op.COMPOSITES, ops.CAST_METHODS, ops.BINARY_OPERATORS,
-              ops.REFLECTED_OPERATORS, ops.UNARY_OPERATORS, ops.SPELLED_OPERATORS)  # fmt: skip
+    tables = (
+        op.PLAIN, op.SPELLINGS, op.COMPOSITES, operators.CAST_METHODS, operators.BINARY_OPERATORS,
+        operators.REFLECTED_OPERATORS, operators.UNARY_OPERATORS, operators.SPELLED_OPERATORS,
+    )  # fmt: skip
     return {"__rpow__"}.union(*tables)
 
 

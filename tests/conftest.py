@@ -25,11 +25,11 @@ def fresh():
 
     A chain of one op has its kernel, so that the kernel is what is tested.
     """
-    autofuse.record.chain.SHORTEST.update(cuda=1, cpu=1)
+    autofuse.record.policy.SHORTEST.update(cuda=1, cpu=1)
     autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
     if os.environ.get("AUTOFUSE_TEST_TIER") == "eager":  # no chain ever gets its kernel
         autofuse.config.compile, autofuse.config.compile_after = "background", 1 << 30
     yield
-    autofuse.record.chain.flush_all("test")
+    autofuse.record.flush.flush_all("test")
     autofuse.reset_stats()
     assert torch.get_default_dtype() is torch.float32

@@ -159,7 +159,7 @@ class World:
         total.backward() if self.engine is None else self.engine.backward(total)
 
     def flush(self) -> None:
-        autofuse.record.chain.flush_all("test")
+        autofuse.record.flush.flush_all("test")
 
     def fail(self) -> None:
         if self.armed or threading.current_thread() is not threading.main_thread():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autofuse
-from autofuse.api import _mapped
+from autofuse.dispatch.nested import mapped
 
 HAS_CUDA = torch.cuda.is_available()
 NO_GPU = "needs a CUDA device; torch.cuda.is_available() is False here"
@@ -114,7 +114,7 @@ def copied(value: Any) -> Any:
             base.copy_(t.as_strided((size,), (1,)))
         return out
 
-    return _mapped(value, copy)
+    return mapped(value, copy)
 
 
 def outcome(fn: Callable[..., Any], args: Any) -> tuple[Any, BaseException | None]:
@@ -157,7 +157,7 @@ def assert_same_as_eager(
         `fn` did to its arguments.
     """
     plain, mirror = copied(args), copied(args)
-    wrapped = _mapped(mirror, autofuse.wrap)
+    wrapped = mapped(mirror, autofuse.wrap)
     want, error = outcome(fn, plain)
     before = autofuse.stats().ops_eager
     got, failure = outcome(fn, wrapped)

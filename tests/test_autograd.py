@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import autofuse
-from autofuse.api import _mapped
+from autofuse.dispatch.nested import mapped
 from support import DEVICES, assert_same, needs_cuda, random_tensor
 
 SCENARIOS = {}
@@ -542,7 +542,7 @@ def test_recompute_from_the_inputs_as_eager(name, device, monkeypatch):
     want = outcome(SCENARIOS[name], plain, device)
     monkeypatch.setattr(autofuse.config, "recompute", "inputs")
     got = outcome(SCENARIOS[name], autofuse.wrap, device)
-    assert_same(_mapped(got, autofuse.unwrap), want, 2e-5 if device == "cpu" else 1e-6)
+    assert_same(mapped(got, autofuse.unwrap), want, 2e-5 if device == "cpu" else 1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -857,7 +857,7 @@ def test_as_eager(name, device):
             continue
         if isinstance(got, Exception):
             raise got
-        got = _mapped(got, autofuse.unwrap)
+        got = mapped(got, autofuse.unwrap)
         assert_same(got, want, 2e-5 if device == "cpu" else 1e-6 if second else None, name)
 
 

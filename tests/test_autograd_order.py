@@ -33,7 +33,7 @@ def tier(request, monkeypatch):
     if request.param == "waiting":
         monkeypatch.setattr(autofuse.config, "compile", "background")
         monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
-        autofuse.record.chain.reopen_all("test")
+        autofuse.record.modes.reopen_all("test")
     return request.param
 
 
@@ -228,7 +228,7 @@ def test_an_op_without_a_graph_uses_no_number(device, native, always):
 
 
 def flushes(reason="order of gradients"):
-    return autofuse.record.chain.counts.flushes.get(reason, 0)
+    return autofuse.chain.state.counts.flushes.get(reason, 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -63,18 +63,18 @@ def test_conversions_and_sequences(name, device):
 
 
 def test_a_class_whose_slot_is_not_found_is_left_alone(monkeypatch):
-    from autofuse.dispatch import tensor
+    from autofuse.dispatch import methods
 
     class Sequence:
         def __getitem__(self, index):
             return index
 
     assert ctypes.pythonapi.PySequence_Check(ctypes.py_object(Sequence())) == 1
-    monkeypatch.setattr(tensor, "_SQ_ITEM", 3)  # mp_ass_subscript, which the class has not
-    assert not tensor._made_no_sequence(Sequence)
+    monkeypatch.setattr(methods, "_SQ_ITEM", 3)  # mp_ass_subscript, which the class has not
+    assert not methods._made_no_sequence(Sequence)
     assert ctypes.pythonapi.PySequence_Check(ctypes.py_object(Sequence())) == 1
     monkeypatch.undo()
-    assert tensor._made_no_sequence(Sequence)
+    assert methods._made_no_sequence(Sequence)
     assert ctypes.pythonapi.PySequence_Check(ctypes.py_object(Sequence())) == 0
     assert Sequence()[3] == 3
 
@@ -91,10 +91,10 @@ def test_indexing_without_a_method_of_our_own(monkeypatch):
 
 def test_indexing_is_put_back_as_it_was():
     """The test before has set `__getitem__`, which fills the slot again."""
-    from autofuse.dispatch import tensor
+    from autofuse.dispatch import methods
 
     if ctypes.pythonapi.PySequence_Check(ctypes.py_object(autofuse.wrap(torch.ones(1)))):
-        assert tensor._made_no_sequence(autofuse.Tensor)
+        assert methods._made_no_sequence(autofuse.Tensor)
 
 
 # --- other classes ----------------------------------------------------------------------------

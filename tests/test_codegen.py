@@ -9,9 +9,10 @@ import torch
 from autofuse import layout
 from autofuse.dtypes import CODES
 from autofuse.kernel.cuda import assemble, capability_of, compile_ptx
-from autofuse.kernel.plan import CONST, Program, Step, View, make_pieces, unvectorised
+from autofuse.kernel.plan import make_pieces, unvectorised
 from autofuse.kernel.text import render, source_of
 from autofuse.ops.arithmetic import CASTS, OPS
+from autofuse.program.program import CONST, Program, Step, View
 
 CAPABILITY = (9, 0)
 STAND_INS = {name for name in OPS if name.endswith("_by_scalar")}

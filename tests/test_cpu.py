@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import autofuse
 from autofuse.kernel.polynomials import DOUBLE, SINGLE
-from autofuse.run import launch
+from autofuse.run import cpu
 from support import SPECIAL
 
 PAIRS = {"pow", "atan2", "hypot"}
@@ -132,7 +132,7 @@ def threads():
 @pytest.fixture
 def used(monkeypatch):
     """The threads that computed; every test begins without a pool."""
-    monkeypatch.setattr(launch, "_pool", None)
+    monkeypatch.setattr(cpu, "_pool", None)
     seen = []
 
     class Entry:
@@ -143,9 +143,9 @@ def used(monkeypatch):
             seen.append((threading.get_ident(), start, stop))
             return self.entry(start, stop, *args)
 
-    real = launch.CpuRunner._loop
+    real = cpu.CpuRunner._loop
     monkeypatch.setattr(
-        launch.CpuRunner,
+        cpu.CpuRunner,
         "_loop",
         staticmethod(lambda entry, *args: real(Entry(entry), *args)),
     )
@@ -177,7 +177,7 @@ def test_a_small_tensor_stays_in_its_thread(threads, used):
     threads(4)
     fused(lambda x: x + 1, torch.randn(10_000))
     assert [ident for ident, _, _ in used] == [threading.get_ident()]
-    assert launch._pool is None
+    assert cpu._pool is None
 
 
 @pytest.mark.parametrize(

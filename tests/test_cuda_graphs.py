@@ -6,7 +6,7 @@ from torch import nn
 
 import autofuse
 from autofuse import errors
-from autofuse.patches import boundaries
+from autofuse.patches import around, streams
 from autofuse.supply import kernels as compiling
 from autofuse.supply import load
 from autofuse.supply.service import Service
@@ -18,8 +18,8 @@ W = autofuse.wrap
 def forget_all():
     """Every kernel in memory, and every chain that was ever recorded here."""
     compiling.clear_kernels()
-    for recorder in autofuse.record.chain._local.recorders.values():
-        autofuse.record.chain.forget(recorder)
+    for recorder in autofuse.chain.state.this_thread.recorders.values():
+        autofuse.record.modes.forget(recorder)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_capture_says_what_it_took_as_eager_ops(runs, device, cold, monkeypatc
     x, y = torch.randn(64, device=device), torch.randn(64, device=device)
     for _ in range(runs):
         assert_same(rare(W(x), W(y)), rare(x, y), 1e-6)
-    boundaries._begin_capture("capture")
+    streams._begin_capture("capture")
     monkeypatch.setattr(compiling, "capturing", lambda device: True)
     assert_same(rare(W(x), W(y)), rare(x, y), 1e-6)
     assert autofuse.stats().kernels_launched == 0
@@ -87,7 +87,7 @@ def test_what_ends_a_capture_ends_it_though_a_flush_fails(monkeypatch):
     def fail(reason):
         raise autofuse.ColdKernelError(reason)
 
-    boundaries._flush_first(Graph, "capture_end", "stream", fail, anyway=True)
+    around.flush_first(Graph, "capture_end", "stream", fail, anyway=True)
     with pytest.raises(autofuse.ColdKernelError):
         Graph().capture_end()
     assert ended == [True]

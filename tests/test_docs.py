@@ -10,7 +10,11 @@ import autofuse
 
 DOCS = Path(__file__).parent.parent / "docs"
 PACKAGE = Path(autofuse.__file__).parent
-MODULES = {path.stem for path in PACKAGE.glob("*.py")}
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.stem != "__init__"
+}
 PAGES = sorted(DOCS.glob("*.md"))
 
 
@@ -23,12 +27,18 @@ def test_files_and_functions_exist(page):
         assert any(path.is_file() for path in found), name
     named = re.findall(r"`(\w+)\.(\w+)`", text)
     for module, name in named:
-        if module in MODULES and name not in ("py", "md"):
-            assert hasattr(importlib.import_module(f"autofuse.{module}"), name), (module, name)
+        of_name = [known for known in MODULES if known.rpartition(".")[2] == module]
+        if of_name and name not in ("py", "md"):
+            found = [importlib.import_module(f"autofuse.{known}") for known in of_name]
+            assert any(hasattr(one, name) for one in found), (module, name)
     assert files or named
 
 
 def test_every_module_has_its_place():
     text = (DOCS / "layout.md").read_text()
     table = text.partition("## Where does it go?")[0]
-    assert set(re.findall(r"`(\w+)`", table)) - {"glossary", "life_of_a_value"} == MODULES
+    placed = []
+    for folder, modules in re.findall(r"^\| (?:`(\w+)/` )?\| ((?:`\w+` ?)+)\|", table, re.M):
+        placed += [f"{folder}.{name}".strip(".") for name in re.findall(r"`(\w+)`", modules)]
+    assert len(placed) == len({*placed})
+    assert {*placed} == MODULES - {"__main__"}

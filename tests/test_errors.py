@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from autofuse.dispatch.tensor import HANDLERS, OPTIONS
+from autofuse.dispatch.protocol import HANDLERS, OPTIONS
 from support import DEVICES, assert_same_as_eager
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

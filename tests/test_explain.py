@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import autofuse
+from autofuse import hooks
+from autofuse.chain import state
 from autofuse.observe import events as observe
 from autofuse.observe import explain as explaining
 from autofuse.observe import holders, reads
-from autofuse.record import chain
+from autofuse.supply import kernels as compiling
 
 HERE = Path(__file__).name
 
@@ -344,7 +346,7 @@ def test_a_kernel_that_fails(monkeypatch, capsys):
     from autofuse.supply import build
 
     def broken(source, target):
-        raise build.BuildError("the compiler is away")
+        raise autofuse.errors.BuildError("the compiler is away")
 
     monkeypatch.setattr(build, "build", broken)
     x = autofuse.wrap(torch.randn(4))
@@ -372,7 +374,7 @@ def test_a_line_that_has_had_its_share_of_kernels(where, monkeypatch, capsys):
     monkeypatch.setattr(autofuse.config, "compile", where)
     monkeypatch.setattr(autofuse.config, "compile_after", 1)
     monkeypatch.setattr(autofuse.config, "max_kernels_per_line", 2)
-    autofuse.supply.kernels._positions.clear()
+    autofuse.supply.kernels.positions.clear()
     monkeypatch.setattr(autofuse.errors, "_said", set())
     x = autofuse.wrap(torch.randn(4))
 
@@ -431,7 +433,7 @@ def test_nested_reports():
     assert [flush.ops for flush in inner.flushes] == [("mul",)]
     assert [flush.ops for flush in outer.flushes] == [("add",), ("mul",), ("sub",)]
     assert len(inner.syncs) == len(outer.syncs) == 1
-    assert chain.observer is None
+    assert hooks.flushing is None
 
 
 def test_an_exception_inside():
@@ -441,7 +443,7 @@ def test_an_exception_inside():
             autofuse.materialize(x * 2)
             raise ZeroDivisionError
     assert [flush.ops for flush in report.flushes] == [("mul",)] and report.launches == 1
-    assert chain.observer is None and type(chain.counts.eager).__name__ == "Counter"
+    assert hooks.flushing is None and type(state.counts.eager).__name__ == "Counter"
     with pytest.raises(RuntimeError, match="another region"):
         with report:
             pass
@@ -492,7 +494,7 @@ def test_nothing_is_paid_when_it_is_off(monkeypatch):
     def forbidden(*args):
         raise AssertionError("a frame was walked")
 
-    for module in (observe, explaining, autofuse.compile):
+    for module in (observe, explaining, compiling):
         monkeypatch.setattr(module, "user_position", forbidden)
     monkeypatch.setattr(holders, "frames", forbidden)
     monkeypatch.setattr(observe, "_Watch", forbidden)

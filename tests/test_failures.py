@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autofuse
-from autofuse.run import launch
+from autofuse.run import cpu
 from autofuse.supply import build
 from autofuse.supply.kernels import clear_kernels
 from support import DEVICES, assert_same, elsewhere
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 @pytest.fixture(autouse=True)
 def cold(capsys):
     clear_kernels()
-    for recorder in list(autofuse.record.chain._all_recorders):
-        autofuse.record.chain.forget(recorder)
+    for recorder in list(autofuse.chain.state.all_recorders):
+        autofuse.record.modes.forget(recorder)
     autofuse.errors._said.clear()
     yield
     clear_kernels()
-    for recorder in list(autofuse.record.chain._all_recorders):
-        autofuse.record.chain.forget(recorder)
+    for recorder in list(autofuse.chain.state.all_recorders):
+        autofuse.record.modes.forget(recorder)
 
 
 def program(x):
@@ -55,14 +55,14 @@ def test_compile_error(device, monkeypatch, capsys):
 def test_launch_error(device, monkeypatch, capsys):
     x = torch.randn(64, device=device)
     check(x)
-    recorder = autofuse.record.chain.recorder_for(x.device)
+    recorder = autofuse.chain.state.recorder_for(x.device)
     runs = [(runner, runner.run) for runner in recorder.runners]
 
     def broken(chain):
         raise autofuse.KernelError("cannot launch")
 
     for runner, _ in runs:
-        runner.run, runner.program = broken, None
+        runner.run, runner.words = broken, None
     check(x)
     assert autofuse.stats().replays == 1
     for runner, run in runs:
@@ -100,9 +100,9 @@ def test_out_of_memory_is_torchs_error_and_nothing_is_lost(device, monkeypatch):
     def full(*args, **kwargs):
         raise error
 
-    recorder = autofuse.record.chain.recorder_for(x.device)
-    monkeypatch.setattr(autofuse.record.chain, "_run_ops", full)
-    monkeypatch.setattr(autofuse.record.chain, "_runner_for", lambda *args: _Full(full))
+    recorder = autofuse.chain.state.recorder_for(x.device)
+    monkeypatch.setattr(autofuse.record.flush, "run_ops", full)
+    monkeypatch.setattr(autofuse.record.flush, "runner_for", lambda *args: _Full(full))
     with pytest.raises(torch.OutOfMemoryError):
         autofuse.materialize(y)
     assert autofuse.is_pending(y) and len(recorder.chain) == 1
@@ -118,8 +118,8 @@ def test_a_write_that_ran_out_of_memory_is_not_made_up_for_later(device, monkeyp
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(autofuse.record.chain, "_run_ops", full)
-    monkeypatch.setattr(autofuse.record.chain, "_runner_for", lambda *args: _Full(full))
+    monkeypatch.setattr(autofuse.record.flush, "run_ops", full)
+    monkeypatch.setattr(autofuse.record.flush, "runner_for", lambda *args: _Full(full))
     with pytest.raises(torch.OutOfMemoryError):
         autofuse.wrap(memory).add_(y)
     monkeypatch.undo()
@@ -149,16 +149,16 @@ def test_a_write_whose_kernel_fails_counts_once(device, monkeypatch, capsys, wra
     version, value = x._version, x.tolist()
     y = w + x
     with monkeypatch.context() as patch:
-        patch.setattr(launch.CpuRunner, "_write", staticmethod(broken))
-        patch.setattr(launch.CpuRunner, "_loop", staticmethod(broken))
-        patch.setattr(autofuse.record.chain, "_run_ops", full)
+        patch.setattr(cpu.CpuRunner, "_write", staticmethod(broken))
+        patch.setattr(cpu.CpuRunner, "_loop", staticmethod(broken))
+        patch.setattr(autofuse.record.flush, "run_ops", full)
         with pytest.raises(torch.OutOfMemoryError):
             target.add_(w * 2.0)
     assert x._version == version and x.tolist() == value
     assert_same(y, torch.full((64,), 3.0) + x, None)
     with monkeypatch.context() as patch:
-        patch.setattr(launch.CpuRunner, "_write", staticmethod(broken))
-        patch.setattr(launch.CpuRunner, "_loop", staticmethod(broken))
+        patch.setattr(cpu.CpuRunner, "_write", staticmethod(broken))
+        patch.setattr(cpu.CpuRunner, "_loop", staticmethod(broken))
         target.add_(w * 2.0)
     assert x._version == version + 1 and x[0] == value[0] + 6.0
     assert "no launch today" in capsys.readouterr().err
@@ -229,7 +229,7 @@ def test_launch_error_in_backward(device, monkeypatch, capsys):
     def broken(*args):
         raise RuntimeError("no launch today")
 
-    for recorder in autofuse.record.chain._all_recorders:
+    for recorder in autofuse.chain.state.all_recorders:
         for runner in recorder.runners:
             if not runner.recorded:
                 monkeypatch.setattr(runner, "_compute", broken)

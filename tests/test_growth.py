@@ -17,7 +17,7 @@ def test_a_sum_that_is_never_read(device):
     xs = [torch.randn(16, device=device) for _ in range(10)]
     acc = autofuse.wrap(torch.zeros(16, device=device))
     longest = 0
-    recorder = autofuse.record.chain.recorder_for(xs[0].device)
+    recorder = autofuse.chain.state.recorder_for(xs[0].device)
     for k in range(10_000):
         acc = acc + xs[k % 10]
         longest = max(longest, len(recorder.chain))
@@ -34,7 +34,7 @@ def test_a_sum_that_is_never_read(device):
 def test_fresh_inputs_are_not_pinned_without_bound(device):
     """Inputs that only the chain holds: at most a few times the largest of them."""
     acc = autofuse.wrap(torch.zeros(1 << 20, device=device))
-    recorder = autofuse.record.chain.recorder_for(autofuse.unwrap(acc).device)
+    recorder = autofuse.chain.state.recorder_for(autofuse.unwrap(acc).device)
     most = 0
     for _ in range(100):
         acc = acc + torch.ones(1 << 20, device=device)
@@ -80,7 +80,7 @@ def test_an_unrolled_loop_settles_on_few_kernels(ops, device):
 @device_param
 def test_the_trie_is_bounded(device, monkeypatch):
     monkeypatch.setattr(autofuse.config, "max_trie", 50)
-    recorder = autofuse.record.chain.recorder_for(torch.zeros(1, device=device).device)
+    recorder = autofuse.chain.state.recorder_for(torch.zeros(1, device=device).device)
     for size in range(1, 200):
         x = autofuse.wrap(torch.full((size,), 2.0, device=device))
         assert (x * 3 + 1).tolist() == [7.0] * size

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from autofuse.dispatch.tensor import OPTIONS
-from autofuse.record import chain
+from autofuse.chain import state
+from autofuse.dispatch.protocol import OPTIONS
+from autofuse.record import modes
 from support import DEVICES, assert_same, assert_same_as_eager, outcome
 
 W = autofuse.wrap
@@ -118,7 +119,7 @@ def test_a_write_to_memory_is_fused_with_what_it_reads(device):
 def test_the_same_ops_as_a_write_and_as_a_value(device):
     """The kernel that writes is another one, whatever holds the values and whichever ran first."""
     for order in ((True, False), (False, True)):
-        chain.forget(chain.recorder_for(torch.empty(0, device=device).device))
+        modes.forget(state.recorder_for(torch.empty(0, device=device).device))
         target, y = (autofuse.wrap(t) for t in pair(device))
         want = autofuse.unwrap(target).clone()
         for write in order:
@@ -127,7 +128,7 @@ def test_the_same_ops_as_a_write_and_as_a_value(device):
                 held = [half] * references
                 result = target.sub_(half) if write else target - half
                 del half
-                autofuse.record.chain.flush_all("test")
+                autofuse.record.flush.flush_all("test")
                 expected = want - autofuse.unwrap(y) * 0.5
                 assert_same(result, expected, None)
                 want = expected if write else want

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import autofuse
+from autofuse.chain import state
 from autofuse.hot import native, trial
 from autofuse.lines import OURS
-from autofuse.record import chain
 from support import same_bits
 
 
@@ -161,7 +161,7 @@ def at_every_place(places, program, kind, monkeypatch):
             done = True
         except kind:
             pass
-        for recorder in chain._all_recorders:
+        for recorder in state.all_recorders:
             assert_whole(recorder)
         for got, right in zip(held, want, strict=False):
             assert bool(same_bits(torch.tensor(got.tolist()), right).all()), count
@@ -208,7 +208,7 @@ def test_a_write_is_done_and_counted_or_neither(target, places, kind):
         now = t.tolist(), t._version
         assert now in (before, after), count
         seen.add(now == after)
-        for recorder in chain._all_recorders:
+        for recorder in state.all_recorders:
             assert_whole(recorder)
     assert now == after and (count < 5 or len(seen) == 2)
 

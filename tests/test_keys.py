@@ -14,8 +14,8 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 @pytest.fixture(autouse=True)
 def cold():
     clear_kernels()
-    for recorder in list(autofuse.record.chain._all_recorders):
-        autofuse.record.chain.forget(recorder)
+    for recorder in list(autofuse.chain.state.all_recorders):
+        autofuse.record.modes.forget(recorder)
     autofuse.reset_stats()
 
 

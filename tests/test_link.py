@@ -148,7 +148,7 @@ def cold(monkeypatch, tmp_path):
 
     def begin():
         compile.clear_kernels()
-        autofuse.record.chain.forget(autofuse.record.chain.recorder_for(torch.device("cpu")))
+        autofuse.record.modes.forget(autofuse.chain.state.recorder_for(torch.device("cpu")))
         autofuse.errors._said.clear()
         autofuse.reset_stats()
 
@@ -171,7 +171,7 @@ def test_a_kernel_that_calls_what_is_not_there_is_refused(mode, cold, monkeypatc
         assert_same(got, program(x), 1e-6)
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "compile_object", calls_nothing)
+        patch.setattr("autofuse.supply.build.compile_object", calls_nothing)
         run()
     if mode != "now":  # what was built is on disk
         cold()

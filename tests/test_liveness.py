@@ -41,7 +41,7 @@ def test_a_held_intermediate_is_another_output_of_the_same_kernel(device):
 def test_a_chain_of_dead_results_launches_nothing(device):
     x = wrapped(device, 8, 4)
     (x * 2).neg()
-    autofuse.record.chain.flush_all("test")
+    autofuse.record.flush.flush_all("test")
     stats = autofuse.stats()
     assert stats.kernels_launched == 0 and stats.live_outs_stored == 0
     assert stats.nodes_elided == 2
@@ -136,7 +136,7 @@ def test_identity_and_attributes_survive_the_flush(device):
 
 def test_steady_state_creates_no_shells(device):
     from autofuse.chain import shell
-    from autofuse.record import chain
+    from autofuse.record import flush as chain
 
     x = wrapped(device, 8, 4)
     made = 0

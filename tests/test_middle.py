@@ -25,8 +25,10 @@ from test_interrupts import (
 
 import autofuse
 from autofuse import inside
+from autofuse.chain import state
 from autofuse.hot import native
-from autofuse.record import chain
+from autofuse.record import flush as chain
+from autofuse.record import writes as writing
 
 
 class Middle:
@@ -204,7 +206,7 @@ def test_an_action_at_every_place(program, action, monkeypatch):
                 done = middle.left > 0
             except Foreign:
                 assert action == "fail"
-            for recorder in chain._all_recorders:
+            for recorder in state.all_recorders:
                 assert_whole(recorder)
             for got, right in zip(world.held, want, strict=False):
                 assert bool(torch.equal(autofuse.unwrap(got.detach()), right)), count
@@ -292,7 +294,7 @@ def test_another_op_where_a_write_has_been_recorded(place, monkeypatch):
         else:
             held.append(u + w * 3.0)  # one op more
 
-    real, init = chain._node_of, chain.Chain.__init__
+    real, init = writing._node_of, state.Chain.__init__
 
     def node_of(result):
         node = real(result)
@@ -309,10 +311,10 @@ def test_another_op_where_a_write_has_been_recorded(place, monkeypatch):
         torch.zeros(32).add_(w * 2.0)
         t, y = torch.zeros(32), w * 2.0
         if place == "_node_of":
-            monkeypatch.setattr(chain, "_node_of", node_of)
+            monkeypatch.setattr(writing, "_node_of", node_of)
         else:
-            chain._local.current.spare = None
-            monkeypatch.setattr(chain.Chain, "__init__", made)
+            state.this_thread.current.spare = None
+            monkeypatch.setattr(state.Chain, "__init__", made)
         t.add_(y)
     assert begun or native.active()
     assert t.tolist() == (x * 2.0).tolist()

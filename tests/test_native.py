@@ -16,11 +16,14 @@ import pytest
 import torch
 
 import autofuse
-from autofuse.dispatch import tensor
+from autofuse.chain import state
+from autofuse.dispatch import handlers as tensor
+from autofuse.dispatch import protocol
 from autofuse.hot import native
 from autofuse.lines import OURS
 from autofuse.ops.row import OPS
-from autofuse.record import chain
+from autofuse.record import flush as chain
+from autofuse.record import modes, policy, record, writes
 from support import DEVICES
 
 # where machine code has to be: Python 3.10 has the function that it calls most in headers alone
@@ -88,15 +91,15 @@ class Operands:
 
     def flush(self):
         self.x * 2.0
-        from_c(chain.flush)(chain._local.current, "test")
+        from_c(chain.flush)(state.this_thread.current, "test")
 
     def inplace(self):
         made = self.x * 2.0
-        from_c(chain.record_inplace)(OPS["add"], made, (made, self.v))
+        from_c(writes.record_inplace)(OPS["add"], made, (made, self.v))
 
     def write(self):
         made = self.v * 2.0
-        from_c(chain.record_write)(OPS["sub"], self.w, (self.w, made))
+        from_c(writes.record_write)(OPS["sub"], self.w, (self.w, made))
 
     def answer(self):
         leaf = torch.nn.Parameter(self.plain.clone())
@@ -108,19 +111,20 @@ ONLY = (autofuse.Tensor,)
 # machine functions: the Python function that each stands for, and a call from C that leads there
 ENTERED = {
     "handler": ("handler", lambda o: from_c(autofuse.Tensor.__mul__)(o.x, 2.0)),
-    "record": ("record", lambda o: from_c(chain.record)(OPS["add"], (o.x, o.v))),
+    "record": ("record", lambda o: from_c(record.record)(OPS["add"], (o.x, o.v))),
     "record_inplace": ("record_inplace", Operands.inplace),
     "record_write": ("record_write", Operands.write),
     "flush": ("flush", Operands.flush),
-    "follows": ("_follows", lambda o: from_c(chain._follows)(chain.recorder_for(o.x.device).chain)),
+    "follows": ("number_next", lambda o: from_c(record.number_next)(
+        state.recorder_for(o.x.device).chain)),
     "answer": ("answer", Operands.answer),
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
     "feeding": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
     "torch_function": (
-        "_torch_function", lambda o: from_c(tensor._torch_function)(torch.tanh, ONLY, (o.x,))
+        "torch_function", lambda o: from_c(protocol.torch_function)(torch.tanh, ONLY, (o.x,))
     ),
     "ask_overrides": (
-        "ask_overrides", lambda o: from_c(tensor.ask_overrides)(torch.tanh, (o.x,), o.x)
+        "ask_overrides", lambda o: from_c(protocol.ask_overrides)(torch.tanh, (o.x,), o.x)
     ),
 }  # fmt: skip
 LAUNCHED = {"record_write", "flush", "answer"}  # on the CPU Python launches
@@ -157,8 +161,8 @@ def test_each_machine_function_runs_instead_of_the_one_it_stands_for(name, monke
 # what people write: the first Python function that runs, and whether Python itself calls it
 WRITTEN = {
     "x * 2.0": ("handler", False, lambda o: o.x * 2.0),
-    "torch.sigmoid(x)": ("_torch_function", False, lambda o: torch.sigmoid(o.x)),
-    "torch.mm(x, plain)": ("_torch_function", False, lambda o: torch.mm(o.x, o.plain)),
+    "torch.sigmoid(x)": ("torch_function", False, lambda o: torch.sigmoid(o.x)),
+    "torch.mm(x, plain)": ("torch_function", False, lambda o: torch.mm(o.x, o.plain)),
     "x @ plain": ("call", False, lambda o: o.x @ o.plain),
     "w *= v": ("call", False, lambda o: operator.imul(o.w, o.v)),
     "x.sigmoid()": ("handler", True, lambda o: o.x.sigmoid()),
@@ -251,14 +255,14 @@ def test_writes_need_little_python(device):
                              (autofuse.wrap(ones.clone()), set())):  # fmt: skip
             for _ in range(4):
                 program(target)()
-                assert chain._local.current.spare is not None
+                assert state.this_thread.current.spare is not None
             entry = {"entry"}  # of a CPU kernel
             assert {*functions_called(program(target))} - entry <= told
 
 
 def test_another_device_of_the_thread_does_not_matter():
     """A write stays with machine code where nothing is pending on the thread's other devices."""
-    from autofuse.record.chain import recorder_for
+    from autofuse.chain.state import recorder_for
 
     w, v = autofuse.wrap(torch.ones(4)), autofuse.wrap(torch.ones(4))
     (w + 1.0).tolist()
@@ -268,7 +272,7 @@ def test_another_device_of_the_thread_does_not_matter():
             operator.imul(w, v)
         assert functions_called(lambda: operator.imul(w, v)) == []
     finally:
-        del chain._local.recorders[torch.device("meta")]
+        del state.this_thread.recorders[torch.device("meta")]
 
 
 def test_python_alone_where_it_is_off(as_python):
@@ -297,7 +301,7 @@ def test_functions_stay_functions():
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         chain.flush(None)
     with pytest.raises(TypeError):
-        tensor._torch_function()
+        protocol.torch_function()
 
 
 def test_calls_by_hand():
@@ -336,9 +340,9 @@ def test_references_are_given_back(device):
             w.add_(v * 2.0)
             return u @ matrix
 
-    watched = [w, v, x, z, one, matrix, *tensor.HOT[0], tensor._torch_function, autofuse.Tensor,
+    watched = [w, v, x, z, one, matrix, *tensor.HOT[0], protocol.torch_function, autofuse.Tensor,
                torch.Tensor, None, True, False, float, int, "write", "materialize", 0, 1,
-               chain._local.current, chain.counts]  # fmt: skip
+               state.this_thread.current, state.counts]  # fmt: skip
 
     def held():
         gc.collect()
@@ -404,7 +408,7 @@ def test_finalizers_that_flush():
 def test_values_that_finalizers_record(monkeypatch):
     """They may run in every Python function, also in one that machine code calls."""
     w, matrix, made = autofuse.wrap(torch.ones(4, 4)), torch.eye(4), []
-    begin = chain.Chain.__init__
+    begin = state.Chain.__init__
 
     def init(self, tip):
         if not made:
@@ -416,7 +420,7 @@ def test_values_that_finalizers_record(monkeypatch):
             t = w * 2.0
             if k == 3:
                 t._af.recorder.spare = None
-                monkeypatch.setattr(chain.Chain, "__init__", init)
+                monkeypatch.setattr(state.Chain, "__init__", init)
             assert torch.mm(t, matrix).tolist() == [[2.0] * 4] * 4
     assert made[0].tolist() == [[2.0] * 4] * 4
 
@@ -473,22 +477,22 @@ def test_interrupts_in_python_functions_that_it_calls(monkeypatch):
         return torch.mm(t, matrix) * 0.5
 
     def programs():
-        runners = [runner for each in chain._all_recorders for runner in each.runners]
-        return [runner.program for runner in runners if runner.program is not None]
+        runners = [runner for each in state.all_recorders for runner in each.runners]
+        return [runner.words for runner in runners if runner.words is not None]
 
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     others = programs()  # of earlier tests
     for _ in range(4):
         backward(), w + p, flushed()
         chain.flush_all("test")
-    recorder = chain._local.current
+    recorder = state.this_thread.current
     check, *rest = recorder.chain.tip.likely
     recorder.chain.tip.likely = (Interrupting(check), *rest)
     with pytest.raises(KeyboardInterrupt):
         w + p
     recorder.spare = None
     with monkeypatch.context() as patch:
-        patch.setattr(chain.Chain, "__init__", lambda *args: Interrupting(None)())
+        patch.setattr(state.Chain, "__init__", lambda *args: Interrupting(None)())
         with pytest.raises(KeyboardInterrupt):
             flushed()
     chain.flush_all("test")  # what the interrupted one has left
@@ -509,11 +513,11 @@ def test_a_flush_without_kernels_is_no_launch(device):
         for _ in range(4):
             w * 2.0
             torch.mm(w, matrix)
-            from_c(chain.flush)(chain._local.current, "test")
-            before = chain.launches()
+            from_c(chain.flush)(state.this_thread.current, "test")
+            before = policy.launches()
         w * 2.0
-        from_c(chain.flush)(chain._local.current, "test")
-    assert chain.launches() == before
+        from_c(chain.flush)(state.this_thread.current, "test")
+    assert policy.launches() == before
 
 
 def test_an_op_that_is_better_off_eager_stays_in_machine_code():
@@ -531,7 +535,7 @@ def test_an_op_that_is_eager_for_a_while_is_recorded_again(monkeypatch):
     for on in (True, False):
         autofuse.config.native = on
         chain.flush_all("test")
-        chain.forget(chain.recorder_for(x.device))
+        modes.forget(state.recorder_for(x.device))
         recorded = []
         for k in range(120):
             y = x * p

@@ -22,12 +22,13 @@ from scalars import DTYPES, configure, edges, numbers_for, operands_for, sweep
 import autofuse
 import cases
 from autofuse.dtypes import EXACT
-from autofuse.kernel.plan import CONST, Line, Plan
+from autofuse.kernel.plan import Line, Plan
 from autofuse.kernel.source import UNIT, Operand
 from autofuse.kernel.text import render
 from autofuse.ops.arithmetic import OPS
 from autofuse.ops.row import since
-from autofuse.run import launch
+from autofuse.program.program import CONST
+from autofuse.run import runner
 from autofuse.supply.kernels import clear_kernels
 from support import DEVICES, FLOATS, INTS, assert_same_as_eager, needs_cuda, outcome, random_tensor
 
@@ -44,7 +45,7 @@ def tiers(monkeypatch):
     monkeypatch.setenv("AUTOFUSE_CACHE_DIR", os.environ["AUTOFUSE_CACHE_DIR"])
     warnings.simplefilter("ignore")
     yield configure
-    autofuse.record.chain.flush_all(
+    autofuse.record.flush.flush_all(
         "test"
     )  # or what an op that raised has left is compiled in the end
     monkeypatch.undo()
@@ -163,8 +164,8 @@ def _recorded(call, operands, numbers):
     """Names of the ops that a call records."""
     wrapped = [autofuse.wrap(x) for x in operands]
     result, error = None, None
-    recorder = autofuse.record.chain.recorder_for(torch.device("cpu"))
-    autofuse.record.chain.flush_all("test")
+    recorder = autofuse.chain.state.recorder_for(torch.device("cpu"))
+    autofuse.record.flush.flush_all("test")
     try:
         result = call(*wrapped, *numbers)
         return {node.op.name for node in recorder.chain.tip.path() if node.op is not None}
@@ -172,7 +173,7 @@ def _recorded(call, operands, numbers):
         return set()
     finally:
         del result, error
-        autofuse.record.chain.flush_all("test")
+        autofuse.record.flush.flush_all("test")
 
 
 # --- classes of numbers ---------------------------------------------------------------------------
@@ -216,9 +217,9 @@ def test_reciprocals_are_those_of_c():
     given = (3, 0.1, 5e-324, 0, 0.0, -0.0, INF, -INF, True, False, 2**53 - 1)
     want = (1 / 3, 10.0, INF, INF, INF, -INF, 0.0, -0.0, 1.0, INF, 1 / (2**53 - 1))
     for s, expected in zip(given, want, strict=True):
-        got = launch.reciprocal_of(s)
+        got = runner.reciprocal_of(s)
         assert got == expected and math.copysign(1, got) == math.copysign(1, expected)
-    assert math.isnan(launch.reciprocal_of(NAN))
+    assert math.isnan(runner.reciprocal_of(NAN))
 
 
 @device_param

@@ -17,12 +17,14 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import progress
+from autofuse import hooks, progress
+from autofuse.chain import state
 from autofuse.kernel import text as codegen
 from autofuse.observe import check
 from autofuse.observe import events as observe
 from autofuse.ops import row as op
-from autofuse.record import chain
+from autofuse.record import flush as chain
+from autofuse.record import modes
 from autofuse.supply import build
 from autofuse.supply import kernels as compile
 from support import elsewhere, random_tensor
@@ -40,7 +42,7 @@ def settings(monkeypatch):
 
     yield set_
     monkeypatch.undo()
-    assert chain.observer is None and not compile.listeners
+    assert hooks.flushing is None and not compile.listeners
 
 
 def line_of(text: str, function) -> int:
@@ -87,13 +89,13 @@ def test_a_soft_miss(settings, caplog):
     x = autofuse.wrap(torch.randn(8))
     autofuse.materialize((x * 2.75).sin().cos().exp2())
     compile.clear_kernels()
-    chain.forget_kernels()
+    modes.forget_kernels()
     chain.flush_all("test")
     settings(logs="flush,cache")
     autofuse.materialize((x * 2.75).sin().cos().exp2() + 0)  # another chain
     caplog.clear()
-    chain._local.current.roots.clear()
-    chain._local.current.open()
+    state.this_thread.current.roots.clear()
+    state.this_thread.current.open()
     autofuse.materialize((x * 2.75).sin().cos().exp2())
     said = [fields_of(record) for record in caplog.records]
     assert [(line["event"], line["outcome"]) for line in said] == [
@@ -139,7 +141,7 @@ def test_code_in_no_file_is_shown(settings, caplog):
     assert autofuse.wait(60)
     (line,) = (fields_of(record) for record in caplog.records)
     assert line["at"] == "<string>:1"
-    assert not any(name.startswith("<") for name, _ in compile._positions)  # not counted for it
+    assert not any(name.startswith("<") for name, _ in compile.positions)  # not counted for it
 
 
 @pytest.mark.parametrize("where", ["now", "background"])
@@ -283,7 +285,8 @@ def test_ptx_is_dumped_for_cuda(tmp_path):
 
 
 def cuda_plan():
-    from autofuse.kernel.plan import Program, Step, View, make_pieces
+    from autofuse.kernel.plan import make_pieces
+    from autofuse.program.program import Program, Step, View
 
     view = View("f32", (8,), (1,))
     program = Program((Step(op.OPS["neg"], (~0,), "f32", view),), (view,), ())
@@ -316,16 +319,16 @@ def broken(monkeypatch):
     compile.clear_kernels()
     yield
     compile.clear_kernels()
-    for recorder in chain._all_recorders:
+    for recorder in state.all_recorders:
         chain.flush(recorder, "test")
-        chain.forget(recorder)
+        modes.forget(recorder)
 
 
 @pytest.fixture
 def fresh_trie():
-    for recorder in list(chain._all_recorders):
+    for recorder in list(state.all_recorders):
         chain.flush(recorder, "test")
-        chain.forget(recorder)
+        modes.forget(recorder)
 
 
 def test_a_broken_kernel_is_caught(settings, broken, fresh_trie, tmp_path):
@@ -415,16 +418,14 @@ def test_a_broken_backward_is_caught(settings, monkeypatch, fresh_trie, tmp_path
     assert torch.allclose(sum(space["results"]), want, rtol=1e-4, atol=1e-5)
     assert not torch.equal(space["fused"][0], space["results"][0])
     autofuse.config.check = False
-    assert autofuse.grad.autograd.observer is None
+    assert hooks.differentiated is None
 
 
 def test_every_backward_is_checked_and_gradients_stay(settings, monkeypatch):
     settings(check=True, always_fuse=True)
     checked = []
-    real = autofuse.grad.autograd.observer
-    monkeypatch.setattr(
-        autofuse.grad.autograd, "observer", lambda *args: (checked.append(args), real(*args))
-    )
+    real = hooks.differentiated
+    monkeypatch.setattr(hooks, "differentiated", lambda *args: (checked.append(args), real(*args)))
     x, p = torch.randn(64), torch.randn(64)
 
     def gradients(wrap):
@@ -579,7 +580,7 @@ def test_observers_come_and_go():
     observe.remove(second)
     autofuse.materialize(x / 4)
     assert first.said == [("add",), ("mul",)] and second.said == [("mul",), ("sub",)]
-    assert chain.observer is None
+    assert hooks.flushing is None
 
 
 def test_an_observer_that_raises_loses_nothing():

@@ -10,7 +10,8 @@ import autofuse
 from autofuse.dtypes import CODES
 from autofuse.kernel.text import PROVEN, source_of
 from autofuse.ops.arithmetic import OPS
-from autofuse.supply.kernels import clear_kernels, kernels, target_of
+from autofuse.supply.kernels import clear_kernels, kernels
+from autofuse.supply.keys import target_of
 from cases import (
     ARITHMETIC,
     FLOAT_CALLS,

@@ -13,7 +13,7 @@ from autofuse.settings.config import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-SOURCE = "".join(path.read_text() for path in sorted((ROOT / "autofuse").glob("*.py")))
+SOURCE = "".join(path.read_text() for path in sorted((ROOT / "autofuse").rglob("*.py")))
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 FENCED = re.findall(r"```(?:sh|bash|console)\n(.*?)```", README, re.S)
 INDENTED = re.findall(r"(?:^|\n\n)((?:    \S.*\n)+)", README)

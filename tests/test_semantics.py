@@ -217,7 +217,7 @@ def test_interrupted_flush_tries_again(monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(autofuse.record.chain, "_runner_for", interrupted)
+    monkeypatch.setattr(autofuse.record.flush, "runner_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
         y.tolist()
     monkeypatch.undo()
@@ -229,7 +229,7 @@ def test_writes_race_with_a_flush_from_another_thread():
 
     def flushing():
         while not stop.is_set():
-            autofuse.record.chain.flush_all("race")
+            autofuse.record.flush.flush_all("race")
 
     thread = threading.Thread(target=flushing)
     thread.start()
@@ -245,7 +245,7 @@ def test_writes_race_with_a_flush_from_another_thread():
 
 def test_layouts_that_are_met_again_are_read_once(monkeypatch):
     """What a place knows of plain tensors is true, whatever comes in which order."""
-    from autofuse.chain import shell
+    from autofuse.chain import meta
 
     class Place:
         likely = ()
@@ -265,16 +265,16 @@ def test_layouts_that_are_met_again_are_read_once(monkeypatch):
     place, random = Place(), torch.Generator().manual_seed(0)
     for kinds in (met, more, met + more):
         for k in torch.randint(len(kinds), (300,), generator=random).tolist():
-            assert shell.likely_meta(kinds[k], place) is shell.plain_meta(kinds[k])
+            assert meta.likely_meta(kinds[k], place) is meta.plain_meta(kinds[k])
     with torch.no_grad():
         w = autofuse.wrap(x)
         for p in (x, x.t().contiguous().t(), x[:1], x) * 3:
             assert_same(w * p, x * p, None)
     place = Place()
     for t in met * 2:
-        shell.likely_meta(t, place)
-    monkeypatch.setattr(shell, "plain_meta", None)
-    assert all(shell.likely_meta(t, place) for t in met)
+        meta.likely_meta(t, place)
+    monkeypatch.setattr(meta, "plain_meta", None)
+    assert all(meta.likely_meta(t, place) for t in met)
     assert len(place.likely) == 2 * len(met)  # as many as there is room for
 
 

@@ -12,9 +12,9 @@ import autofuse
 PACKAGE = Path(autofuse.__file__).parent
 # the order of reading: a folder or a module of the package may import only what stands before it
 ORDER = [
-    "errors", "dtypes", "layout", "lines", "progress", "inside", "torch_private", "settings", "ops",
-    "kernel", "supply", "chain", "run", "grad", "record", "dispatch", "api", "patches", "observe",
-    "hot", "__init__", "cli", "__main__",
+    "errors", "hooks", "dtypes", "layout", "lines", "progress", "inside", "torch_private",
+    "settings", "ops", "program", "kernel", "supply", "chain", "run", "grad", "record", "dispatch",
+    "api", "fused", "patches", "observe", "hot", "__init__", "cli", "__main__",
 ]  # fmt: skip
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

@@ -15,10 +15,12 @@ import torch
 
 import autofuse
 from autofuse import inside
+from autofuse.chain import state
 from autofuse.hot import trial
-from autofuse.patches import boundaries
-from autofuse.record import chain
-from autofuse.run import launch
+from autofuse.patches import install as boundaries
+from autofuse.record import flush as chain
+from autofuse.record import modes, ways
+from autofuse.run import cpu, eager
 from support import DEVICES, assert_same, elsewhere
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -116,7 +118,7 @@ def collect(device):
 
 def recorders(device):
     collect(device)
-    return len(list(chain._all_recorders))
+    return len(list(state.all_recorders))
 
 
 def tracked(device):
@@ -128,7 +130,7 @@ def tracked(device):
 
 
 def pending_anywhere():
-    return sum(len(recorder.chain) for recorder in chain._all_recorders)
+    return sum(len(recorder.chain) for recorder in state.all_recorders)
 
 
 def test_a_thread_that_ends_with_ops_pending_leaves_nothing(device, no_gc):
@@ -234,7 +236,7 @@ def test_a_stale_read_of_a_thread_that_has_gone_is_told_to_the_reader(device):
 def test_a_thread_that_ends_while_another_flushes_it(device, monkeypatch):
     before = recorders(device)
     begun, ended, kept = threading.Event(), threading.Event(), []
-    runner_for = chain._runner_for
+    runner_for = ways.runner_for
 
     def slow(recorder, *args):
         begun.set()
@@ -249,7 +251,7 @@ def test_a_thread_that_ends_while_another_flushes_it(device, monkeypatch):
     worker.start()
     while not kept:
         pass
-    monkeypatch.setattr(chain, "_runner_for", slow)
+    monkeypatch.setattr(chain, "runner_for", slow)
     reader = threading.Thread(target=lambda: kept.append(kept[0].tolist()))
     reader.start()
     worker.join()
@@ -266,7 +268,7 @@ def test_data_of_a_thread_that_another_one_frees(device, no_gc):
 
     def work():
         x = autofuse.wrap(torch.ones(4, device=device))
-        kept.append((chain._local.recorders, x * 2))
+        kept.append((state.this_thread.recorders, x * 2))
         x + 1.0
 
     assert elsewhere(work) is None
@@ -318,7 +320,7 @@ def test_values_that_were_foreseen_for_a_shorter_chain(device, monkeypatch):
     x = torch.rand(8)
     w, got, begun, go_on = autofuse.wrap(x), [], threading.Event(), threading.Event()
     y = w * 2.0
-    run, replayed = launch.CpuRunner.run, chain._replayed
+    run, replayed = cpu.CpuRunner.run, eager.replayed
 
     def slow(*args):
         values = replayed(*args)
@@ -341,12 +343,12 @@ def test_values_that_were_foreseen_for_a_shorter_chain(device, monkeypatch):
         run(self, chain)
 
     thread = threading.Thread(target=other)
-    monkeypatch.setattr(chain, "_replayed", slow)
-    monkeypatch.setattr(launch.CpuRunner, "run", interrupted)
+    monkeypatch.setattr(chain, "replayed", slow)
+    monkeypatch.setattr(cpu.CpuRunner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         autofuse.materialize(y)
     z = y + 1.0
-    monkeypatch.setattr(launch.CpuRunner, "run", after_it)
+    monkeypatch.setattr(cpu.CpuRunner, "run", after_it)
     autofuse.materialize(z)
     thread.join()
     assert torch.equal(autofuse.unwrap(z), x * 2.0 + 1.0)
@@ -361,7 +363,7 @@ def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
     x = torch.rand(8)
     w, got = autofuse.wrap(x), []
     foreseen, second, read = threading.Event(), threading.Event(), threading.Event()
-    run_, settle, guard = launch.CpuRunner.run, launch.settle, chain.NoTorchFunction
+    run_, settle, guard = cpu.CpuRunner.run, cpu.settle, chain.NoTorchFunction
     here, code, late = threading.get_ident(), chain.beside.__code__, []
 
     def run_first(self, made):
@@ -392,8 +394,8 @@ def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
     autofuse.materialize(w * 2.0)
     y = w * 2.0
     thread = threading.Thread(target=other)
-    monkeypatch.setattr(launch.CpuRunner, "run", run_first)
-    monkeypatch.setattr(launch, "settle", settle_second)
+    monkeypatch.setattr(cpu.CpuRunner, "run", run_first)
+    monkeypatch.setattr(cpu, "settle", settle_second)
     monkeypatch.setattr(chain, "NoTorchFunction", no_torch_function)
     autofuse.materialize(y)
     late.append(None)
@@ -503,11 +505,11 @@ def test_nodes_that_cannot_be_made(in_the_middle_of_launches, monkeypatch, capsy
     def attach(*args):
         raise RuntimeError("no node today")
 
-    for runner in chain._local.current.runners:
-        if runner.attach is not None and runner.program is not None:
-            runner.program.attach = runner.run.__globals__["attach"] = attach
+    for runner in state.this_thread.current.runners:
+        if runner.attach is not None and runner.words is not None:
+            runner.words.attach = runner.run.__globals__["attach"] = attach
     y = autofuse.materialize((w * 2.5 + 1.0).abs())
     assert torch.equal(autofuse.unwrap(y.detach()), (x.detach() * 2.5 + 1.0).abs())
     assert "no node today" in capsys.readouterr().err
-    for recorder in list(chain._all_recorders):
-        chain.forget(recorder)
+    for recorder in list(state.all_recorders):
+        modes.forget(recorder)

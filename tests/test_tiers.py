@@ -17,11 +17,13 @@ import torch
 
 import autofuse
 from autofuse import config
-from autofuse.kernel.plan import CONST, Program, Step, View, make_pieces
+from autofuse.kernel.plan import make_pieces
 from autofuse.kernel.source import Source
 from autofuse.kernel.text import source_of
 from autofuse.ops.row import OPS as ROWS
+from autofuse.program.program import CONST, Program, Step, View
 from autofuse.supply import kernels as compile
+from autofuse.supply import keys
 from autofuse.supply import service as background
 from autofuse.supply.disk import DiskCache
 from autofuse.supply.service import Job, Service
@@ -47,10 +49,10 @@ def cold(tmp_path, monkeypatch):
 
 def forget():
     """As a new process begins, but for the disk."""
-    autofuse.record.chain.flush_all("test")
+    autofuse.record.flush.flush_all("test")
     compile.clear_kernels()
-    for recorder in list(autofuse.record.chain._all_recorders):
-        autofuse.record.chain.forget(recorder)
+    for recorder in list(autofuse.chain.state.all_recorders):
+        autofuse.record.modes.forget(recorder)
 
 
 def chain(x):
@@ -152,8 +154,8 @@ def test_fuse_does_not_step_aside_while_it_waits(device, monkeypatch):
     x = torch.randn(64, device=device)
     for _ in range(20):
         fused(x)
-    assert autofuse.record.chain.rests()
-    compile._stir()  # as when a kernel has come
+    assert autofuse.record.policy.rests()
+    compile.stir()  # as when a kernel has come
     before = autofuse.stats().eager_flushes
     fused(x)
     assert autofuse.stats().eager_flushes == before + 1
@@ -272,10 +274,10 @@ def test_no_compile_raises_every_time_and_stands_in_nobodys_way(device, monkeypa
                                    lambda: torch.autocast("cpu")])  # fmt: skip
 def test_a_block_that_cannot_be_entered_leaves_nothing_behind(block):
     x = torch.randn(64)
-    recorders = autofuse.record.chain._local.recorders
+    recorders = autofuse.chain.state.this_thread.recorders
     others = dict(recorders)
     recorders.clear()
-    other = autofuse.record.chain.recorder_for(
+    other = autofuse.chain.state.recorder_for(
         torch.device("cpu", 0)
     )  # comes before the one that fails
     recorders.update(others)
@@ -353,13 +355,13 @@ def test_news_that_comes_twice_loses_nothing(monkeypatch):
     monkeypatch.setattr(Service, "submit", lambda self, job: None)
     for _ in range(20):
         run(x)
-    recorder = autofuse.record.chain.recorder_for(x.device)
+    recorder = autofuse.chain.state.recorder_for(x.device)
     assert recorder.resting
-    autofuse.record.chain.wake()
+    autofuse.record.modes.wake()
     assert not recorder.resting
     y = autofuse.wrap(x) * 2
     recorder.resting = True  # as the other one has seen it
-    late = threading.Thread(target=autofuse.record.chain.wake)
+    late = threading.Thread(target=autofuse.record.modes.wake)
     late.start()
     late.join()
     assert_same(y, x * 2, None)
@@ -422,7 +424,7 @@ def test_loaded_kernels_are_bounded(device, monkeypatch):
 
 
 def job(source, done, target="cpu"):
-    key = compile.key_of(source, torch.device("cpu"))
+    key = keys.key_of(source, torch.device("cpu"))
     return Job(source.to_json(), target, key, compilers(source.device), done)
 
 
@@ -641,21 +643,21 @@ def test_what_a_key_on_disk_holds(device, monkeypatch):
     """Structure, target, compilers and options; not sizes, scalars or names of variables."""
     (one,) = jobs(1)
     place = torch.zeros(0, device=device).device
-    key = compile.key_of(one, place)
-    assert key == compile.key_of(Source.from_json(one.to_json()), place)
+    key = keys.key_of(one, place)
+    assert key == keys.key_of(Source.from_json(one.to_json()), place)
     for change in ({"lanes": 8}, {"wide": True}, {"relaxed": True}, {"text": one.text + " "},
                    {"name": "af_other"}, {"consts": ()}, {"rank": 2}):  # fmt: skip
         fields = {name: getattr(one, name) for name in Source.__slots__} | change
-        assert compile.key_of(Source(**fields), place) != key
+        assert keys.key_of(Source(**fields), place) != key
     compilers.cache_clear()
     generator = autofuse.supply.toolchain._GENERATOR
     monkeypatch.setattr(autofuse.supply.toolchain, "_GENERATOR", generator.with_name("run"))
-    assert compile.key_of(one, place) != key
+    assert keys.key_of(one, place) != key
     compilers.cache_clear()
     monkeypatch.undo()
     if device == "cuda":
         monkeypatch.setenv("NUMBA_OPT", "1")
-        assert compile.key_of(one, place) != key
+        assert keys.key_of(one, place) != key
         compilers.cache_clear()
 
 
@@ -791,9 +793,9 @@ class TestShortChains:
     @pytest.fixture(autouse=True)
     def as_on_cuda(self, monkeypatch):
         monkeypatch.setattr(autofuse.config, "compile", "now")
-        for recorder in list(autofuse.record.chain._all_recorders):
-            autofuse.record.chain.forget(recorder)
-        autofuse.record.chain.SHORTEST.update(cuda=2, cpu=2)
+        for recorder in list(autofuse.chain.state.all_recorders):
+            autofuse.record.modes.forget(recorder)
+        autofuse.record.policy.SHORTEST.update(cuda=2, cpu=2)
 
     def test_one_op_has_no_kernel_and_soon_is_not_recorded(self):
         x = autofuse.wrap(torch.randn(5))

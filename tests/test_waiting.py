@@ -12,9 +12,13 @@ from test_interrupts import Interrupted
 from test_middle import Middle
 
 import autofuse
-from autofuse import api, inside
-from autofuse.kernel import llvm as build
-from autofuse.record import chain
+from autofuse import fused as fusing
+from autofuse import inside
+from autofuse.chain import state
+from autofuse.kernel import llvm
+from autofuse.record import flush as chain
+from autofuse.record import modes
+from autofuse.supply import build
 from autofuse.supply import kernels as compiling
 from autofuse.supply.load import Module
 from support import kernels_made
@@ -48,8 +52,8 @@ def held(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path))
         compiling.clear_kernels()
-        for recorder in chain._all_recorders:
-            chain.forget(recorder)
+        for recorder in state.all_recorders:
+            modes.forget(recorder)
         compiler = Held(patch)
         yield compiler
         compiler.leave.set()
@@ -205,11 +209,11 @@ def test_libraries_go_with_the_next_one(held):
     binary = build.compile_object(source)
     watches = []
     for _ in range(4):
-        _, linked = build.link(binary, [source.name])
+        _, linked = llvm.link(binary, [source.name])
         watches.append(weakref.ref(linked.library))
     assert [watch() is None for watch in watches] == [True, True, False, False]
     del linked
-    build.link(binary, [source.name])
+    llvm.link(binary, [source.name])
     assert all(watch() is None for watch in watches)
 
 
@@ -252,7 +256,7 @@ def test_arguments_are_plain_after_an_interrupt_anywhere():
             done = interrupted.left > 0
         except KeyboardInterrupt:
             pass
-        assert type(x) is torch.Tensor and not api._lent, count
+        assert type(x) is torch.Tensor and not fusing._lent, count
         assert "_af" not in vars(x)
         assert torch.equal(fused(x), want), count
     assert count > 10

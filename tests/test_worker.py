@@ -15,7 +15,7 @@ from autofuse.supply import kernels as compile
 from autofuse.supply import service as background
 from autofuse.supply import worker
 from autofuse.supply.disk import DiskCache
-from autofuse.supply.service import FAILURES, Answer, Job, Service
+from autofuse.supply.service import FAILURES, Built, Job, Service
 from autofuse.supply.toolchain import compilers
 from support import assert_same
 
@@ -160,7 +160,7 @@ def test_a_binary_that_is_damaged_on_its_way_is_not_loaded(service, monkeypatch)
     assert "have changed" in ask(service, jobs(1)[0]).error
 
 
-@pytest.mark.parametrize("where", ["receive", "send", "Answer"])
+@pytest.mark.parametrize("where", ["receive", "send", "Built"])
 def test_no_memory_fails_one_job(service, where, monkeypatch):
     first, second = jobs(2)
     ask(service, first)
@@ -169,7 +169,7 @@ def test_no_memory_fails_one_job(service, where, monkeypatch):
         raise MemoryError("nothing left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(background, where, nothing_left if where != "Answer" else once(Answer))
+        patch.setattr(background, where, nothing_left if where != "Built" else once(Built))
         assert "nothing left" in ask(service, second).error
     assert ask(service, first).binary
 

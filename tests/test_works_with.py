@@ -695,7 +695,7 @@ class TestProfiler:
         autofuse.materialize(torch.sigmoid(x * 2) + 1)
         runners = [
             runner
-            for recorder in autofuse.record.chain._all_recorders
+            for recorder in autofuse.chain.state.all_recorders
             for runner in recorder.runners
             if runner.recorded
         ]
@@ -705,7 +705,7 @@ class TestProfiler:
             [torch.profiler.ProfilerActivity.CPU],
         )
         assert [runner.run for runner in runners] == before
-        recorders = autofuse.record.chain._all_recorders
+        recorders = autofuse.chain.state.all_recorders
         assert all(r.bare is None for recorder in recorders for r in recorder.runners)
 
     def test_a_step_that_was_trained_before(self, device):
@@ -769,7 +769,7 @@ class TestNvtx:
         monkeypatch.setattr(torch.cuda.nvtx, "_nvtx", stub)
         yield stub
         autofuse.config.nvtx = False
-        assert not stub.open and not autofuse.record.chain._ranges
+        assert not stub.open and not autofuse.record.ranges.open_ranges
 
     def test_every_flush_is_a_range(self, device, nvtx):
         x = W(torch.randn(64, device=device))
@@ -785,7 +785,7 @@ class TestNvtx:
         autofuse.config.nvtx = False
         autofuse.materialize(torch.sigmoid(x * 2) + 1)
         assert len(nvtx.said) == 3
-        recorders = autofuse.record.chain._all_recorders
+        recorders = autofuse.chain.state.all_recorders
         assert all(r.bare is None for recorder in recorders for r in recorder.runners)
 
     def test_beside_a_profiler(self, device, nvtx):

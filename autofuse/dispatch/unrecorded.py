@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_Plain = torch.Tensor
+Plain = torch.Tensor
 
 # C functions do not look at the class once torch functions are off; Python ones may. Changing the
 # class of a tensor that another thread uses at the same time is best kept rare.
-IN_C = {type(torch.add), type(_Plain.add), type(_Plain.__getitem__),
-         type(_Plain.shape.__get__)}  # type: ignore[attr-defined]  # fmt: skip
+IN_C = {type(torch.add), type(Plain.add), type(Plain.__getitem__),
+         type(Plain.shape.__get__)}  # type: ignore[attr-defined]  # fmt: skip
 _EXACT_CLASS = {"numpy", "tolist", "_make_subclass", "as_subclass"}
 # fresh results that usually begin a chain: their Meta is read at once, while that is cheap
 FEEDS = {"mm", "matmul", "bmm", "addmm", "linear", "__matmul__", "__rmatmul__", "conv1d", "conv2d",

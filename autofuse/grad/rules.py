@@ -13,21 +13,22 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..chain.shell import Meta
-from ..chain.trie import Node, extend
-from ..kernel.plan import CONST, Ref, make_pieces
+from ..chain.meta import Meta
+from ..chain.state import Node, Recorder
+from ..chain.trie import extend
+from ..kernel.plan import make_pieces
 from ..ops.arithmetic import CASTS
 from ..ops.row import OPS, Op
-from ..run.launch import Answer, log_of, runner_class
+from ..program.program import CONST, Ref
+from ..run.devices import runner_class
+from ..run.runner import log_of
+from ..run.words import Answer
 from ..supply.kernels import Order
-
-if TYPE_CHECKING:
-    from ..record.chain import Recorder
-    from .autograd import Segment
+from .segments import Segment
 
 _ADD = OPS["add"]
 

@@ -62,18 +62,18 @@ COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
 ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python 3.14 on 32
 EQUAL = 2  # Py_EQ
 LISTED = 24  # where a list has the address of its first item
-AF, CURRENT, OBSERVER, PROGRAM, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, INPLACE = (
-    "_af", "current", "observer", "program", "__class__", "flushes", "eager", "recorders", "",
+AF, CURRENT, OBSERVER, WORDS, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, INPLACE = (
+    "_af", "current", "flushing", "words", "__class__", "flushes", "eager", "recorders", "",
     "write", "inplace",
 )  # fmt: skip
 
-# objects of `chain` and torch
+# objects of `chain`, `record` and torch
 Plain: Any = GIVEN  # torch.Tensor
 Parameter: Any = GIVEN
 local: Any = GIVEN
 counts: Any = GIVEN
 ranges: Any = GIVEN
-chain_names: Any = GIVEN  # the globals of `chain`
+hook_names: Any = GIVEN  # the globals of `hooks`
 chain_flush: Any = GIVEN
 inside: Any = GIVEN
 is_foreign: Any = GIVEN
@@ -103,4 +103,4 @@ PEEK: Any = GIVEN  # (): the number of the next node of autograd
 TAKE: Any = GIVEN  # (): the same, used up
 
 WEAKREFS: Any = GIVEN  # where a tensor has its weak references
-COUNTED: Any = GIVEN  # what `chain.flush` counts above an object's reference count
+COUNTED: Any = GIVEN  # what a flush counts above an object's reference count

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..chain.shell import UNKNOWN, Meta, Tensor
-from ..chain.trie import Node
+from ..chain.meta import UNKNOWN, Meta
+from ..chain.shell import Tensor
+from ..chain.state import Node
 from ..dispatch.unrecorded import Known
 from .c import (
     AF,
@@ -52,7 +53,7 @@ from .record import (
 )
 
 if TYPE_CHECKING:
-    from ..record.chain import Chain, Recorder
+    from ..chain.state import Chain, Recorder
 
 
 def torch_function(entry, function, args, flags, names):
@@ -80,7 +81,7 @@ def torch_function(entry, function, args, flags, names):
 
 
 def ask_overrides(entry, function, args, flags, names):
-    """`tensor.ask_overrides`; entry: the handlers by torch function."""
+    """`dispatch.protocol.ask_overrides`; entry: the handlers by torch function."""
     count = flags & COUNT
     if count >= 2:
         relevant = load(args + 8)
@@ -183,7 +184,7 @@ def fed(recorder: Recorder, entry, known: Known, args, count):
     if tip.holds_grad is True:
         pending = call_pointer(PEEK) == PyLong_AsLong(chain.first) + PyList_Size(chain)
     result = called(recorder, load(entry), known.reason, args, count, 0)
-    if pending != 0 and recorder.chain is chain:  # `tensor.pass_over`
+    if pending != 0 and recorder.chain is chain:  # `record.pass_over`
         number_chain(chain, call_pointer(PEEK) - PyList_Size(chain))
     Py_DecRef(chain)
     if result == 0:

@@ -3,7 +3,7 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
-`native_record`, `native_flush`, `native_call` and `native_write`, in the language of `machine`.
+`record`, `flush`, `launch`, `call` and `write`, in the language of `machine`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -27,23 +27,27 @@ from typing import Any
 import llvmlite
 import torch
 
-from .. import torch_private as sequence
-from ..chain.shell import NoTorchFunction, Tensor
-from ..dispatch import tensor
+from .. import hooks, torch_private
+from ..chain import liveness, state
+from ..chain.shell import Tensor
+from ..dispatch import handlers as tensor
+from ..dispatch import protocol
 from ..errors import warn_once
 from ..kernel.llvm import processor
-from ..record import chain
-from ..run import launch
+from ..record import flush as chain
+from ..record import ranges, record, writes
+from ..run import cuda as launch
+from ..run import words
 from ..settings.config import config, watch
-from . import c
-from . import call as native_call
-from . import flush as native_flush
-from . import record as native_record
-from . import write as native_write
+from ..torch_private import NoTorchFunction, TensorBase, count_write, function_modes
+from . import c, call, write
+from . import flush as _flush
+from . import launch as _launch
+from . import record as _record
 from .machine import Machine
 from .verdict import verdict
 
-_STAGES = (native_record, native_flush, native_call, native_write)
+_STAGES = (_record, _launch, _flush, call, write)
 _Function = Callable[..., Any]
 
 
@@ -105,7 +109,7 @@ def _check_objects() -> None:
     if count(id(held[0])) - before != len(more):
         raise NotImplementedError("objects have their reference count elsewhere")
     addresses = list(map(id, shells))
-    if chain._counts(shells) != tuple(count(a) + chain.ALONE - 1 for a in addresses):
+    if liveness.counts_of(shells) != tuple(count(a) + liveness.ALONE - 1 for a in addresses):
         raise NotImplementedError("Python counts references in another way")
     many = tuple(held)
     inside = (ctypes.c_uint64 * 3).from_address(id(many) + c.ITEMS)
@@ -121,14 +125,14 @@ def _check_objects() -> None:
 def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
     """(machine function, the Python function it stands for, what it is given of that)."""
     return [
-        ("record", chain.record, ()),
-        ("follows", chain._follows, ()),
-        ("record_inplace", chain.record_inplace, ()),
-        ("record_write", chain.record_write, ()),
+        ("record", record.record, ()),
+        ("follows", record.number_next, ()),
+        ("record_inplace", writes.record_inplace, ()),
+        ("record_write", writes.record_write, ()),
         ("flush", chain.flush, ()),
-        ("answer", launch.answer, ()),
-        ("torch_function", tensor._torch_function, (tensor.HANDLERS,)),
-        ("ask_overrides", tensor.ask_overrides, (tensor.HANDLERS,)),
+        ("answer", words.answer, ()),
+        ("torch_function", protocol.torch_function, (protocol.HANDLERS,)),
+        ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS,)),
         *tensor.HOT,
     ]
 
@@ -136,15 +140,15 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
 def _given() -> dict[str, Any]:
     """What the stages leave to be given."""
     return {
-        "Chain": chain.Chain, "Recorder": chain.Recorder, "Plain": torch.Tensor,
-        "Parameter": torch.nn.Parameter, "local": chain._local, "counts": chain.counts,
-        "ranges": chain._ranges, "chain_names": vars(chain),
+        "Chain": state.Chain, "Recorder": state.Recorder, "Plain": torch.Tensor,
+        "Parameter": torch.nn.Parameter, "local": state.this_thread, "counts": state.counts,
+        "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": chain.flush, "inside": chain.inside, "is_foreign": chain.is_foreign,
-        "others_writing": chain.writing, "all_recorders": chain._all_recorders.refs,
-        "relieve": chain.relieve, "COUNTED": chain.ALONE - 1,
-        "function_modes": torch._C._len_torch_function_stack,
-        "increment_version": torch._C._increment_version,
-        "entered": launch._entered, "get_device": getattr(torch._C, "_cuda_getDevice", int),
+        "others_writing": state.writing, "all_recorders": state.all_recorders.refs,
+        "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
+        "function_modes": function_modes,
+        "increment_version": count_write,
+        "entered": launch.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
         "NoTorchFunction": NoTorchFunction, **_places(),
         "enter": vars(NoTorchFunction)["__enter__"], "leave": vars(NoTorchFunction)["__exit__"],
     }  # fmt: skip
@@ -194,13 +198,13 @@ def _functions() -> list[_Function]:
 
 def _places() -> dict[str, int]:
     """Where C keeps what the functions call: getters and methods of torch's tensors."""
-    base = torch._C.TensorBase
+    base = TensorBase
     version, grad = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
                      for name in ("_version", "requires_grad"))  # fmt: skip
     address, users = (_entry(vars(base)[name], types.MethodDescriptorType, 3)
                       for name in ("data_ptr", "_use_count"))  # fmt: skip
     peek, take, mode = (
-        sequence.c_function(*names)
+        torch_private.c_function(*names)
         for names in (("at", "sequence_number", "peek"),
                       ("at", "sequence_number", "get_and_increment"),
                       ("c10", "GradMode", "is_enabled"))

@@ -1,4 +1,4 @@
-"""Recording an op, as machine code: `chain.record`, and the handlers in front of it."""
+"""Recording an op, as machine code: `record.record`, and the handlers in front of it."""
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ..chain.shell import Meta, Tensor
-from ..chain.trie import Node
+from ..chain.meta import Meta
+from ..chain.shell import Tensor
+from ..chain.state import Node
 from ..dtypes import EXACT
 from .c import (
     ADDRESS_METHOD,
@@ -64,7 +65,7 @@ from .c import (
 )
 
 if TYPE_CHECKING:
-    from ..record.chain import Chain, Recorder
+    from ..chain.state import Chain, Recorder
 
 
 def python(function, args, flags, names):
@@ -73,7 +74,7 @@ def python(function, args, flags, names):
 
 
 def handler(entry, function, args, flags, names):
-    """A handler of `tensor`; entry: its op, how many operands there are, the torch function."""
+    """A handler of `dispatch`; entry: its op, how many operands there are, the torch function."""
     count = flags & COUNT
     if names == 0 and count == load(entry + 8):
         if class_of(load(args)) is Tensor:
@@ -86,7 +87,7 @@ def handler(entry, function, args, flags, names):
 
 
 def record(entry, function, args, flags, names):
-    """`chain.record`."""
+    """`record.record`."""
     if names == 0 and flags & COUNT == 2:
         operands = load(args + 8)
         if class_of(operands) is tuple:
@@ -169,7 +170,7 @@ def recorded(func, op, operands, count, wanted):
 
 
 def recorded_in(recorder: Recorder, chain: Chain, func, op, operands, count, wanted):
-    """`recorded` in the open chain; see `chain` for what may happen in the middle."""
+    """`recorded` in the open chain; see `record.flush` for what may happen in the middle."""
     tip: Node = chain.tip
     key = room(8)
     store(key, op)
@@ -241,7 +242,7 @@ def recorded_in(recorder: Recorder, chain: Chain, func, op, operands, count, wan
 
 
 def follows(entry, function, args, flags, names):
-    """`chain.follows`."""
+    """`record.follows`."""
     if names != 0 or flags & COUNT != 1:
         return python(function, args, flags, names)
     chain: Chain = load(args)
@@ -301,7 +302,7 @@ def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
 
 
 def run_short(recorder: Recorder, func, node: Node, operands, count):
-    """Run an op that the trie has found better off eager: `tensor.run_short`."""
+    """Run an op that the trie has found better off eager: `dispatch.eager.run_short`."""
     if recorder.guarded is True or are_watched() != 0:
         return 0
     if node.returns is not None and PyLong_AsLong(node.skips) >= 100:

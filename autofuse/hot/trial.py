@@ -23,17 +23,17 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 
 from .. import api
-from ..chain.shell import NoTorchFunction, Tensor
-from ..dispatch import tensor
-from ..grad import rules
+from ..chain import state
+from ..chain.shell import Tensor
+from ..dispatch import protocol
 from ..kernel.llvm import link, target_machine, undisturbed
 from ..observe import counters as report
 from ..ops.arithmetic import OPS
-from ..patches import boundaries
-from ..record import chain
-from ..run import launch
+from ..record import flush, modes, policy, record, writes
+from ..run import cuda, devices, runner
 from ..settings.config import config
 from ..supply.worker import send
+from ..torch_private import NoTorchFunction
 from . import native
 
 # --- CUDA's runner over CPU kernels --------------------------------------------------------------
@@ -116,7 +116,7 @@ def _launcher() -> tuple[Callable[..., int], object]:
 _driver: list[Any] = []  # cuLaunchKernel, and what keeps it
 
 
-def _empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+def empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
     with NoTorchFunction():
         return torch.empty_strided(shape, stride, dtype=dtype)
 
@@ -129,11 +129,11 @@ class Called(functools.partial):  # type: ignore[type-arg]
         return self.func.__code__
 
 
-class LaunchingRunner(launch.CudaRunner):
+class LaunchingRunner(cuda.CudaRunner):
     """CudaRunner without a driver."""
 
     def __init__(self, *args: Any) -> None:
-        launch.Runner.__init__(self, *args)
+        runner.Runner.__init__(self, *args)
         self._launch, *_ = _driver
         self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
         self._scalar, self._orders = {}, {}
@@ -143,20 +143,20 @@ class LaunchingRunner(launch.CudaRunner):
             columns = piece.numbers[rank - 2] if rank > 1 else 1
             function = _cuda_function(kernel, piece.numel // columns)
             self._functions.append(function)
-            slots = launch._Slots(piece, kernel.parameters)
+            slots = cuda.Slots(piece, kernel.parameters)
             self._parts.append((ctypes.addressof(function), slots))
 
 
 def install() -> None:
     """From now on chains of new programs run so, by machine code also where Python is too old."""
-    for module in (chain, tensor, api, boundaries):
-        for name in ("flush", "record"):
-            if hasattr(module, name) and not isinstance(getattr(module, name), Called):
-                setattr(module, name, Called(getattr(module, name)))
-    launch._empty_strided = _empty_strided
+    called = {"flush": Called(flush.flush), "record": Called(record.record)}
+    for module in [*sys.modules.values()]:
+        for name, function in called.items():
+            if getattr(module, name, None) is function.func:
+                setattr(module, name, function)
+    cuda.empty_strided = empty_strided
     _driver[:] = _launcher()
-    for module in (chain, rules):
-        module.runner_class = lambda device: LaunchingRunner
+    devices.RUNNERS["cpu"] = LaunchingRunner
 
 
 # --- programs ------------------------------------------------------------------------------------
@@ -187,10 +187,10 @@ def _operators(s: _State) -> Any:
 
 def _by_hand(s: _State) -> Any:
     """The functions in front of recording and flushing, called as C calls them."""
-    t = Called(chain.record)(OPS["mul"], (s.w, 2.0))
+    t = Called(record.record)(OPS["mul"], (s.w, 2.0))
     u = Called(Tensor.__torch_function__)(torch.add, (Tensor,), (t, s.v))
-    x = Called(tensor.ask_overrides)(torch.sigmoid, (u,), u)
-    Called(chain.flush)(chain._local.current, "trial")
+    x = Called(protocol.ask_overrides)(torch.sigmoid, (u,), u)
+    Called(flush.flush)(state.this_thread.current, "trial")
     return t, u, x
 
 
@@ -215,9 +215,9 @@ def _writes(s: _State) -> Any:
 
 def _writes_by_hand(s: _State) -> Any:
     t = s.w * 2.0
-    done = Called(chain.record_inplace)(OPS["mul"], t, (t, 3.0))
+    done = Called(writes.record_inplace)(OPS["mul"], t, (t, 3.0))
     u = s.v * 0.5
-    wrote = Called(chain.record_write)(OPS["add"], s.w, (s.w, u))
+    wrote = Called(writes.record_write)(OPS["add"], s.w, (s.w, u))
     return done, wrote, t, u
 
 
@@ -250,7 +250,7 @@ def _weak(s: _State) -> Any:
     u = t + 1.0
     refs = weakref.ref(t), weakref.ref(u)
     del t
-    Called(chain.flush)(chain._local.current, "trial")
+    Called(flush.flush)(state.this_thread.current, "trial")
     return u, [ref() is None for ref in refs]
 
 
@@ -266,7 +266,7 @@ def _stale(s: _State) -> Any:
             else:
                 x.data = torch.zeros(4, 6)
         try:
-            Called(chain.flush)(chain._local.current, "trial")
+            Called(flush.flush)(state.this_thread.current, "trial")
         except Exception as error:
             said.append((type(error).__name__, str(error)))
         del y
@@ -301,11 +301,11 @@ def _plain(value: Any) -> Any:
 def _run(program: Callable[[_State], Any], on: bool) -> tuple[list[dict[str, Any]], set[str]]:
     """What RUNS runs return and leave, and which functions were Python's in the last."""
     native.switch(on)
-    chain.flush_all("trial")
-    for recorder in list(chain._all_recorders):
-        chain.forget(recorder)
+    flush.flush_all("trial")
+    for recorder in list(state.all_recorders):
+        modes.forget(recorder)
     report.reset_stats()
-    state, outcomes, hot, entered = _State(), [], native.hot(), set[str]()
+    operands, outcomes, hot, entered = _State(), [], native.hot(), set[str]()
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code in hot:
@@ -314,14 +314,14 @@ def _run(program: Callable[[_State], Any], on: bool) -> tuple[list[dict[str, Any
     for k in range(RUNS):
         sys.setprofile(profile if k == RUNS - 1 else None)
         try:
-            result = api.materialize(program(state))
-            chain.flush_all("trial")
+            result = api.materialize(program(operands))
+            flush.flush_all("trial")
         finally:
             sys.setprofile(None)
         counted = asdict(report.stats())
         for name in ("kernels_compiled", "kernels_loaded", "cache_hits"):  # the second way has them
             del counted[name]
-        outcomes.append({"results": _plain(result), "operands": state.values(), **counted})
+        outcomes.append({"results": _plain(result), "operands": operands.values(), **counted})
     return outcomes, entered
 
 
@@ -344,26 +344,26 @@ def _differences() -> Iterator[str]:
 def _references() -> Iterator[str]:
     """Objects that machine code holds more often after many runs, or less often."""
     native.switch(True)
-    state = _State()
+    s = _State()
     one = 1234.5
 
     def step() -> None:
-        t = torch.sin(state.w * state.v + one)
-        api.materialize(t - state.plain)
-        operator.imul(state.w, 0.5)
-        operator.iadd(state.w, state.v * 2.0)
-        torch.mm(state.w, torch.t(state.v))
+        t = torch.sin(s.w * s.v + one)
+        api.materialize(t - s.plain)
+        operator.imul(s.w, 0.5)
+        operator.iadd(s.w, s.v * 2.0)
+        torch.mm(s.w, torch.t(s.v))
         with torch.enable_grad():
-            torch.sum(torch.sigmoid(state.w) * state.p).backward()
-        state.p.grad = None
+            torch.sum(torch.sigmoid(s.w) * s.p).backward()
+        s.p.grad = None
 
-    watched = [state.w, state.v, state.plain, state.p, one, Tensor, torch.Tensor, None, True, False,
-               float, int, chain._local.current, chain.counts]  # fmt: skip
+    watched = [s.w, s.v, s.plain, s.p, one, Tensor, torch.Tensor, None, True, False,
+               float, int, state.this_thread.current, state.counts]  # fmt: skip
     for _ in range(RUNS):
         step()
 
     def held() -> tuple[list[int], int]:
-        chain.flush_all("trial")
+        flush.flush_all("trial")
         gc.collect()
         return [sys.getrefcount(x) for x in watched], sys.getallocatedblocks()
 
@@ -385,7 +385,7 @@ def differences() -> str:
     try:
         native.make()
         install()
-        chain.SHORTEST.update(cuda=1, cpu=1)
+        policy.SHORTEST.update(cuda=1, cpu=1)
         config.compile, config.always_fuse = "now", True
         with torch.no_grad():
             return next(_differences(), "")

@@ -1,12 +1,13 @@
-"""In-place ops, as machine code: `chain.record_inplace`, `chain.record_write`, what leads there."""
+"""In-place ops, as machine code: `record.writes`, and what leads there."""
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..chain.shell import UNKNOWN, Meta, Tensor
-from ..chain.trie import Node
+from ..chain.meta import UNKNOWN, Meta
+from ..chain.shell import Tensor
+from ..chain.state import Node
 from ..dispatch.unrecorded import Known
 from .c import (
     AF,
@@ -46,7 +47,8 @@ from .c import (
     room,
     store,
 )
-from .flush import address_of, flush_into, flush_now
+from .flush import flush_into, flush_now
+from .launch import address_of
 from .record import (
     are_watched,
     called,
@@ -62,7 +64,7 @@ from .record import (
 )
 
 if TYPE_CHECKING:
-    from ..record.chain import Chain, Recorder
+    from ..chain.state import Chain, Recorder
 
 
 def writing(entry, function, args, flags, names):
@@ -158,7 +160,7 @@ def write_now(recorder: Recorder, function, known: Known, args, count, names):
 
 
 def record_inplace(entry, function, args, flags, names):
-    """`chain.record_inplace`."""
+    """`record_inplace`."""
     if names == 0 and flags & COUNT == 3:
         operands = load(args + 16)
         if class_of(operands) is tuple and class_of(load(args + 8)) is Tensor:
@@ -233,7 +235,7 @@ def renamed_in(recorder: Recorder, chain: Chain, node: Node, op, target, operand
 
 
 def record_write(entry, function, args, flags, names):
-    """`chain.record_write`."""
+    """`record_write`."""
     if names == 0 and flags & COUNT == 3:
         operands = load(args + 16)
         if class_of(operands) is tuple and is_ours(load(args + 8)) != 0:

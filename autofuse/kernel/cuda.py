@@ -23,9 +23,6 @@ def capability_of(target: str) -> Capability:
     return number // 10, number % 10
 
 
-# --- CUDA ----------------------------------------------------------------------------------------
-
-
 def compile_ptx(source: Source, capability: Capability) -> str:
     """PTX of the kernel, which is named as its Source is."""
     from numba import cuda, types

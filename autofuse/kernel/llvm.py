@@ -42,9 +42,6 @@ def undisturbed(function: Callable[_P, _R]) -> Callable[_P, _R]:
 _WAIT_SECONDS = 10.0
 
 
-# --- CPU -----------------------------------------------------------------------------------------
-
-
 def compile_object(source: Source) -> bytes:
     """An object file with the kernel, for the processor of this machine."""
     from llvmlite import binding as llvm

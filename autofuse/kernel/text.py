@@ -17,7 +17,8 @@ from __future__ import annotations
 import ast
 from functools import cache
 
-from .plan import CONST, Line, Plan
+from ..program.program import CONST
+from .plan import Line, Plan
 from .source import Source, carried, walk
 
 # where the short expressions of 16-bit ops gave eager's bits for all operands: NVIDIA bounds the

@@ -22,20 +22,22 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ..chain.shell import Held, NoTorchFunction
-from ..chain.trie import Node, needed_by
+from .. import hooks
+from ..chain.shell import Held
+from ..chain.state import Chain, Node, Recorder
+from ..chain.trie import needed_by
 from ..dtypes import CODES
 from ..errors import MismatchError
-from ..grad import autograd
-from ..grad.autograd import Segment
+from ..grad.node import Backward
 from ..grad.rules import Torch
-from ..kernel.plan import CONST
 from ..kernel.text import parse
 from ..lines import shown, user_position
 from ..ops.row import Op
-from ..record.chain import Chain, Recorder, _without_modes
+from ..program.program import CONST
+from ..record.flush import without_modes
 from ..settings.config import config, watch
 from ..supply.kernels import capturing
+from ..torch_private import NoTorchFunction, set_grad_enabled
 from . import events as observe
 from .events import Flush, Observer, spelled
 
@@ -119,13 +121,14 @@ class _Backward:
 
     def __init__(
         self,
-        segment: Segment,
+        backward: Backward,
         grads: Sequence[Any],
         saved: Sequence[torch.Tensor],
         consts: list[Any],
         result: Sequence[torch.Tensor | None],
     ) -> None:
-        self.recorder, self.segment, self.consts = segment.recorder, segment, consts
+        self.recorder, self.backward, self.consts = backward.recorder, backward, consts
+        segment = self.segment = backward.segment
         self.into: torch.Tensor | None = None
         self.grads = [None if g is None else _plain(g) for g in grads]
         self.saved = [_plain(x) for x in saved]
@@ -144,7 +147,7 @@ class _Backward:
 
     def eager(self, nudge: Nudge | None = None) -> list[torch.Tensor]:
         algebra = Torch(self.consts) if nudge is None else _Nudging(self.consts, nudge)
-        gradients = self.segment.by_torch(algebra, self.grads, self.saved)
+        gradients = self.backward.by_torch(algebra, self.grads, self.saved)
         assert [k for k, g in enumerate(gradients) if g is not None] == self.given
         return [gradients[k] for k in self.given]
 
@@ -190,21 +193,21 @@ class Check(Observer):
 
     def backward(
         self,
-        segment: Segment,
+        backward: Backward,
         grads: Sequence[Any],
         saved: Sequence[torch.Tensor],
         consts: list[Any],
         result: Sequence[torch.Tensor | None],
     ) -> None:
-        """After a kernel has made the gradients `result`; see `autograd.observer`."""
-        if segment.nodes[0].relaxed or capturing(segment.recorder.device):
+        """After a kernel has made the gradients `result`; see `hooks.differentiated`."""
+        if backward.segment.nodes[0].relaxed or capturing(backward.recorder.device):
             return
 
         def compare() -> None:
-            case = _Backward(segment, grads, saved, consts, result)
+            case = _Backward(backward, grads, saved, consts, result)
             _compare(case, [_plain(gradient) for gradient in result if gradient is not None])
 
-        _alone(segment.recorder, compare)
+        _alone(backward.recorder, compare)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,14 +225,14 @@ def _alone(recorder: Recorder, compute: Callable[[], Any]) -> Any:
         if recorder.device.type == "cuda":  # what runs there may be on a stream of another thread
             torch._C._cuda_synchronize()
         was = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # `torch.no_grad` would start new chains
+        set_grad_enabled(False)  # `torch.no_grad` would start new chains
         try:
             with NoTorchFunction():
                 results.append(compute())
         finally:
-            torch._C._set_grad_enabled(was)
+            set_grad_enabled(was)
 
-    _without_modes(run, recorder, recorder.chain)
+    without_modes(run, recorder, recorder.chain)
     return results[0]
 
 
@@ -449,7 +452,7 @@ _check = Check()
 def _configure(*reason: object) -> None:
     """Follow `config.check`."""
     observe.remove(_check)
-    autograd.observer = _check.backward if config.check else None
+    hooks.differentiated = _check.backward if config.check else None
     if config.check:
         observe.add(_check)
 

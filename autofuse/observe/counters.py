@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ..ops.coverage import coverage as coverage
-from ..record.chain import _all_recorders, counts, totals
+from ..chain.state import all_recorders, counts
 from ..supply import kernels as _compile
 from ..supply import service as background
 
@@ -50,20 +49,20 @@ class Stats:
 _base: Counter[str] = Counter()
 
 
-def _sum() -> Counter[str]:
+def summed() -> Counter[str]:
     total = Counter(counts.forgotten)
     total["kernels_compiled"] = _compile.counts["compiled"]
     total["kernels_loaded"] = _compile.counts["loaded"]
     total["cache_hits"] = _compile.counts["found"]
-    for recorder in _all_recorders:
-        total.update(totals(recorder))
+    for recorder in all_recorders:
+        total.update(recorder.totals())
         total["ops_recorded"] += len(recorder.chain)
     return total
 
 
 def stats() -> Stats:
     """The counters; ops that are still pending count as recorded."""
-    total = _sum()
+    total = summed()
     total.subtract(_base)
     return Stats(
         **{name: total[name] for name in (
@@ -82,7 +81,7 @@ def stats() -> Stats:
 def reset_stats() -> None:
     """Set every counter to zero; ops that are pending then count as not recorded."""
     _base.clear()
-    _base.update(_sum())
+    _base.update(summed())
     counts.flushes.clear()
     counts.eager.clear()
     counts.replays = 0

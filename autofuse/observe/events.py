@@ -1,7 +1,7 @@
 """Observation: what runs, told as events to whoever looks. Nothing is done while nobody does.
 
-An Observer is added and removed. While there is one, `chain.observer` and `compile.listeners` lead
-here, and `chain.counts.eager` is a counter that tells. Observers are for the whole process, as the
+An Observer is added and removed. While there is one, `hooks.flushing` and `kernels.listeners` lead
+here, and `counts.eager` is a counter that tells. Observers are for the whole process, as the
 counters are: other threads, and those of a backward, are seen too.
 """
 
@@ -16,15 +16,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ..chain.shell import Meta
-from ..chain.trie import Node
+from .. import hooks
+from ..chain import state as _state
+from ..chain.liveness import DEAD
+from ..chain.meta import Meta
+from ..chain.state import Chain, Node, Recorder
 from ..errors import NotReadyError
 from ..kernel.source import Operand, Source, walk
 from ..layout import Ints
 from ..lines import Position, user_position
-from ..record import chain as _chain
-from ..record.chain import DEAD, Chain, EagerRunner, Recorder, ShortRunner, WaitingRunner
-from ..run.launch import Runner
+from ..record import record as _record
+from ..record.ways import WaitingRunner
+from ..run.eager import EagerRunner, ShortRunner
+from ..run.runner import Runner
 from ..supply import kernels as _compile
 
 OUTCOMES = ("hit", "soft miss", "hard miss")  # a kernel was in memory, on disk, to be compiled
@@ -104,13 +108,13 @@ def remove(observer: Observer) -> None:
 
 def _connect() -> None:
     """Hook into the flow while there are observers."""
-    counts = _chain.counts
-    if _observers and _chain.observer is None:
-        _chain.observer = _Watch
+    counts = _state.counts
+    if _observers and hooks.flushing is None:
+        hooks.flushing = _Watch
         _compile.listeners.append(_listener)
         counts.eager = _Telling(counts.eager)
-    elif not _observers and _chain.observer is not None:
-        _chain.observer = None
+    elif not _observers and hooks.flushing is not None:
+        hooks.flushing = None
         _compile.listeners.remove(_listener)
         counts.eager = Counter(counts.eager)
 
@@ -125,7 +129,7 @@ class _Telling(Counter):  # type: ignore[type-arg]
     def __setitem__(self, key: tuple[str, str], count: int) -> None:
         super().__setitem__(key, count)
         again = _running.refused and key[1] == "not in the table"
-        _running.refused = sys._getframe(1).f_code is _chain.record.__code__
+        _running.refused = sys._getframe(1).f_code is _record.record.__code__
         if again:  # what could not be recorded is counted again where it runs
             return
         for observer in list(_observers):
@@ -257,7 +261,7 @@ def _place(flush: Flush | None, source: Source) -> Position | None:
     """The user's line that needs a kernel; for one that arrives from the background, needed it."""
     position = flush.position if flush is not None else user_position()
     if position is None:
-        for asked, sources in list(_compile._positions.items()):
+        for asked, sources in list(_compile.positions.items()):
             if source in sources:
                 return asked
     return position

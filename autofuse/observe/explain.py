@@ -6,76 +6,28 @@ shape and who held it.
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from ..api import _call
+from ..chain.liveness import DEAD
 from ..chain.shell import Tensor
-from ..chain.trie import Node
-from ..kernel.source import Source
-from ..lines import Position, user_position
-from ..record.chain import ASIDE, DEAD, Chain, _all_recorders
-from ..run.launch import Runner
-from ..supply.kernels import target_of
+from ..chain.state import Chain, Node, all_recorders
+from ..fused import call_fused
+from ..lines import user_position
+from ..run.runner import Runner
+from ..supply.keys import target_of
 from . import counters as _report
 from . import events as observe
 from . import reads
 from .events import Flush, Lookup, Observer, spelled
+from .findings import Findings, KernelUse, LiveOut, Sync
 from .holders import ARGUMENT, holders
-from .logs import assembly
 from .text import advice_on, lines_of, summary
 
 
-@dataclass(frozen=True, slots=True)
-class LiveOut:
-    """A value that was written to memory because something outside the chain could see it."""
-
-    op: str
-    what: str  # "float32[8, 16]"
-    nbytes: int
-    position: Position | None  # of the flush
-    holders: tuple[str, ...]  # "variable h", "list outs", "attribute h of Cell", "C++", ...
-    last: bool  # it is what its chain ends with
-
-
-@dataclass(frozen=True, slots=True)
-class KernelUse:
-    """A kernel that ran, and how often; one entry for each set of sizes."""
-
-    name: str
-    launches: int
-    reads: tuple[str, ...]  # "float32[8, 16]"
-    writes: tuple[str, ...]
-    bytes_read: int  # of one launch
-    bytes_written: int
-    backward: bool
-    target: str  # "sm_90" or "cpu"
-    kernel: Source
-
-    @property
-    def source(self) -> str:
-        """The text that was compiled."""
-        return self.kernel.text
-
-    @property
-    def ptx(self) -> str:
-        """The PTX, made again with the compiler; of a CPU kernel its LLVM IR."""
-        return assembly(self.kernel, self.target)[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """A read that made the host wait."""
-
-    name: str  # "item", "bool", ...
-    position: Position | None
-    text: str  # "loss.item()", as the program says it
-
-
-class Report(Observer):
+class Report(Observer, Findings):
     """What `explain` found; a context manager around the region it is about.
 
     Covers the whole process, as `stats` does, while it is open. `print` it.
@@ -93,15 +45,7 @@ class Report(Observer):
     """
 
     def __init__(self) -> None:
-        self.result: Any = None
-        self.flushes: list[Flush] = []
-        self.stored: list[LiveOut] = []
-        self.syncs: list[Sync] = []
-        self.lookups: list[Lookup] = []
-        self.kernels: list[KernelUse] = []
-        self.ops_eager: Counter[tuple[str, str]] = Counter()
-        self.launches = self.bytes_saved = self.values_elided = self.pending = 0
-        self.open = False
+        super().__init__()
         self._held: dict[object, tuple[str, ...]] = {}  # by place and trie node: gc takes 20 ms
         self._runs: dict[Runner, int] = {}  # before the region
         self._totals: Counter[str] = Counter()
@@ -113,7 +57,7 @@ class Report(Observer):
             raise RuntimeError("this report is about another region; call autofuse.explain() again")
         self.open = True
         self._runs = {runner: runner.runs for runner in _runners()}
-        self._totals = _report._sum()
+        self._totals = _report.summed()
         reads.watch(self.read)
         observe.add(self)
         return self
@@ -122,11 +66,11 @@ class Report(Observer):
         self.open = False
         observe.remove(self)
         reads.unwatch(self.read)
-        after = _report._sum()
+        after = _report.summed()
         self.launches = after["kernels_launched"] - self._totals["kernels_launched"]
         self.bytes_saved = after["bytes_elided"] - self._totals["bytes_elided"]
         self.values_elided = after["nodes_elided"] - self._totals["nodes_elided"]
-        self.pending = sum(len(recorder.chain) for recorder in _all_recorders)
+        self.pending = sum(len(recorder.chain) for recorder in all_recorders)
         used: Counter[KernelUse] = Counter()
         for runner in _runners():
             runs = runner.runs - self._runs.get(runner, 0)
@@ -185,43 +129,6 @@ class Report(Observer):
             self._held.update(zip(keys, found, strict=True))
         return [self._held[key] for key in keys]
 
-    # --- what it comes to ---
-
-    @property
-    def ops_fused(self) -> Counter[str]:
-        """Ops that were computed by kernels, or not at all because nobody could see them."""
-        fused = (flush for flush in self.flushes if not flush.eager and not flush.raised)
-        return Counter(op for flush in fused for op in flush.ops)
-
-    @property
-    def ops_seen(self) -> Counter[str]:
-        """Every op on a wrapped tensor that ran, fused or not."""
-        seen = self.ops_fused
-        for (op, reason), count in self.ops_eager.items():
-            if reason != ASIDE:
-                seen[op] += count
-        return seen
-
-    @property
-    def chains(self) -> list[int]:
-        """Ops of each chain that ran."""
-        return [len(flush.ops) for flush in self.flushes]
-
-    @property
-    def median_chain(self) -> float:
-        """Median of `chains`; 0 if there is none."""
-        return statistics.median(self.chains or [0])
-
-    @property
-    def longest_chain(self) -> int:
-        """The longest of `chains`; 0 if there is none."""
-        return max(self.chains, default=0)
-
-    @property
-    def reasons(self) -> Counter[tuple[str, Position | None]]:
-        """Flushes by reason and the user's file and line."""
-        return Counter((flush.reason, flush.position) for flush in self.flushes)
-
     @property
     def advice(self) -> list[str]:
         """What would help, in plain words."""
@@ -247,12 +154,12 @@ def explain(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> 
     report = Report()
     if fn is not None:
         with report:
-            report.result = _call(fn, args, kwargs, [])
+            report.result = call_fused(fn, args, kwargs, [])
     return report
 
 
 def _runners() -> list[Runner]:
-    return [runner for recorder in _all_recorders for runner in list(recorder.runners)]
+    return [runner for recorder in all_recorders for runner in list(recorder.runners)]
 
 
 def _uses(runner: Runner) -> list[KernelUse]:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from ..chain.shell import Tensor
-from ..chain.trie import Node
+from ..chain.state import Chain, Node
 from ..lines import frames, is_inside
-from ..record.chain import Chain
 
 ARGUMENT = "an argument of the call"
 

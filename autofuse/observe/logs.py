@@ -21,7 +21,7 @@ from ..errors import warn_once
 from ..kernel.source import Source
 from ..lines import shown
 from ..settings.config import config, watch
-from ..supply.kernels import key_of, target_of
+from ..supply.keys import key_of, target_of
 from . import events as observe
 from .events import Flush, Lookup, Observer, spelled, walked
 
@@ -140,7 +140,7 @@ def assembly(source: Source, target: str) -> tuple[str, str]:
     from ..kernel.emit import emit_cpu
     from ..supply import build
 
-    with build._lock:
+    with build.compiler_lock:
         if source.device == "cpu":
             return ".ll", str(emit_cpu(source, llvm.converts_halves()))
         return ".ptx", cuda.compile_ptx(source, cuda.capability_of(target))

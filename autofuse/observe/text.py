@@ -1,23 +1,24 @@
-"""Wording: a Report, its advice and a pending expression as text. Knows no more than they hold."""
+"""Wording: findings, advice and a pending expression as text. Knows no more than they hold."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 
-from ..chain.shell import Held, Lost, Meta, NoTorchFunction, Tensor
-from ..chain.trie import Node
-from ..kernel.plan import CONST
+from ..chain.meta import Meta
+from ..chain.shell import Held, Lost, Tensor
+from ..chain.state import Node
+from ..chain.trie import needed_by
 from ..lines import Position, shown
-from ..record.chain import ASIDE
+from ..program.program import CONST
+from ..record.policy import ASIDE
 from ..settings.config import config
+from ..torch_private import NoTorchFunction
 from .events import REFUSED, WAITS, spelled
-
-if TYPE_CHECKING:
-    from .explain import Report
+from .findings import Findings
 
 
 def _plural(count: float, noun: str) -> str:
@@ -40,7 +41,7 @@ def _bytes(count: float) -> str:
     return f"{count:.4g} GiB"
 
 
-def summary(report: Report) -> str:
+def summary(report: Findings) -> str:
     aside = sum(n for (_, reason), n in report.ops_eager.items() if reason == ASIDE)
     seen, eager = report.ops_seen.total(), report.ops_eager.total() - aside
     return (
@@ -49,7 +50,7 @@ def summary(report: Report) -> str:
     )
 
 
-def lines_of(report: Report) -> list[str]:
+def lines_of(report: Findings) -> list[str]:
     lines = [f"autofuse: {summary(report)}" + (" so far" if report.open else "")]
     if report.flushes:
         lines.append(
@@ -85,7 +86,7 @@ def lines_of(report: Report) -> list[str]:
     ))  # fmt: skip
     if report.pending:
         lines.append(f"still pending: {_plural(report.pending, 'op')}")
-    return lines + _section("advice", report.advice, limit=99)
+    return lines + _section("advice", advice_on(report), limit=99)
 
 
 def _section(title: str, items: Any, limit: int = 10) -> list[str]:
@@ -98,7 +99,7 @@ _TESTS = ("bool", "is_nonzero")
 _SIZES = ("getitem", "masked_select", "nonzero", "argwhere", "unique")
 
 
-def advice_on(report: Report) -> list[str]:
+def advice_on(report: Findings) -> list[str]:
     """What would help, in plain words."""
     said: list[str] = []
     for sync, count in Counter(report.syncs).most_common():
@@ -160,14 +161,14 @@ def advice_on(report: Report) -> list[str]:
     return said
 
 
-def _what_cuts(report: Report) -> str:
+def _what_cuts(report: Findings) -> str:
     """What ends most chains, for advice on short ones."""
     ((reason, position), count), *_ = report.reasons.most_common()
     total = len(report.flushes)
     return f"; {count} of {total} chains end with {reason!r} at {shown(position)}"
 
 
-def _kept(report: Report) -> list[str]:
+def _kept(report: Findings) -> list[str]:
     """Intermediates that were stored only because variables still held them."""
     kept: Counter[tuple[str, str, Position | None]] = Counter()
     nbytes = Counter[tuple[str, str, Position | None]]()
@@ -216,10 +217,7 @@ def expression(x: torch.Tensor) -> str:
         if x._af is not node or not isinstance(node.meta, Meta):
             return expression(x)  # another thread has just run it
     nodes = node.path()
-    needed = {node.index}
-    for one in reversed(nodes):
-        if one.index in needed:
-            needed.update(ref for ref in one.args if 0 <= ref < CONST)
+    needed = needed_by(nodes, [node.index])
     used = [one for one in nodes if one.index in needed]
     inputs = sorted({~ref for one in used for ref in one.args if ref < 0})
     lines = [

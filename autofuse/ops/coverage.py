@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .arithmetic import BINARY_OPERATORS
+from .operators import BINARY_OPERATORS
 from .row import COMPOSITES, OPS, PLAIN, SPELLINGS
 
 _SERIES = "a series that is summed until it converges"

@@ -44,7 +44,7 @@ class Op:
         and `%` truncate as in C, and on the CPU, where they raise, the op is eager.
     narrow: the expression for float16 and bfloat16, where PyTorch's kernel rounds on the way.
     f16, bf16: short expressions for one of the two on CUDA, which give the same bits for all that
-        16-bit operands can be, though not for a scalar, which is more; see `codegen.PROVEN`.
+        16-bit operands can be, though not for a scalar, which is more; see `kernel.text.PROVEN`.
     double: the expression for float64, where PyTorch has another.
     cpu: the expression on the CPU, where PyTorch has another.
     grad: the derivative rules, one per operand, separated by `;`, with PyTorch's own formulas

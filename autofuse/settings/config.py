@@ -129,7 +129,7 @@ class Config:
     # fmt: on
 
 
-_CACHE = (  # read by `cache`, which knows nothing of autofuse
+_CACHE = (  # read by `supply.disk`, which knows no config
     Setting(
         "cache_dir", OptionalPath(), None,
         "where compiled kernels stay, if not in the user's cache directory (`~/.cache/autofuse` on "

@@ -11,7 +11,7 @@ from ..kernel.llvm import compile_object, undisturbed
 from ..kernel.source import Source
 from .disk import DiskCache
 
-_lock = threading.RLock()  # numba's typing and LLVM's contexts are not made for threads
+compiler_lock = threading.RLock()  # numba's typing and LLVM's contexts are not made for threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def build_once(source: Source, target: str, key: str, cache: DiskCache) -> Made:
 
 def build(source: Source, target: str) -> bytes:
     """The binary of `source` for a target as `sm_90`, or `cpu` for this machine's."""
-    with _lock:
+    with compiler_lock:
         if source.device == "cpu":
             return compile_object(source)
         capability = capability_of(target)
@@ -46,6 +46,6 @@ def build(source: Source, target: str) -> bytes:
 
 def forget_threads() -> None:
     """After a fork: another thread may have held the lock, or LLVM's."""
-    global _lock
-    _lock = threading.RLock()
+    global compiler_lock
+    compiler_lock = threading.RLock()
     _llvm.forget_threads()

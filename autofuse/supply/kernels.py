@@ -7,7 +7,6 @@ eager ops they were recorded from. Nothing here is on the launch path.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 import time
@@ -29,8 +28,9 @@ from ..lines import Position, user_position
 from ..progress import progress
 from ..settings.config import config, watch
 from .disk import DiskCache
+from .keys import key_of, target_of
 from .load import Module, load
-from .service import Answer, Job, Service, forget_service, say_unsaved, service
+from .service import Built, Job, Service, forget_service, say_unsaved, service
 from .toolchain import compilers
 
 
@@ -70,7 +70,7 @@ _done = threading.Condition(_lock)
 _news = 0
 _queued: set[Request] = set()  # that are with the background compiler
 _forbidden = 0  # `no_compile` blocks that are open
-_positions: dict[Position, list[Source]] = defaultdict(list)  # asked for, by user's line
+positions: dict[Position, list[Source]] = defaultdict(list)  # asked for, by user's line
 _on_news: list[Callable[[], None]] = []
 _on_evict: list[Callable[[], None]] = []
 counts: Counter[str] = Counter()  # kernels: compiled, loaded (from disk), found (in memory)
@@ -137,7 +137,7 @@ class Order:
         return None
 
 
-def _stir(*reason: object) -> None:
+def stir(*reason: object) -> None:
     """What was waited for may be there, or is to be had in another way; called without locks."""
     global _news
     _news += 1
@@ -282,7 +282,7 @@ def _submit(request: Request, compiler: Service) -> None:
     facts = compilers(request.device.type)
     queued = _queued
 
-    def done(answer: Answer) -> None:
+    def done(answer: Built) -> None:
         _deliver(request, answer, queued)
 
     job = Job(source, target_of(request.device), request.key, facts, done)
@@ -297,7 +297,7 @@ def _submit(request: Request, compiler: Service) -> None:
         raise
 
 
-def _deliver(request: Request, answer: Answer, queued: set[Request]) -> None:
+def _deliver(request: Request, answer: Built, queued: set[Request]) -> None:
     """Take what the background compiler has made; in its thread. Whatever fails, `wait` returns."""
     module, error = None, answer.error
     if not error:
@@ -313,13 +313,13 @@ def _deliver(request: Request, answer: Answer, queued: set[Request]) -> None:
                 listener.made(request.source, request.device, outcome, us, request.position)
     finally:
         if _took(request, module, error, answer, queued):
-            _stir()
+            stir()
     if answer.unsaved:
         say_unsaved(answer.unsaved)
 
 
 def _took(
-    request: Request, module: Module | None, error: str, answer: Answer, queued: set[Request]
+    request: Request, module: Module | None, error: str, answer: Built, queued: set[Request]
 ) -> bool:
     """Keep the module, or what became of it; False if it was forgotten meanwhile."""
     with _lock:
@@ -363,26 +363,6 @@ def on_evict(forget: Callable[[], None]) -> None:
     _on_evict.append(forget)
 
 
-# --- what a key is -------------------------------------------------------------------------------
-
-
-def target_of(device: torch.device) -> str:
-    """What `build` compiles for: sm_90, or cpu."""
-    return _capability(device) if device.type == "cuda" else "cpu"
-
-
-@cache
-def _capability(device: torch.device) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
-
-
-def key_of(source: Source, device: torch.device) -> str:
-    """The name of a kernel on disk: what it computes, for what, and with which compilers."""
-    facts = (source.to_json(), target_of(device), *compilers(device.type))
-    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
-
-
 @cache
 def _cache() -> DiskCache:
     return DiskCache()
@@ -399,7 +379,7 @@ def _too_many(request: Request) -> bool:
     position = user_position(in_file=True)
     if position is None:
         return False
-    asked = _positions[position]
+    asked = positions[position]
     if request.source in asked[: config.max_kernels_per_line]:  # its compile was interrupted
         return False
     if len(asked) < config.max_kernels_per_line:
@@ -449,7 +429,7 @@ class no_compile:  # noqa: N801 - used like a function
         with _lock:
             _forbidden += 1
         try:
-            _stir()
+            stir()
         except BaseException:
             self.__exit__()
             raise
@@ -484,12 +464,12 @@ def clear_kernels() -> None:
     with _lock:
         _kernels.clear()
         _requests.clear()
-        _positions.clear()
+        positions.clear()
         _queued = set()  # an answer to a request of the old one is dropped
         _cache.cache_clear()
         close = forget_service()
         _done.notify_all()
-    _stir()
+    stir()
     close()
 
 
@@ -506,7 +486,7 @@ def forget_threads() -> None:
         from .build import forget_threads
 
         forget_threads()
-    _stir()
+    stir()
 
 
-watch(_stir)
+watch(stir)

@@ -48,11 +48,11 @@ class Job:
     target: str
     key: str
     compilers: tuple[str, ...]  # which the worker must have too
-    done: Callable[[Answer], None]
+    done: Callable[[Built], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Built:
     """What became of a job: a binary, or an error."""
 
     binary: bytes = b""
@@ -224,19 +224,19 @@ class Service:
                 answer = self._ask(worker, job)
                 self.lost = 0
             except RefusedError as error:
-                answer = Answer(error=str(error), refused=bool(self.unavailable))
+                answer = Built(error=str(error), refused=bool(self.unavailable))
             except LostError as error:
                 self._drop(worker)
                 worker = None
                 if self.closing.is_set():
                     return
                 self._count(str(error))
-                answer = Answer(error=f"the compiler's process died or did not answer: {error}")
+                answer = Built(error=f"the compiler's process died or did not answer: {error}")
             # no memory, an error of our own: it is this job's, and the thread goes on
             except BaseException as error:
                 self._drop(worker)
                 worker = None
-                answer = Answer(error=f"the background compiler failed: {error!r}")
+                answer = Built(error=f"the background compiler failed: {error!r}")
             try:
                 job.done(answer)
             except BaseException as error:
@@ -311,12 +311,12 @@ class Service:
         self.processes.append(worker.process)
         return worker
 
-    def _ask(self, worker: Worker, job: Job) -> Answer:
+    def _ask(self, worker: Worker, job: Job) -> Built:
         """The worker's answer. Raises LostError."""
         question = {"source": job.source, "target": job.target, "key": job.key,
                     "compilers": job.compilers}  # fmt: skip
         header, binary = worker.ask(question, HANG_SECONDS)
-        answer = Answer(
+        answer = Built(
             binary, header.get("built", False), header.get("unsaved", ""), header.get("error", "")
         )
         kinds = (answer.built.__class__, answer.unsaved.__class__, answer.error.__class__)

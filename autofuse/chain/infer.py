@@ -1,0 +1,154 @@
+"""Inference: what an op makes of its operands, by eager's rules, or why it stays eager.
+
+Pure: from the table's row and what is known of the operands to dtype, shape, strides.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .. import layout
+from ..dtypes import CODES, Wide
+from ..kernel.source import carried
+from ..kernel.text import parse
+from ..ops.row import Op
+from ..program.program import CONST, Ref
+from .meta import Meta, make_meta
+
+# what torch's loops do faster than ones that call libm (bench/cpu.py): ops, and functions of
+# their expressions, by the type they compute in; a chain of small tensors is dispatch in the main
+_SLOW = {
+    "f32": frozenset("lgamma digamma erfinv fmod".split()),
+    "f64": frozenset(
+        "expm1 log10 log1p sinh cosh tanh atanh sin cos tan asin acos atan atan2 erf erfc pow "
+        "lgamma digamma erfinv".split()
+    ),
+}
+_LARGE = 1 << 16  # elements
+
+
+@cache
+def _is_slow(op: Op, common: str) -> bool:
+    statements = parse(op.expression(common, "cpu"))
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return not _SLOW.get(carried(common), frozenset()).isdisjoint({op.name, *names})
+
+
+def _stride(
+    op: Op, device: torch.device, common: torch.dtype, shape: layout.Ints, views: list[Meta | type]
+) -> layout.Ints:
+    """The strides that eager gives to the result of `op`; views: as in `extend`."""
+    tensors = [view for view in views if isinstance(view, Meta)]
+    first = tensors[0]
+    if first.flat and 0 not in shape and all(meta.shape == shape and meta.flat for meta in tensors):
+        return first.stride
+    if device.type in op.contiguous:
+        return layout.contiguous(shape)
+    if op.carries(common) and first.shape == shape:
+        return layout.copied_stride(shape, first.stride)
+    if op.strides is not None and not op.carries(common):
+        return op.strides(first.shape, first.stride)
+    # torch copies an operand that is promoted: on the CPU, and where its kernel does not promote
+    apart = op.scalars_apart and len(tensors) == 1
+    copies = device.type == "cpu" or apart or op.selects
+    strides: list[tuple[layout.Ints, layout.Ints]] = []
+    for view, role in zip(views, op.roles, strict=True):
+        if not isinstance(view, Meta):
+            if role == "promote" and not op.scalars_apart:
+                strides.append(((), ()))
+        elif copies and role == "promote" and view.dtype is not common:
+            strides.append((view.shape, layout.copied_stride(view.shape, view.stride)))
+        else:
+            strides.append((view.shape, view.stride))
+    return layout.result_stride(shape, strides[::-1] if op.reversed else strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """An op after some program, as far as its operands decide."""
+
+    args: tuple[Ref, ...]
+    common: str  # type code the operands are converted to
+    meta: Meta  # of the result
+    inputs: tuple[Meta, ...]  # the program's, and those that this op brings
+    consts: tuple[type, ...]
+    limits: tuple[float, float] | None  # of Consts that have to fit a dtype
+
+
+def infer(
+    op: Op,
+    operands: Sequence[int | Meta | type],
+    metas: Sequence[Meta],
+    inputs: tuple[Meta, ...],
+    consts: tuple[type, ...],
+    device: torch.device,
+    graded: bool,
+    relaxed: bool,
+) -> Inferred | str:
+    """What `op` makes of `operands`, or why it has to run as eager PyTorch.
+
+    operands: as in an edge of the trie. metas: of the program's pending values, by index. inputs,
+    consts: the program's. graded: whether it is recorded in grad mode.
+    """
+    args: list[Ref] = []
+    reads, numbers = list(inputs), list(consts)
+    views: list[Meta | type] = []
+    for operand in operands:
+        if isinstance(operand, int):
+            args.append(operand)
+            views.append(metas[operand] if operand >= 0 else reads[~operand])
+        elif isinstance(operand, Meta):
+            args.append(~len(reads))
+            reads.append(operand)
+            views.append(operand)
+        else:
+            args.append(CONST + len(numbers))
+            numbers.append(int if operand is Wide else operand)
+            views.append(operand)
+    tensors = [view for view in views if isinstance(view, Meta)]
+    if any(meta.device is not device for meta in tensors):
+        return "operands on several devices"
+    shape = layout.broadcast([meta.shape for meta in tensors])
+    if shape is None:
+        return "shapes that do not broadcast"
+    dtypes = tuple(
+        (view.dtype, view.ndim) if isinstance(view, Meta) else (view, 0) for view in views
+    )
+    resolved = op.resolve(dtypes)
+    if resolved is None:
+        return "dtypes that are not fused"
+    common, result = resolved
+    code = CODES[common]
+    if Wide in views and code in ("f32", "f16", "bf16"):
+        return "an int that float64 would round first"
+    if device.type == "cpu" and code in ("f16", "bf16"):
+        if any(meta.ndim == 0 and meta.dtype is not common for meta in tensors):
+            return "a wider 0-d tensor, which the CPU does not round"
+    if not (op.identical or relaxed):
+        return "other bits than eager's; config.relaxed fuses it"
+    if device.type == "cpu" and op.divides(code):
+        return "integer division, which raises on the CPU"
+    if device.type == "cpu" and math.prod(shape) >= _LARGE and _is_slow(op, code):
+        return "a large tensor on the CPU, where eager is faster"
+    if op.result == "bool" and (int in views or Wide in views):
+        if code not in ("f32", "f64", "i64", "f16", "bf16"):
+            return "an integer that may not fit the dtype"
+    stride = _stride(op, device, common, shape, views)
+    graph = graded and result.is_floating_point and any(meta.requires_grad for meta in tensors)
+    if graph and not op.grad:
+        return "no derivative rule"
+    if graph and any(meta.inference for meta in tensors):
+        return "an inference tensor, which autograd cannot save"
+    limits = None
+    if op.fits and common is not torch.bool:
+        info = torch.finfo(common) if common.is_floating_point else torch.iinfo(common)
+        limits = (max(info.min, -info.max), info.max)  # `sub` negates its alpha
+    meta = make_meta(result, shape, stride, device, graph)
+    return Inferred(tuple(args), code, meta, tuple(reads), tuple(numbers), limits)

@@ -1,0 +1,322 @@
+"""State: what is recorded, as data: nodes of the trie, the open chain, and whose they are.
+
+Every thread and device has its own Recorder, with a trie and one open Chain. What may happen to
+them, and when, stands in `record.flush`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import Any
+from weakref import ref
+
+import torch
+
+from .. import hooks
+from ..ops.row import Op
+from ..program.program import Program, Ref, Step
+from ..settings.config import config
+from ..supply.load import enter_context
+from ..torch_private import NoModes, NoTorchFunction, stream_reader
+from .meta import Meta, same_device
+from .shell import Tensor
+
+
+class Node:
+    """One recorded op at one place of one program. Also the state of the shells it hands out."""
+
+    __slots__ = ("args", "common", "consts", "counted", "fresh_bytes", "graded",
+                 "holds_grad", "index", "inputs", "key", "likely", "limits", "long", "meta",
+                 "next", "op", "parent", "pinned_limit", "reason", "recent", "recorder",
+                 "relaxed", "returns", "runners", "shell", "skips")  # fmt: skip
+
+    def __init__(
+        self, recorder: Recorder, parent: Node | None, op: Op | None, graded: bool = False
+    ) -> None:
+        self.recorder, self.parent, self.op = recorder, parent, op
+        self.graded: bool = graded if parent is None else parent.graded  # recorded in grad mode
+        self.relaxed: bool = config.relaxed if parent is None else parent.relaxed
+        self.index: int = -1 if parent is None else parent.index + 1
+        self.args: tuple[Ref, ...] = ()
+        self.common = ""
+        self.meta: Meta | None = None
+        self.inputs: tuple[Meta, ...] = () if parent is None else parent.inputs
+        self.consts: tuple[type, ...] = () if parent is None else parent.consts
+        self.limits: tuple[float, float] | None = None  # of Consts that have to fit a dtype
+        self.holds_grad = False if parent is None else parent.holds_grad  # an Input's graph goes on
+        self.likely: tuple[Any, ...] = ()  # plain operands and targets of the next op
+        self.fresh_bytes = 0  # of the Inputs that this op brings
+        self.pinned_limit = 0  # bytes that only the chain may keep alive
+        self.next: dict[tuple[Any, ...], Node] = {}
+        self.recent: Node | None = None  # the one that followed last time
+        self.key: tuple[Any, ...] = ()  # the edge that leads here
+        self.shell: Tensor | None = None  # free unless it stands in the open chain
+        self.runners: dict[tuple[int, ...], Any] = {}  # by reference counts, then by live-outs
+        self.returns: tuple[Any, ...] | None = None  # of `make_eager`: what it stands for
+        self.skips = 0  # how often that was not recorded
+        self.long = False  # a chain that begins here has paid as a fused one
+        self.reason = ""  # why this op is eager here, if it is
+        self.counted = ("", "")  # what is counted then
+
+    def named(self) -> dict[str, Ref]:
+        """The operands by the names that the op's rules use, and the result as `out`."""
+        assert self.op is not None
+        return dict(zip(self.op.names, self.args, strict=True), out=self.index)
+
+    def path(self) -> list[Node]:
+        """The nodes of the program that ends here, in order."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.op is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def program(self) -> Program:
+        """The program that ends here."""
+        steps = []
+        for node in self.path():
+            assert node.op is not None and node.meta is not None
+            steps.append(Step(node.op, node.args, node.common, node.meta.view))
+        return Program(
+            tuple(steps), tuple(meta.view for meta in self.inputs), self.consts, self.relaxed
+        )
+
+
+class Chain(list):  # type: ignore[type-arg]
+    """The open chain: its shells in order, and what they read."""
+
+    __slots__ = ("bumps", "consts", "first", "inputs", "into", "late", "marks", "pinned", "slots",
+                 "stream", "tip", "values")  # fmt: skip
+
+    def __init__(self, tip: Node) -> None:
+        self.tip = tip
+        self.inputs: list[torch.Tensor] = []
+        self.slots: dict[int, int] = {}  # id of an Input -> ~its position
+        self.marks: list[int] = []  # version and address of each Input when it was recorded
+        self.consts: list[Any] = []
+        self.bumps: dict[int, int] | None = None  # node index -> in-place ops its handle has seen
+        # memory that takes the last value, see `record_write`; None again once it has
+        self.into: torch.Tensor | None = None
+        self.values: dict[int, torch.Tensor] | None = None  # what a flush gives away, by node index
+        self.pinned = 0  # bytes of Inputs since the last look at who holds them
+        self.stream = 0
+        self.first = 0  # under grad: the number of the first op, see `follows`
+        self.late: int | None = None  # that, where nodes made now would come too late
+
+    def emptied(self) -> Chain:
+        """Itself without its contents, to be used again: 0.2 us less than a new one."""
+        self.inputs, self.consts = [], []  # autograd may keep those of the last flush
+        self.slots.clear()
+        self.marks.clear()
+        self.bumps = self.into = self.values = None
+        self.pinned = 0
+        return self
+
+
+class Recorder:
+    """What one thread records on one device."""
+
+    __slots__ = ("__weakref__", "acquire", "chain", "closed", "device", "ended", "enter", "exit",
+                 "grad", "guarded", "hide", "home", "ident", "inference", "last_wait", "launches",
+                 "lock", "off", "reading", "release", "resting", "roots", "running", "runners",
+                 "show", "size", "spare", "stream", "thread", "waits")  # fmt: skip
+
+    def __init__(self, device: torch.device, ident: int, off: bool) -> None:
+        self.device, self.off = device, off
+        self.thread = ident  # whose it is; -1 once that has ended
+        self.ident = ident  # the same, or 0 while a flush has taken the chain
+        self.relock()
+        self.ended = False  # its thread has gone
+        self.guarded = False  # machine code runs an eager op, with torch functions off
+        modes = NoTorchFunction()
+        self.enter, self.exit = modes.__enter__, modes.__exit__
+        modes = NoModes()
+        self.hide, self.show = modes.__enter__, modes.__exit__
+        self.stream = stream_reader(device)
+        enter_context(device)
+        self.closed = Node(self, None, None)  # nothing is ever recorded after it
+        self.grad = self.inference = False
+        self.resting = False  # records nothing until there is news of kernels, see `_rest`
+        self.launches = 0  # flushes that ran a kernel, or waited for it
+        self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
+        self.roots: dict[object, Node] = {}  # by what decides results besides the operands
+        self.size = 0  # nodes in the trie
+        self.runners: list[Any] = []  # `run.runner.Runner`s
+        self.reading = False  # an op that is being recorded looks at tensors that it is to read
+        self.running: Chain | None = None  # taken by a flush that is not done; `ident` is 0 then
+        self.chain = Chain(self.closed)
+        self.open()
+
+    def relock(self) -> None:
+        """Have a lock that nobody holds."""
+        self.lock = threading.RLock()
+        self.acquire, self.release = self.lock.acquire, self.lock.release
+
+    def open(self) -> bool:
+        """Start an empty chain where the modes of this moment say: the trie is theirs alone.
+
+        False, with the chain left open, where something is pending.
+        """
+        grad, inference = self.grad, self.inference
+        if self.thread == get_ident():  # another thread's modes are not those of its recorder
+            grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        modes = (grad, inference, torch.get_default_dtype(), config.recompute,
+                 config.always_fuse, config.relaxed, self.resting)  # fmt: skip
+        root = self.roots.get(modes)
+        if root is None:
+            root = self.roots[modes] = Node(self, None, None, grad and not inference)
+            root.reason = "waiting for kernels" if self.resting else ""
+        # under anomaly mode every op has to have its own autograd node
+        closed = self.off or not config.enabled or torch.is_anomaly_enabled()
+        home = self.closed if closed else root
+        chain = Chain(home)
+        if not self.chain:
+            # no Python runs from here...
+            self.grad = grad
+            self.inference = inference
+            self.home = home
+            self.spare: Chain | None = None
+            self.chain = chain
+            # ...to here
+            return True
+        return False
+
+    def totals(self) -> Counter[str]:
+        """What its runners have done so far."""
+        total: Counter[str] = Counter()
+        for runner in self.runners:
+            runs = runner.runs
+            total["bytes_saved_for_backward"] += runs * runner.saved_bytes
+            total["kernels_launched"] += runs * len(runner.kernels)
+            total["cache_hits"] += max(0, runs - 1) * bool(runner.kernels)
+            total["eager_flushes"] += runs * runner.waiting
+            if not runner.recorded:
+                continue
+            total["ops_recorded"] += runs * len(runner.nodes)
+            if runner.elides:
+                total["nodes_elided"] += runs * runner.elided
+                total["bytes_elided"] += runs * runner.elided_bytes
+            total["live_outs_stored"] += runs * len(runner.live)
+        return total
+
+    def forget(self) -> None:
+        """Drop the trie, whose open chain is empty or goes on as it is; kernels stay."""
+        counts.forgotten.update(self.totals())
+        self.runners.clear()
+        self.roots.clear()
+        self.size = 0
+
+    def leave(self) -> None:
+        """Once nothing is pending any more, be nothing that holds something.
+
+        Undone by hand, for a cycle would wait for the garbage collector.
+        """
+        if not self.ident:  # in the middle of a flush, which does this at its end
+            return
+        self.ident = -1
+        if self.chain:
+            return
+        counts.forgotten.update(self.totals())
+        self.runners.clear()
+        nodes = list(self.roots.values())
+        self.roots.clear()
+        for node in nodes:
+            nodes += node.next.values()
+            if node.returns is not None:
+                nodes.append(node.returns[2])
+            node.next.clear()
+            node.runners.clear()
+            node.recent = node.returns = node.shell = None
+        self.spare = None
+        self.home = self.closed = self.chain.tip = _NOWHERE
+
+
+_NOWHERE = Node(None, None, None)  # type: ignore[arg-type] - where recorders end
+
+
+class _Recorders:
+    """All recorders that there are: their threads hold them, and values that are pending."""
+
+    def __init__(self) -> None:
+        self.refs: list[ref[Recorder]] = []
+
+    def add(self, recorder: Recorder) -> None:
+        self.refs.append(ref(recorder, self.refs.remove))
+
+    def __iter__(self) -> Iterator[Recorder]:
+        for known in self.refs[:]:  # other threads add and remove
+            recorder = known()
+            if recorder is not None:
+                yield recorder
+
+
+class OwnRecorders(dict):  # type: ignore[type-arg]
+    """A thread's recorders by device; goes when the thread goes."""
+
+    def __del__(self) -> None:
+        for recorder in self.values():
+            hooks.thread_ended(recorder)
+
+
+class _Local(threading.local):
+    """This thread's recorders, and how many reasons it has to record nothing."""
+
+    current: Recorder | None = None  # the one used last
+    closed = 0
+    depth = 0  # fused calls on the stack
+
+    def __init__(self) -> None:
+        self.recorders: dict[torch.device, Recorder] = OwnRecorders()
+
+
+this_thread = _Local()
+all_recorders = _Recorders()
+writing: dict[int, bool] = {}  # threads that look for readers of what they are about to write
+
+
+def is_alone() -> bool:
+    """Whether no other thread has recorded anything."""
+    return len(all_recorders.refs) == len(this_thread.recorders)
+
+
+def announced(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let `write` flush those that read some memory, and write to it: nobody records meanwhile."""
+    ident = get_ident()
+    if ident in writing:
+        return write(*args, **kwargs)
+    try:
+        writing[ident] = True
+        return write(*args, **kwargs)
+    finally:
+        writing.pop(ident, None)
+
+
+class Counts:
+    """Counters that are not kept per runner."""
+
+    def __init__(self) -> None:
+        self.flushes: dict[str, int] = {}  # a Counter counts in twice the time
+        self.eager: Counter[tuple[str, str]] = Counter()
+        self.replays = 0
+        self.forgotten: Counter[str] = Counter()  # totals of runners that are gone
+
+
+counts = Counts()
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """This thread's recorder for `device`."""
+    recorder = this_thread.recorders.get(device)
+    if recorder is None:
+        device = same_device(device)
+        recorder = Recorder(device, get_ident(), this_thread.closed > 0)
+        all_recorders.add(recorder)
+        recorder = this_thread.recorders.setdefault(
+            device, recorder
+        )  # made in the middle, it may be
+    return recorder

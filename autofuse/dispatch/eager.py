@@ -1,0 +1,296 @@
+"""Eager: running what autofuse does not record, on plain tensors, and wrapping what it returns.
+
+So that the next chain is seen.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from ..chain.meta import UNKNOWN, Meta, likely_meta, plain_meta
+from ..chain.shell import Held, Lost, Tensor, set_attribute
+from ..chain.state import announced, counts, is_alone, this_thread, writing
+from ..chain.trie import record_again
+from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
+from ..record.record import pass_over
+from ..torch_private import NoTorchFunction, has_torch_function, peek
+from .nested import SIMPLE, flattened
+from .unrecorded import Known, known_of
+
+Plain = torch.Tensor
+Parameter = torch.nn.Parameter
+Handler = Callable[..., Any]
+OURS = (Tensor, Plain, Parameter)  # classes of tensors that autofuse reads and writes
+TARGETS = {"out", "inplace"}  # keywords by which a function may write
+_SIZES = {tuple, list, torch.Size}
+
+
+def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
+    """Run `func` as eager PyTorch on plain tensors, and wrap what it returns.
+
+    Pending arguments become concrete. A Python function finds every wrapped argument to be an
+    ordinary `torch.Tensor`, the same object, so that it meets nothing it does not know.
+    """
+    known = known_of(func)
+    if known.writes or not known.in_c or (kwargs and not kwargs.keys().isdisjoint(TARGETS)):
+        return run_any(func, known, args, kwargs)
+    recorder, first = this_thread.current, None
+    if recorder is not None and recorder.chain.tip.holds_grad:
+        first = _keep_order(recorder, flattened((*args, *kwargs.values()) if kwargs else args))
+    # --- hot path: the everyday op between two chains, budget 1 us ---
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if x.__class__ is Tensor:
+            state = x._af
+            if state.recorder is not None:
+                flush(state.recorder, known.name)
+                if x._af.recorder is not None:  # in the middle of the flush that makes it
+                    return run_any(func, known, args, kwargs)
+            elif state.__class__ is not Meta and state is not UNKNOWN:
+                return run_any(func, known, args, kwargs)
+        elif x.__class__ not in SIMPLE and not (
+            x.__class__ in _SIZES and (not x or x[0].__class__ is int or _are_settled(x, known))
+        ):
+            return run_any(func, known, args, kwargs)
+    counts.eager[known.reason] += 1
+    with NoTorchFunction():
+        result = func(*args, **kwargs) if kwargs else func(*args)
+    if first is not None:
+        pass_over(first)
+    if known.feeds:
+        return fed(result, known)
+    return _lifted_split(result) if known.splits else _lifted(result)
+
+
+def _are_settled(items: Any, known: Known) -> bool:
+    """Make the tensors in a list concrete; False if `run_eager` does not know all of it."""
+    for x in items:
+        if x.__class__ is Tensor:
+            state = x._af
+            if state.recorder is not None:
+                flush(state.recorder, known.name)
+                if x._af.recorder is not None:
+                    return False
+            elif state.__class__ is not Meta and state is not UNKNOWN:
+                return False
+        elif x.__class__ not in SIMPLE:
+            return False
+    return True
+
+
+def fed(result: Any, known: Known) -> Any:
+    """Wrap a fresh result that usually begins a chain."""
+    if result.__class__ is Plain:
+        meta = likely_meta(result, known)
+        result.__class__ = Tensor
+        if meta is not None:
+            result.__dict__["_af"] = meta
+    return result
+
+
+def run_short(func: Handler, node: Any, *operands: Any) -> Any:
+    """Run an op of the table, on concrete operands, that the trie has found better off eager."""
+    counts.eager[node.counted] += 1
+    node.recorder.reading = False
+    node.skips += 1
+    if node.skips > 100 and node.returns is not None:
+        record_again(node)
+    with NoTorchFunction():
+        result = func(*operands)
+    result.__class__ = Tensor
+    if node.meta is not None:
+        result.__dict__["_af"] = node.meta
+    return result
+
+
+def _keep_order(recorder: Any, args: Any) -> int | None:
+    """Flush if an op that is not recorded reads an Input of the chain.
+
+    The engine adds up the gradients of a tensor in the reverse order of its uses. Otherwise the
+    chain may `pass_over` the op if nothing else stands between: then its first number.
+    """
+    chain = recorder.chain
+    slots = chain.slots
+    for x in args:
+        if id(x) in slots or x.__class__ is Tensor and x._af.__class__ is Held:
+            flush(recorder, "order of gradients")
+            return None
+    return chain.first if peek() == chain.first + len(chain) else None
+
+
+def run_any(
+    func: Handler, known: Known, args: Any, kwargs: Any, call: Handler | None = None
+) -> Any:
+    """`run_eager` for nested arguments, keywords, Python functions, other classes and writes.
+
+    call: what to call with plain tensors in place of `func`.
+    """
+    name = known.name
+    writes = known.writes or (kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")))
+    if writes and get_ident() not in writing:
+        return announced(run_any, func, known, args, kwargs)
+    recorder = this_thread.current
+    items = flattened((*args, *kwargs.values()) if kwargs else args)
+    first = None
+    if recorder is not None and recorder.chain.tip.holds_grad:
+        first = _keep_order(recorder, items)
+    others = has_others(items)
+    if others and func in _OPERATORS and args[0].__class__ is Tensor:
+        call = _OPERATORS[func]
+    in_c = known.in_c and call is None and not others
+    wrapped = [item for item in items if item.__class__ is Tensor]
+    del items  # who empties a list that it is given wants the memory
+    for tensor in wrapped:
+        if tensor._af.recorder is not None or isinstance(tensor._af, (Held, Lost)):
+            flush_tensor(tensor, name)
+    if writes:
+        flush_thread(name) if is_alone() else flush_all(name)
+        for tensor in wrapped:
+            if not _is_apart(tensor):
+                set_attribute(tensor, "_af", UNKNOWN)
+    if any(map(_is_apart, wrapped)):
+        stood: dict[int, Tensor] = {}
+        args, kwargs = released(args, stood), released(kwargs or {}, stood)
+        return _handed_back(run_eager(func, args, kwargs), stood)
+    if name in _COPIES:
+        for tensor in wrapped:
+            tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
+    counts.eager[known.reason] += 1
+    if in_c:
+        with NoTorchFunction():
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        if first is not None:
+            pass_over(first)
+        return _lifted(result)
+    for tensor in wrapped:
+        tensor.__dict__.pop("_af", None)  # it may have other contents afterwards
+        set_attribute(tensor, "__class__", Plain)
+    try:
+        result = (call or func)(*args, **kwargs or {})
+    finally:
+        for tensor in wrapped:
+            tensor.__class__ = Tensor
+    if first is not None and known.own:
+        pass_over(first)
+    return _lifted(result)
+
+
+def has_others(items: Iterable[Any]) -> bool:
+    """Whether one of these is of a class that may have a say about what wrapped tensors know."""
+    others = [x for x in items if x.__class__ not in SIMPLE and x.__class__ is not Tensor]
+    return any(isinstance(x, Plain) for x in others) or has_torch_function(others)
+
+
+def _operators() -> dict[Handler, Handler]:
+    """Python's operators by the methods that they call on a tensor.
+
+    They ask another class first that is a subclass of a plain tensor's; of ours it is none.
+    """
+    found = {}
+    names = {name for name in dir(Plain) if name.startswith("__")}
+    for name, call in vars(operator).items():
+        if name in names and call.__class__ is type(len):
+            found[getattr(Plain, name)] = call if name.endswith("item__") else _asked(call)
+        name = f"__r{name[2:]}"
+        if name in names and name not in vars(operator):
+            found[getattr(Plain, name)] = _asked(lambda x, y, call=call: call(y, x))
+    return found
+
+
+def _asked(call: Handler) -> Handler:
+    """An operator as the method that Python has called, which says NotImplemented."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except TypeError:  # as torch's methods do; Python then says what it tells its caller
+            return NotImplemented
+
+    return run
+
+
+_OPERATORS = _operators()
+
+
+def run_default(default: Handler, cls: type, func: Handler, types: Any, args: Any, kw: Any) -> Any:
+    """`torch.Tensor.__torch_function__` of another class, for which wrapped tensors are plain."""
+    others = tuple(kind for kind in types if kind is not Tensor)
+    call = lambda *args, **kwargs: default(cls, func, others, args, kwargs)  # noqa: E731
+    return run_any(func, known_of(func), args, kw, call)
+
+
+_COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
+
+
+def _is_apart(tensor: Tensor) -> bool:
+    """Whether the value of `tensor` is beside it: C++ holds it, or the flush is not yet done."""
+    return tensor._af.recorder is not None or isinstance(tensor._af, Held)
+
+
+def released(value: Any, stood: dict[int, Tensor]) -> Any:
+    """`value` with tensors whose values are beside them replaced by those.
+
+    stood: takes what each of these, by id, stands for.
+    """
+    if value.__class__ is Tensor:
+        real = beside(value)
+        if real is None:
+            return value
+        stood[id(real)] = value
+        return real
+    if value.__class__ in (tuple, list):
+        return value.__class__([released(item, stood) for item in value])
+    if value.__class__ is dict:
+        return {key: released(item, stood) for key, item in value.items()}
+    return value
+
+
+def _handed_back(result: Any, stood: dict[int, Tensor]) -> Any:
+    """The result of a function that returns an argument, such as an in-place one."""
+    return stood.get(id(result), result)
+
+
+def _lifted(result: Any) -> Any:
+    """Wrap results that nobody else holds: the same objects, of the wrapped class."""
+    if result.__class__ is Plain:
+        if sys.getrefcount(result) <= _LIFT_COUNT and result.layout is torch.strided:
+            result.__class__ = Tensor
+    elif isinstance(result, (tuple, list)):  # the container's, the loop's and the call's reference
+        for item in result:
+            if item.__class__ is Plain and sys.getrefcount(item) <= _LIFT_COUNT:
+                item.__class__ = Tensor
+    return result
+
+
+def _lifted_split(views: Any) -> Any:
+    """`_lifted` for the views of one tensor, which mostly have one Meta."""
+    meta, shape, stride = None, None, None
+    for view in views:
+        if view.__class__ is Plain:
+            if view.shape != shape or view.stride() != stride:  # 0.3 us against 1 us for a Meta
+                meta, shape, stride = plain_meta(view), view.shape, view.stride()
+            view.__class__ = Tensor
+            if meta is not None:
+                view.__dict__["_af"] = meta
+    return views
+
+
+def _calibrate() -> int:
+    """The reference count that a fresh result shows inside `_lifted` at most."""
+
+    def probe(result: object) -> int:
+        return sys.getrefcount(result)
+
+    def call() -> int:
+        result = object()
+        return probe(result)
+
+    return call()
+
+
+_LIFT_COUNT = _calibrate()

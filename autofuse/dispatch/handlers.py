@@ -1,0 +1,423 @@
+"""Handlers: what an operator, a method or a torch function of the table does with its operands.
+
+Everyday operators and methods are defined on the class and go straight to recording. Every spelling
+of every row is found by name and gets a handler.
+"""
+
+from __future__ import annotations
+
+import functools
+from functools import cache
+from threading import get_ident
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import is_grad_enabled
+
+from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta
+from ..chain.shell import Tensor
+from ..chain.state import counts, is_alone, this_thread, writing
+from ..ops import arithmetic as ops
+from ..ops import operators
+from ..ops import row as op
+from ..ops.row import OPS, Op
+from ..record.flush import flush_thread
+from ..record.record import follows, record, record_fresh, relieve
+from ..record.writes import flush_readers, record_inplace, record_write
+from ..torch_private import NoTorchFunction
+from .eager import OURS, TARGETS, Handler, Parameter, Plain, has_others, run_eager, run_short
+from .protocol import HANDLERS, OPTIONS
+from .unrecorded import Known
+
+# (function of `hot`, the one here that it stands for, what it is given of that)
+HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
+_OPERANDS = {int, float, bool, Plain, torch.nn.Parameter}  # of ops in the table
+
+
+# --- recorded at once, generated per op: the hot path ---------------------------------------
+
+_UNARY = """
+def handler(self, /, *more, **options):
+    if self.__class__ is Tensor and not more and not options:
+        node = self._af
+        recorder = node.recorder or this_thread.current
+        chain = recorder.chain if recorder is not None else None  # before `ident`, as in `record`
+        if chain is not None and recorder.ident == get_ident():
+            tip = chain.tip
+            first = node.index
+            fresh = False
+            if first < 0:
+                first = chain.slots.get(id(self))
+                if first is None:
+                    recorder.reading = fresh = True  # before the look at what it is
+                    node = self._af
+                    first = node if node is not UNKNOWN else concrete_meta(self)
+            nxt = tip.next.get((OP, first))
+            if nxt is not None and recorder.grad is is_grad_enabled():
+                shell = nxt.shell
+                if shell is not None and (not nxt.holds_grad or follows(chain)):
+                    if fresh:
+                        if record_fresh(recorder, chain, tip, nxt, shell, (self,), (first,), ()):
+                            if chain.pinned > nxt.pinned_limit:
+                                relieve(recorder, chain)
+                            return shell
+                    elif recorder.chain is chain and chain.tip is tip:
+                        # no Python runs from here...
+                        chain.tip = nxt
+                        chain.append(shell)
+                        # ...to here
+                        return shell
+                elif nxt.reason and not chain:
+                    return run_short(FUNC, nxt, self)
+    if more or options:
+        return REST(self, *more, **options)
+    shell = record(OP, (self,))
+    return run_eager(FUNC, (self,)) if shell is None else shell
+"""
+
+_BINARY = """
+def handler(self, other=REST, /, *more, **options):
+    if self.__class__ is Tensor and not more and not options:
+        node = self._af
+        recorder = node.recorder or this_thread.current
+        chain = recorder.chain if recorder is not None else None  # before `ident`, as in `record`
+        if chain is not None and recorder.ident == get_ident():
+            tip = chain.tip
+            first = node.index
+            fresh = late = None  # new Inputs
+            if first < 0:
+                first = chain.slots.get(id(self))
+                if first is None:
+                    recorder.reading = True  # before the look at what it is
+                    node = self._af
+                    first = node if node is not UNKNOWN else concrete_meta(self)
+                    fresh = self
+            cls = other.__class__
+            consts = ()
+            if cls is float:
+                second = float
+                consts = (other,)
+            elif cls is Tensor:
+                state = other._af
+                second = state.index
+                if second < 0:
+                    second = chain.slots.get(id(other))
+                    if second is None and other is not self:
+                        recorder.reading = True
+                        state = other._af
+                        second = state if state is not UNKNOWN else concrete_meta(other)
+                        late = other
+                elif state.recorder is not recorder:
+                    second = None
+            else:
+                second = chain.slots.get(id(other))
+                if second is None and (cls is Plain or cls is Parameter):
+                    recorder.reading = True
+                    second = likely_meta(other, tip)
+                    late = other
+            nxt = tip.next.get((OP, first, second))
+            if nxt is not None and recorder.grad is is_grad_enabled():
+                shell = nxt.shell
+                if shell is not None and (not nxt.holds_grad or follows(chain)):
+                    if fresh is late is None:
+                        if recorder.chain is chain and chain.tip is tip:
+                            # no Python runs from here...
+                            chain.consts += consts
+                            chain.tip = nxt
+                            chain.append(shell)
+                            # ...to here
+                            return shell
+                    else:
+                        if fresh is None:
+                            xs, metas = (other,), (second,)
+                        elif late is None:
+                            xs, metas = (self,), (first,)
+                        else:
+                            xs, metas = (self, other), (first, second)
+                        if record_fresh(recorder, chain, tip, nxt, shell, xs, metas, consts):
+                            if chain.pinned > nxt.pinned_limit:
+                                relieve(recorder, chain)
+                            return shell
+                elif nxt.reason and not chain:
+                    return run_short(FUNC, nxt, self, other)
+    if more or options or other is REST:
+        return REST(self, *((other, *more) if other is not REST else more), **options)
+    shell = record(OP, (self, other))
+    return run_eager(FUNC, (self, other)) if shell is None else shell
+"""
+
+
+# what the handlers' text names
+_NAMES = {
+    "Tensor": Tensor, "Plain": Plain, "Parameter": Parameter, "UNKNOWN": UNKNOWN,
+    "this_thread": this_thread, "get_ident": get_ident, "is_grad_enabled": is_grad_enabled,
+    "concrete_meta": concrete_meta, "likely_meta": likely_meta, "follows": follows,
+    "record": record, "record_fresh": record_fresh, "relieve": relieve, "run_short": run_short,
+    "run_eager": run_eager,
+}  # fmt: skip
+
+
+@cache
+def _handler_code(template: str) -> CodeType:
+    """Compiled once for all ops: 0.5 ms each at import."""
+    return compile(template, "<autofuse handler>", "exec")
+
+
+def _generate(template: str, row: Op, func: Handler, rest: Handler | None = None) -> Handler:
+    """A handler for `func`, which computes `row`.
+
+    rest: what knows calls with other arguments than the operands, and wrong ones; or eager PyTorch.
+    """
+    space = {**_NAMES, "OP": row, "FUNC": func, "REST": rest or eagerly(func)}
+    exec(_handler_code(template), space)
+    handler = space["handler"]
+    handler.__name__ = getattr(func, "__name__", row.name)
+    HOT.append(("handler", handler, (row, len(row.names), func)))
+    return handler
+
+
+# what choosers run into with arguments that they do not know
+_UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError)
+
+
+def _chosen(choose: Handler, args: Any, kwargs: Any) -> Any:
+    """What a chooser or a composite makes of a call; None where torch decides."""
+    try:
+        return choose(*args, **kwargs)
+    except _UNKNOWN_ARGUMENTS:
+        return None
+
+
+def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
+    """A handler for torch functions with options, which decide what is recorded.
+
+    Functions may have `out` and `inplace`; methods, which torch's parser does not check, have not.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        options = kwargs
+        if kwargs and not method:
+            options = {key: value for key, value in kwargs.items() if key not in TARGETS}
+            out = kwargs.get("out")
+            if kwargs.get("inplace"):
+                if args and _write(_chosen(choose, args, options), args[0]):
+                    return args[0]
+                return run_eager(func, args, kwargs)
+            if out is not None:
+                if out.__class__ in OURS and out._af.recorder is None:
+                    if out.__class__ is not Tensor:
+                        flush_readers(out, func.__name__, others=True)
+                    chosen = _chosen(choose, args, options)
+                    if chosen.__class__ is tuple:  # whether it casts differs from op to op
+                        if record_write(chosen[0], out, chosen[1], cast=False):
+                            return out
+                return run_eager(func, args, kwargs)
+        chosen = _chosen(choose, args, options)
+        if chosen.__class__ is tuple:
+            shell = record(*chosen)
+            if shell is not None:
+                return shell
+        elif chosen is not None and not has_others((*args, *kwargs.values())):
+            return chosen
+        return run_eager(func, args, kwargs)
+
+    return call
+
+
+def _write(chosen: Any, target: Any) -> bool:
+    """Record what was chosen as a write to `target`, if that can be."""
+    if chosen.__class__ is not tuple or target.__class__ not in OURS:
+        return False
+    put = record_write if target._af.recorder is None else record_inplace
+    return put(chosen[0], target, chosen[1])
+
+
+def _composite(compose: Handler, func: Handler) -> Handler:
+    """A handler for functions that PyTorch makes of other ones; what it passes on runs eagerly."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        others = has_others((*args, *kwargs.values()))
+        result = None if others else _chosen(compose, args, kwargs)
+        return run_eager(func, args, kwargs) if result is None else result
+
+    return call
+
+
+def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler:
+    """The in-place form: recorded on a pending tensor, and with what is pending; else immediate.
+
+    plain: the op that it is without options, if that is one and the same.
+    """
+    known = Known(func)
+    known.reason = (known.name, "a write with nothing pending to fuse it with")
+
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        settled = _is_settled(self) if self.__class__ is Tensor else self.__class__ in OURS
+        if settled:
+            for x in args if not kwargs else (*args, *kwargs.values()):
+                if x.__class__ not in _OPERANDS and not (x.__class__ is Tensor and _is_settled(x)):
+                    settled = False
+                    break
+        if settled:
+            return _write_now(func, known, self, args, kwargs)
+        return pending(self, *args, **kwargs)
+
+    def pending(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if _write(_chosen(choose, (self, *args), kwargs), self):
+            return self
+        return run_eager(func, (self, *args), kwargs)
+
+    arity = 0 if plain is None else len(plain.names)
+    HOT.append(("writing", call, (func, known, plain, arity, pending)))
+    return call
+
+
+def _is_settled(x: Tensor) -> bool:
+    state = x._af
+    return state.__class__ is Meta or state is UNKNOWN
+
+
+def _write_now(func: Handler, known: Known, target: Any, args: Any, kwargs: Any) -> Any:
+    """Run an in-place op of the table on concrete operands, at once."""
+    ident = get_ident()
+    nested = ident in writing
+    try:
+        writing[ident] = True  # as `announced`
+        if not is_alone():
+            flush_readers(target, known.name, others=True)
+        flush_thread(known.name)
+        counts.eager[known.reason] += 1
+        with NoTorchFunction():
+            result = func(target, *args, **kwargs)
+    finally:
+        if not nested:
+            writing.pop(ident, None)
+    if result is NotImplemented:
+        return result
+    if target.__class__ is Tensor and is_grad_enabled():  # it may require grad now
+        target.__dict__["_af"] = UNKNOWN
+    return target
+
+
+def eagerly(func: Handler) -> Handler:
+    """`func` as eager PyTorch; as a method, without `__torch_function__` in between (0.8 us)."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run_eager(func, args, kwargs)
+
+    return functools.wraps(func)(call)
+
+
+def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handler:
+    """`other <operator> self`; without a row for scalars, as `torch.Tensor` defines it."""
+    forward = getattr(torch, tensor_row)
+    scalar = None if scalar_row is None else _generate(_BINARY, OPS[scalar_row], func)
+
+    def reflected(self: Any, /, *args: Any, **options: Any) -> Any:
+        if not _is_operand(args, options):
+            return run_eager(func, (self, *args), options)
+        (other,) = args
+        if other.__class__ in OURS:
+            shell = record(OPS[tensor_row], (other, self))
+            return run_eager(forward, (other, self)) if shell is None else shell
+        if scalar is not None:
+            return scalar(self, other)
+        return self.reciprocal() * other
+
+    return reflected
+
+
+def _is_operand(args: Any, options: Any) -> bool:
+    """Whether the arguments of an operator are one operand that its handler knows."""
+    return (
+        len(args) == 1
+        and not options
+        and (args[0].__class__ in OURS or isinstance(args[0], (int, float, complex)))
+    )
+
+
+def _rpow(self: Any, /, *args: Any, **options: Any) -> Any:
+    if not _is_operand(args, options):
+        return run_eager(Plain.__rpow__, (self, *args), options)
+    return torch.pow(args[0], self)
+
+
+def _plain_choice(row: Op) -> Handler:
+    if len(row.names) == 1:
+        return lambda self: (row, (self,))
+    return lambda self, other: (row, (self, other))
+
+
+PLACES = (torch, F, torch._C._nn, torch.special, torch._C._VariableFunctions)
+
+
+def install_ops() -> None:
+    """Find every torch spelling of every row, and put a handler in its place."""
+    choices = {name: _plain_choice(row) for name, row in op.PLAIN.items()} | op.SPELLINGS
+    for name, choose in choices.items():
+        _install(name, choose)
+        _install(name + "_", choose, inplace=True)
+    for name, compose in op.COMPOSITES.items():
+        for place in (*PLACES, Plain):
+            func = getattr(place, name, None)
+            if callable(func) and func not in HANDLERS:
+                HANDLERS[func] = OPTIONS[func] = handler = _composite(compose, func)
+                if place is Plain:
+                    setattr(Tensor, name, handler)
+    for table in (operators.BINARY_OPERATORS, operators.UNARY_OPERATORS):
+        for name, row in table.items():
+            template = _UNARY if len(OPS[row].names) == 1 else _BINARY
+            override(name, _generate(template, OPS[row], getattr(Plain, name)))
+    for name, row in operators.SPELLED_OPERATORS.items():
+        override(name, _spelled(op.SPELLINGS[row], getattr(Plain, name), method=True))
+    for name, row in operators.INPLACE_OPERATORS.items():
+        if hasattr(Plain, name):
+            override(name, _inplace(choices[row], getattr(Plain, name), op.PLAIN.get(row)))
+    for name, dtype in operators.CAST_METHODS.items():
+        override(name, _cast(dtype, getattr(Plain, name)))
+    for name, (tensor_row, scalar_row) in operators.REFLECTED_OPERATORS.items():
+        override(name, _reflected(tensor_row, scalar_row, getattr(Plain, name)))
+    override("__rpow__", _rpow)
+    override("__hash__", Plain.__hash__)
+
+
+def _install(name: str, choose: Handler, inplace: bool = False) -> None:
+    """Handlers for the functions and the method called `name`."""
+    plain = op.PLAIN.get(name.removesuffix("_") if inplace else name)
+    for place in (*PLACES, Plain):
+        func = getattr(place, name, None)
+        if not callable(func) or func in HANDLERS:
+            continue
+        choose = op.METHODS.get(name.rstrip("_"), choose) if place is Plain else choose
+        with_options = (
+            _inplace(choose, func, plain) if inplace else _spelled(choose, func, place is Plain)
+        )
+        handler = with_options
+        if plain is not None and not inplace:
+            template = _UNARY if len(plain.names) == 1 else _BINARY
+            handler = _generate(template, plain, func, with_options)
+        HANDLERS[func], OPTIONS[func] = handler, with_options
+        if place is Plain:
+            setattr(Tensor, name, handler)
+
+
+def override(name: str, handler: Handler) -> None:
+    func = getattr(Plain, name)
+    HANDLERS[func] = OPTIONS[func] = handler
+    setattr(Tensor, name, handler)
+
+
+def _cast(dtype: torch.dtype, func: Handler) -> Handler:
+    row = ops.CASTS[dtype]
+
+    def cast(self: Any, /, *args: Any, **options: Any) -> Any:
+        if args or options:
+            return run_eager(func, (self, *args), options)
+        if self.__class__ is not Tensor or self.dtype is dtype:
+            return self
+        shell = record(row, (self,))
+        return run_eager(func, (self,)) if shell is None else shell
+
+    return cast

@@ -1,0 +1,91 @@
+"""Metadata: answered by the shell itself, nothing runs."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from ..chain.meta import Meta
+from ..chain.shell import Tensor
+from ..record.writes import pending_version
+from ..torch_private import NoTorchFunction
+from .eager import Handler, Plain, run_eager
+from .handlers import override
+from .protocol import HANDLERS, OPTIONS
+
+_PROPERTIES = (
+    "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu is_meta is_sparse "
+    "is_quantized is_nested is_mkldnn is_xpu is_mps is_sparse_csr itemsize nbytes names output_nr"
+).split()
+_METHODS = (
+    "size stride dim numel nelement ndimension storage_offset is_contiguous element_size "
+    "is_floating_point is_complex is_signed is_conj is_neg is_inference get_device dim_order "
+    "is_same_size __len__"
+).split()
+
+
+def install_metadata() -> None:
+    for name in _PROPERTIES:
+        base = getattr(Plain, name, None)
+        if base is None:
+            continue
+        getter = base.__get__
+        setter = getattr(base, "__set__", None)
+
+        def get(self: Any, getter: Handler = getter) -> Any:
+            with NoTorchFunction():
+                return getter(self)
+
+        def set_(self: Any, value: Any, setter: Any = setter) -> None:
+            run_eager(setter, (self, value))
+
+        read = _from_meta(name, get) if name in ("dtype", "device") else get
+        HANDLERS[getter] = read  # type: ignore[index]
+        setattr(Tensor, name, property(read, set_ if setter is not None else None))
+    for name in _METHODS:
+        base = getattr(Plain, name, None)
+        if base is None:
+            continue
+
+        def method(self: Any, /, *args: Any, base: Handler = base, **kwargs: Any) -> Any:
+            with NoTorchFunction():
+                return base(self, *args, **kwargs)
+
+        override(name, method)
+    for place_name in ("is_floating_point", "is_complex", "numel", "is_signed"):
+        func = getattr(torch, place_name)
+        HANDLERS[func] = OPTIONS[func] = getattr(Tensor, place_name)
+    for name in ("requires_grad", "is_leaf"):
+        base = Tensor.__dict__[name]
+        pending = _pending_grad(name == "is_leaf", base.fget)
+        setattr(Tensor, name, property(pending, base.fset))
+        HANDLERS[getattr(Plain, name).__get__] = pending
+    Tensor._version = property(pending_version)  # type: ignore[assignment]
+    HANDLERS[Plain._version.__get__] = pending_version  # type: ignore[attr-defined]
+
+
+def _from_meta(name: str, getter: Handler) -> Handler:
+    """An attribute as the Meta has it: 0.2 us instead of 0.6; choosers ask for some."""
+    read = operator.attrgetter(name)
+
+    def get(self: Any) -> Any:
+        state = self._af
+        if state.__class__ is Meta:
+            return read(state)
+        return getter(self) if state.recorder is None else read(state.meta)
+
+    return get
+
+
+def _pending_grad(leaf: bool, concrete: Handler) -> Handler:
+    """`requires_grad` or `is_leaf`: a shell's own answer would be that of a plain constant."""
+
+    def get(self: Any) -> bool:
+        state = self._af
+        if state.recorder is not None and state.meta.requires_grad:
+            return not leaf
+        return concrete(self)
+
+    return get

@@ -1,0 +1,118 @@
+"""Nested arguments: walks over the containers that functions take and give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..chain.shell import Tensor
+
+
+def wrapped_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Wrapped tensors among arguments, inside the containers that torch functions take.
+
+    One by one: who asks for the holders of a value would find a list of them.
+    """
+    for item in values:
+        if item.__class__ is Tensor:
+            yield item
+        elif isinstance(item, (tuple, list)):
+            yield from wrapped_in(item)
+        elif isinstance(item, dict):
+            yield from wrapped_in(item.values())
+
+
+def flattened(values: Iterable[Any]) -> list[Any]:
+    """Everything in arguments, in one list."""
+    flat = []
+    for item in values:
+        if item.__class__ in SIMPLE or item.__class__ is Tensor:
+            flat.append(item)
+        elif isinstance(item, (tuple, list)):
+            flat += flattened(item)
+        elif isinstance(item, dict):
+            flat += flattened(item.values())
+        else:
+            flat.append(item)
+    return flat
+
+
+# classes of what no walk looks into
+SIMPLE = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device,
+          torch.Tensor, torch.nn.Parameter}  # fmt: skip
+
+ATOMS = {int, float, bool, str, type(None), complex, bytes}
+
+
+def mapped(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
+    """`value` with `leaf` applied to its tensors; the same object where nothing changed."""
+    cls = type(value)
+    if cls in ATOMS:
+        return value
+    if cls is torch.Tensor or cls is Tensor or isinstance(value, torch.Tensor):
+        return leaf(value)
+    if cls in (list, tuple):
+        items = [mapped(item, leaf) for item in value]
+        changed = any(a is not b for a, b in zip(items, value, strict=True))
+        return cls(items) if changed else value
+    if isinstance(value, tuple):  # named tuples and torch.return_types
+        items = [mapped(item, leaf) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return cls(*items) if hasattr(value, "_fields") else cls(items)
+    if isinstance(value, dict):
+        items = {key: mapped(item, leaf) for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        copy = value.copy()
+        copy.update(items)
+        return copy
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        items = {name: mapped(item, leaf) for name, item in fields.items()}
+        changed = {name: item for name, item in items.items() if item is not fields[name]}
+        if not changed:
+            return value
+        copied = object.__new__(cls)
+        for name in fields:
+            object.__setattr__(copied, name, items[name])
+        return copied
+    return value
+
+
+def is_container(value: Any) -> bool:
+    return isinstance(value, (list, dict)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def items_of(container: Any) -> list[tuple[Any, Any]]:
+    """(key, item) of a list, dict or dataclass."""
+    if isinstance(container, list):
+        return list(enumerate(container))
+    if isinstance(container, dict):
+        return list(container.items())
+    names = [field.name for field in dataclasses.fields(container)]
+    return [(name, getattr(container, name)) for name in names if hasattr(container, name)]
+
+
+def exchange(container: Any, change: Callable[[Any], Any]) -> None:
+    """Replace the items of a list, dict or dataclass, in place, where `change` gives another."""
+    for key, item in items_of(container):
+        new = change(item)
+        if new is not item:
+            if isinstance(container, (list, dict)):
+                container[key] = new
+            else:
+                object.__setattr__(container, key, new)
+
+
+def rebuilt(value: tuple[Any, ...], change: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """A tuple, named tuple or torch.return_types with its items changed; itself if none was."""
+    items = [change(item) for item in value]
+    if all(a is b for a, b in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,0 +1,275 @@
+"""Autograd: the nodes that a flush leaves behind, and the kernel of each one's backward.
+
+The forward kernel computes with grad off; then each Segment gets a node. Its backward applies the
+derivative rules of the op table in the order in which eager's engine would, as one kernel; under
+`create_graph` as differentiable torch ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from .. import hooks
+from ..chain.meta import Meta, make_meta, plain_meta
+from ..chain.shell import Tensor
+from ..chain.state import Recorder
+from ..errors import ColdKernelError, NotReadyError, warn_once
+from ..inside import is_foreign
+from ..ops.row import Op
+from ..program.program import Ref
+from ..run.runner import Runner, compiled, numbered
+from ..run.words import Answer
+from ..torch_private import NoTorchFunction, apply_of, in_functorch, set_grad_enabled
+from .rules import Expected, Tape, Torch, UnfusedError, sweep
+from .segments import Outline, Segment
+
+
+class Backward:
+    """The backward of one autograd node; the same for every run of a program."""
+
+    def __init__(self, recorder: Recorder, segment: Segment) -> None:
+        self.recorder, self.segment = recorder, segment
+        self.frees = segment.frees
+        op = segment.nodes[segment.root].op
+        assert op is not None
+        self.apply = _function(_torch_name(op))
+        self.answers: dict[tuple[Meta | None, ...], Answer | Expected | None] = {}
+        self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient
+
+    def gradients(
+        self, grads: Sequence[Any], saved: Sequence[torch.Tensor], consts: list[Any]
+    ) -> tuple[Any, ...]:
+        """None, then the gradients for `slots`: from those of `outs` and the values of `saved`."""
+        # a hook may have left one pending; C++ holds it, so that it cannot become
+        grads = [hooks.settled(g) if g.__class__ is Tensor else g for g in grads]
+        incoming = [g for g in grads if g is not None]
+        if not incoming:
+            return (None,) * (1 + len(self.segment.slots))
+        answer = None
+        if torch.is_grad_enabled():
+            if self.segment.detours:
+                raise RuntimeError(
+                    "create_graph=True needs values between the Inputs and a live tensor of the "
+                    "chain, which autofuse.config.recompute = 'inputs' does not keep; set it to "
+                    "'free' before the forward pass"
+                )
+        elif not in_functorch():
+            with NoTorchFunction():
+                key = tuple([plain_meta(g) if g.__class__ in _READ else None for g in grads])
+            if len(grads) - key.count(None) == len(incoming):  # no sparse one, no other class
+                answer = self._answer(key, grads)
+        if answer is not None:
+            try:
+                result = answer(incoming, saved, consts)
+            except NotReadyError:
+                pass
+            except ColdKernelError:
+                raise
+            except Exception as error:  # a real one, such as no memory, comes again below
+                if is_foreign(error):
+                    raise
+                warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
+            else:
+                if hooks.differentiated is not None:
+                    hooks.differentiated(self, grads, saved, consts, result[1:])
+                return result
+        with NoTorchFunction():
+            return (None, *self.by_torch(Torch(consts), grads, saved))
+
+    def by_torch(
+        self, algebra: Torch, grads: Sequence[Any], saved: Sequence[torch.Tensor]
+    ) -> list[Any]:
+        """The gradients for `slots`, as `gradients` gives them, by torch's ops."""
+        values = dict(zip(self.segment.saved, saved, strict=True))
+        seeds = dict(zip(self.segment.outs, grads, strict=True))
+        if self.segment.pack:
+            values |= zip(
+                self.segment.pack, torch.unbind(values[self.segment.pack[0]]), strict=True
+            )
+            more = seeds[self.segment.pack[0]]
+            parts = [None] * len(self.segment.pack) if more is None else torch.unbind(more)
+            seeds |= zip(self.segment.pack, parts, strict=True)
+        return sweep(self.segment, algebra, seeds, values)
+
+    def prepare(self) -> None:
+        """Ask for the kernel for a gradient of the root alone, laid out as its value is."""
+        meta = self.segment.meta_of(self.segment.root)
+        gradient = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
+        rest = [None] * (len(self.segment.outs) - 1)
+        self._answer((gradient, *rest), [gradient, *rest])
+
+    def _answer(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Answer | None:
+        """The kernel for incoming gradients of these Metas; None if torch's ops have to do it."""
+        try:
+            if key not in self.answers:
+                self.answers[key] = self._build(key, grads)
+            answer = self.answers[key]
+            if not isinstance(answer, Expected):
+                return answer
+            arrived = answer.ready()
+        except ColdKernelError:
+            raise
+        except Exception as error:
+            if is_foreign(error):
+                raise
+            warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
+            self.answers[key] = None
+            return None
+        if arrived is not None:
+            self.answers[key] = arrived
+        return arrived
+
+    def _build(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Expected | None:
+        """What a backward kernel has to compute; None if torch has to do it."""
+        metas = [meta for meta in key if meta is not None]
+        if len(metas) != sum(g is not None for g in grads):
+            return None  # a gradient that autofuse cannot read, such as a sparse one
+        if self.segment.pack and grads[self.segment.outs.index(self.segment.pack[0])] is not None:
+            return None  # second derivatives through a pack
+        position = iter(range(len(metas)))
+        seeds = {
+            index: None if meta is None else ~next(position)
+            for index, meta in zip(self.segment.outs, key, strict=True)
+        }
+        places = [(k, 0) for k in range(len(metas))]
+        values: dict[Ref, Ref] = {}
+        for k, ref in enumerate(self.segment.saved, len(metas)):
+            inner = (
+                self.segment.pack if self.segment.pack and ref == self.segment.pack[0] else [ref]
+            )
+            for n, one in enumerate(inner):
+                values[one] = ~len(places)
+                places.append((k, n * self.segment.meta_of(one).nbytes))
+                metas.append(self.segment.meta_of(one))
+        tape = Tape(self.recorder, metas, self.segment.nodes[0].relaxed)
+        try:
+            return Expected(tape, sweep(self.segment, tape, seeds, values), places)
+        except UnfusedError:
+            return None
+
+
+_READ = (torch.Tensor, torch.nn.Parameter, Tensor)  # gradients whose memory is theirs
+
+
+class _Fused(torch.autograd.Function):
+    """The autograd node of a segment; `_function` makes one class per op name."""
+
+    @staticmethod
+    def forward(ctx: Any, holder: Any, *slots: torch.Tensor) -> Any:
+        outs, ctx.to_save, ctx.work = holder  # as save_for_backward does
+        ctx.materialize_grads = False
+        return outs
+
+
+def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    backward, consts = ctx.work
+    saved = ctx.saved_tensors if backward.frees else ()  # raises if they are freed or were written
+    g = grads[0]
+    if g.__class__ is torch.Tensor and not torch.is_grad_enabled() and not in_functorch():
+        # --- hot path: the gradient of the root alone, of a layout that was seen before ---
+        if len(grads) == 1 or all(more is None for more in grads[1:]):
+            answer = backward.direct.get(g.stride()) if g.layout is torch.strided else None
+            if (
+                answer is not None
+                and hooks.differentiated is None
+                and not (g.is_neg() or g._is_zerotensor())
+            ):
+                try:
+                    return answer((g,), saved, consts)
+                except NotReadyError:
+                    pass
+                except ColdKernelError:
+                    raise
+                except Exception as error:
+                    if is_foreign(error):
+                        raise
+                    del backward.direct[g.stride()]
+                    warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
+            result = backward.gradients(grads, saved, consts)
+            answer = backward.answers.get((plain_meta(g), *[None] * (len(grads) - 1)))
+            if answer is not None and not isinstance(answer, Expected):
+                backward.direct[g.stride()] = answer
+            return result
+    return backward.gradients(grads, saved, consts)
+
+
+def _torch_name(op: Op) -> str:
+    """The torch function that an op stands for, as eager's node is named after it."""
+    name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
+    name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
+    return {"square": "pow", "to": "to_copy"}.get(name, name)
+
+
+@cache
+def _function(name: str) -> Callable[..., Any]:
+    """`apply` of the Function whose nodes are called after the torch function `name`."""
+    title = "".join(part.capitalize() for part in name.split("_"))
+    cls = type(title, (_Fused,), {})
+    node = cls._backward_cls  # type: ignore[attr-defined]
+    node.__name__ = node.__qualname__ = f"{title}Backward0"
+    node.apply = _apply_backward  # past the Python layers of Function: 3 us less per backward
+    return apply_of(cls)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """What a flush leaves behind: the backwards of its nodes, in order."""
+
+    backwards: list[Backward]
+    stored: tuple[int, ...]  # dead values that its kernel stores for them
+    saved_bytes: int
+
+    def prepare(self) -> None:
+        """Ask for the kernels of the backward that is to be expected."""
+        for backward in self.backwards:
+            backward.prepare()
+
+
+def graph_of(recorder: Recorder, outline: Outline) -> Graph:
+    """What a flush of `recorder` leaves behind for `outline`."""
+    backwards = [Backward(recorder, segment) for segment in outline.segments]
+    return Graph(backwards, outline.stored, outline.saved_bytes)
+
+
+def graded(runner: Runner, graph: Graph, live: tuple[int, ...]) -> Runner:
+    """`runner`, which computes `live` and what `graph` stores, made to leave `graph` behind."""
+    runner.visible = [owner for owner in runner.owners if owner.index in live]
+    packs = (backward.segment.pack for backward in graph.backwards)
+    runner.packs = tuple(tuple(pack) for pack in packs if pack)
+    runner.attach = _attaching(graph.backwards, runner.made())
+    runner.saved_bytes = graph.saved_bytes
+    return runner
+
+
+def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., None]:
+    """A function that makes the graph; of a chain's Inputs, Consts and `late`, and the values."""
+
+    def listed(refs: list[Ref]) -> str:
+        return "".join(f"inputs[{~ref}], " if ref < 0 else f"v{ref}, " for ref in refs)
+
+    space: dict[str, Any] = {"get": torch.is_grad_enabled, "set_": set_grad_enabled}
+    calls = []
+    for k, backward in enumerate(backwards):
+        segment = backward.segment
+        space[f"backward{k}"], space[f"apply{k}"] = backward, backward.apply
+        outs = f"({listed(segment.outs)})" if len(segment.outs) > 1 else f"v{segment.root}"
+        work = f"(backward{k}, consts)"
+        if not segment.nodes[-1].consts:  # one object less for the garbage collector to visit
+            work, space[f"work{k}"] = f"work{k}", (backward, ())
+        holder = f"({outs}, ({listed(segment.saved)}), {work})"
+        calls.append(f"apply{k}({holder}, {listed(segment.slots)})")
+    params = ", ".join(f"v{index}" for index in computed)
+    body = "".join(f"        {call}\n" for call in calls)
+    places = "".join(f"        {numbered(backward.segment.root)}\n" for backward in backwards)
+    source = (
+        f"def attach(inputs, consts, late, {params}):\n"
+        f"    was = get()\n    try:\n        set_(True)\n{body}    finally:\n        set_(was)\n"
+        f"    if late is not None:\n{places}"
+    )
+    exec(compiled(source), space)
+    return space["attach"]

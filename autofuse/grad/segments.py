@@ -1,0 +1,239 @@
+"""Segments: what each autograd node of a flush differentiates through. Pure.
+
+Every value that somebody can see gets an autograd node of its own, in the order of recording. A
+Segment is what such a node differentiates through: the dead ops between its root and the tensors
+that a graph of their own leads on from.
+
+What is saved is what eager would save: of the values the rules read, the visible ones and the
+Inputs; a dead one is computed again where it follows from these, and otherwise stored by the
+forward kernel. A stored one is a further output of its segment's node, so that second derivatives
+flow through it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from ..chain.meta import Meta
+from ..chain.state import Node
+from ..layout import is_dense
+from ..program.program import CONST, Ref
+from ..settings.config import config
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A differentiable operand of a step: the rule for its gradient, and what the rule reads."""
+
+    ref: Ref
+    rule: ast.expr
+    reads: frozenset[Ref]
+
+
+def _uses(node: Node, meta_of: Callable[[Ref], Meta]) -> Iterator[Use]:
+    """The operands of `node` that get a gradient, in order."""
+    assert node.op is not None
+    for ref, rule in zip(node.args, node.op.rules, strict=True):
+        if ref < CONST and rule is not None and meta_of(ref).requires_grad:
+            named = node.named()
+            yield Use(ref, rule, frozenset(named[n] for n in _names(rule) if n in named))
+
+
+@cache
+def _names(rule: ast.expr) -> frozenset[str]:
+    """The names that a rule reads; a called row is none."""
+    called = {id(tree.func) for tree in ast.walk(rule) if isinstance(tree, ast.Call)}
+    return frozenset(
+        tree.id for tree in ast.walk(rule) if isinstance(tree, ast.Name) and id(tree) not in called
+    )
+
+
+def _owners(
+    uses: list[list[Use]], meta_of: Callable[[Ref], Meta], live: list[int]
+) -> dict[int, int]:
+    """The root of the segment that each differentiated step belongs to.
+
+    Beside the live values, a dead one is a root if two segments meet in it or if it is broadcast:
+    its gradient is complete only after both, or after a reduction.
+    """
+    owner = {index: index for index in live}
+    for index in range(len(uses) - 1, -1, -1):
+        if index in owner:
+            for use in uses[index]:
+                ref = use.ref
+                if ref >= 0 and owner.get(ref) != ref:
+                    alone = owner.setdefault(ref, owner[index]) == owner[index]
+                    if not alone or meta_of(ref).shape != meta_of(index).shape:
+                        owner[ref] = ref
+    return owner
+
+
+def _in_order(uses: list[list[Use]], owner: dict[int, int], roots: list[int]) -> bool:
+    """Whether node after node adds to every gradient in the order in which op after op does."""
+    by_op = sorted(owner, reverse=True)
+    by_node = sorted(owner, key=lambda index: (owner[index], index), reverse=True)
+    orders = []
+    for sequence in (by_op, by_node):
+        added: dict[Ref, list[int]] = {}
+        for index in sequence:
+            for use in uses[index]:
+                if use.ref < 0 or use.ref in roots:
+                    added.setdefault(use.ref, []).append(index)
+        orders.append(added)
+    return orders[0] == orders[1]
+
+
+def _saved(
+    nodes: list[Node], uses: list[list[Use]], steps: list[int], memory: set[int]
+) -> list[Ref]:
+    """The values that the backward of `steps` is given; the others it needs follow from them."""
+    reads = {ref for index in steps for use in uses[index] for ref in use.reads if ref < CONST}
+    kept = {ref for index in steps for ref in _kept(nodes[index]) if ref < 0 or ref in memory}
+    if config.recompute == "inputs":
+        computed = (_sources(nodes, ref, set()) for ref in reads if ref >= 0)
+        return sorted({ref for ref in reads if ref < 0}.union(*computed))
+    saved = {ref for ref in reads if ref < 0 or ref in memory}
+    for ref in sorted(reads - saved):
+        if not _sources(nodes, ref, memory | saved) <= saved:
+            saved.add(ref)
+    return sorted(saved | kept)
+
+
+def _kept(node: Node) -> list[Ref]:
+    """What eager's node saves whether a rule reads it or not: tensors, and numbers as tensors."""
+    assert node.op is not None
+    named = node.named()
+    return [named[name] for name in node.op.keeps.split()]
+
+
+def _path(nodes: list[Node], uses: list[list[Use]], steps: list[int]) -> set[Ref]:
+    """The values outside `steps` that its rules read, and those before them."""
+    path: set[Ref] = set()
+    stack = [ref for index in steps for use in uses[index] for ref in use.reads]
+    while stack:
+        ref = stack.pop()
+        if 0 <= ref < CONST and ref not in path:
+            path.add(ref)
+            stack.extend(nodes[ref].args)
+    return path - set(steps)
+
+
+def _sources(nodes: list[Node], ref: Ref, given: set[Ref]) -> set[Ref]:
+    """The Inputs and the values of `given` from which the value `ref` is computed."""
+    sources, seen, stack = set(), {ref}, [ref]
+    while stack:
+        for operand in nodes[stack.pop()].args:
+            if operand < 0 or operand in given:
+                sources.add(operand)
+            elif operand < CONST and operand not in seen:
+                seen.add(operand)
+                stack.append(operand)
+    return sources
+
+
+class Segment:
+    """What one autograd node differentiates through; the same for every run of a program."""
+
+    def __init__(
+        self,
+        nodes: list[Node],
+        uses: list[list[Use]],
+        steps: list[int],
+        meta_of: Callable[[Ref], Meta],
+        saved: list[Ref],
+        extras: list[int],
+        detours: bool,
+    ) -> None:
+        self.detours = detours  # second derivatives would go past a live value's own node
+        self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
+        self.steps = steps  # node indices, ascending; the last is the root
+        self.root = steps[-1]
+        self.pack = _pack([index for index in extras if meta_of(index).requires_grad], meta_of)
+        packed = self.pack[1:]
+        self.saved = [ref for ref in saved if ref not in packed]
+        graphs = [i for i in extras if meta_of(i).requires_grad and i not in packed]
+        self.outs = [self.root, *graphs]  # the node's outputs, a pack by its first
+        self.inside = set(steps[:-1])
+        outside = [
+            (use.ref, meta_of(use.ref).shape == meta_of(index).shape)
+            for index in reversed(steps) for use in uses[index] if use.ref not in self.inside
+        ]  # fmt: skip
+        # What gets a gradient, in the order of adding: one slot per use, so that the engine adds
+        # them between those of uses elsewhere; to save memory, one per tensor.
+        reduced = {ref for ref, same in outside if not same}
+        self.summed: list[Ref] = []
+        if config.recompute == "inputs":
+            self.summed = list(dict.fromkeys(ref for ref, _ in outside if ref not in reduced))
+        self.slots = [ref for ref, _ in outside if ref not in self.summed] + self.summed
+        self.frees = bool(saved) or any(
+            ref >= CONST
+            for index in steps
+            for ref in (*_kept(nodes[index]), *_numbers_read(nodes[index], uses[index]))
+        )
+
+
+def _pack(indices: list[int], meta_of: Callable[[Ref], Meta]) -> list[int]:
+    """`indices` if their values can lie in one tensor, which makes one output of a node of them.
+
+    A further output costs 3 us: its allocation, its autograd state, its saved variable.
+    """
+    metas = {id(meta_of(index)) for index in indices}
+    if len(indices) < 2 or len(metas) != 1:
+        return []
+    meta = meta_of(indices[0])
+    whole = meta.nbytes and meta.nbytes % 16 == 0 and is_dense(tuple(meta.shape), meta.stride)
+    return indices if whole else []
+
+
+def _numbers_read(node: Node, uses: list[Use]) -> list[Ref]:
+    """The Python numbers that rules read and eager has made operands, which it saves as tensors."""
+    op = node.op
+    assert op is not None
+    operands = [
+        ref for ref, role in zip(node.args, op.roles, strict=True)
+        if role == "promote" and not op.scalars_apart
+    ]  # fmt: skip
+    return [ref for use in uses for ref in use.reads if ref >= CONST and ref in operands]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """The segments of a flush, in order, and the dead values that its kernel stores for them."""
+
+    segments: list[Segment]
+    stored: tuple[int, ...]
+    saved_bytes: int
+
+
+def outline_of(
+    nodes: list[Node], inputs: tuple[Meta, ...], live: tuple[int, ...]
+) -> Outline | None:
+    """The autograd side of a flush; None if the engine would add gradients in another order."""
+
+    def meta_of(ref: Ref) -> Meta:
+        meta = nodes[ref].meta if ref >= 0 else inputs[~ref]
+        assert meta is not None
+        return meta
+
+    uses = [list(_uses(node, meta_of)) if meta_of(node.index).requires_grad else []
+            for node in nodes]  # fmt: skip
+    owner = _owners(uses, meta_of, [index for index in live if meta_of(index).requires_grad])
+    roots = sorted(index for index, root in owner.items() if index == root)
+    if not _in_order(uses, owner, roots):
+        return None
+    memory = {*live, *roots}
+    saved_refs: set[Ref] = set()
+    segments = []
+    for root in roots:
+        steps = [index for index in sorted(owner) if owner[index] == root]
+        saved = _saved(nodes, uses, steps, memory)
+        detours = config.recompute == "inputs" and bool(memory & _path(nodes, uses, steps))
+        extras = [ref for ref in saved if ref >= 0 and ref not in memory]
+        memory.update(extras)
+        saved_refs.update(saved)
+        segments.append(Segment(nodes, uses, steps, meta_of, saved, extras, detours))
+    stored = tuple(sorted(memory - set(live)))
+    return Outline(segments, stored, sum(meta_of(ref).nbytes for ref in saved_refs))

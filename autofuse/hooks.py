@@ -1,0 +1,21 @@
+"""Hooks: what one stage needs of a later one, by name. Imports nothing of autofuse.
+
+A stage that does what a hook says puts its function here when it is imported, or, where somebody
+looks on, while they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# record.flush: what has the value of a tensor, which is made concrete if it is pending
+settled: Callable[[Any], Any] = lambda tensor: tensor  # noqa: E731
+# record.modes: a thread has gone; of a recorder of its
+thread_ended: Callable[[Any], None] = lambda recorder: None  # noqa: E731
+# observe.events, while somebody looks: before a flush, of its recorder, chain, last node, reference
+# counts and reason; gives what is told how it went, a `record.flush.Watch`
+flushing: Callable[..., Any] | None = None
+# observe.check, in check mode: of an autograd node, what a kernel has made of the gradients that
+# came in, the saved tensors and the Consts, before the engine takes it
+differentiated: Callable[..., None] | None = None

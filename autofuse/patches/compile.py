@@ -1,0 +1,54 @@
+"""torch.compile: what it compiles sees plain tensors, and does not trace what records."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .around import unwrapping
+from .memory import ATTRIBUTES
+
+
+def patch_compile() -> None:
+    """A compiled function gets plain tensors: torch._dynamo would trace the shell itself."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile(model: Any = None, **kwargs: Any) -> Any:
+        if model is None:
+            return lambda model: compile(model, **kwargs)
+        compiled = original(model, **kwargs)
+        _skip_tracing()
+        if isinstance(compiled, torch.nn.Module):
+            cls = type(compiled)
+            if "__call__" not in cls.__dict__ or not hasattr(cls.__call__, "_autofuse"):
+                cls.__call__ = unwrapping(cls.__call__, "compile")  # type: ignore[method-assign]
+            return compiled
+        return unwrapping(compiled, "compile")
+
+    torch.compile = compile  # type: ignore[assignment]
+
+
+@functools.cache
+def _skip_tracing() -> None:
+    """A wrapped tensor that a compiled function closes over breaks its graph.
+
+    The ops on it run as torch's own, for torch._dynamo does not trace what records them. `api`
+    stays open, so that a fused function is compiled as if it were not fused.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.eval_frame import skip_code
+
+    for name in ATTRIBUTES:  # frames where torch has none
+        attribute = getattr(torch.Tensor, name)
+        for accessor in (attribute.fget, attribute.fset, attribute.fdel):
+            skip_code(accessor.__code__)
+    package = Path(__file__).parents[1]
+    for path in package.rglob("*.py"):
+        if path.parts[len(package.parts)] not in ("api.py", "fused.py", "patches"):
+            trace_rules.SKIP_DIRS.append(path.as_posix())
+    trace_rules.SKIP_DIRS.append("<autofuse")
+    trace_rules._recompile_re()

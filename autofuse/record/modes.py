@@ -1,0 +1,135 @@
+"""Modes: when recording stops and starts again, and what is then forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+from threading import get_ident
+
+import torch
+
+from .. import hooks
+from ..chain.liveness import DEAD, counts_of
+from ..chain.state import Recorder, all_recorders, this_thread, writing
+from ..inside import (
+    inside,
+    is_owned,
+)
+from ..settings.config import config, watch
+from ..supply import kernels as compiling
+from .flush import flush
+
+
+def wake(*reason: object) -> None:
+    """Let every recorder that rests record again."""
+    for recorder in all_recorders:
+        if recorder.resting:
+            recorder.resting = False
+            renew(recorder, "wake")
+
+
+def renew(recorder: Recorder, reason: str) -> None:
+    """Flush, and start an empty chain under the modes of this moment."""
+    flush(recorder, reason)
+    while not recorder.open():  # something was recorded in the middle
+        flush(recorder, reason)
+
+
+def end(recorder: Recorder) -> None:
+    """Its thread has gone: only values that somebody holds stay pending.
+
+    They keep their recorder; whoever needs one first flushes it, as any other thread's.
+    """
+    recorder.ended = True
+    recorder.thread = -1  # its number is used again; a value of it is another thread's now
+    if recorder.acquire(blocking=False):  # else somebody flushes it; a fork may have lost who
+        try:
+            if recorder.chain and max(counts_of(recorder.chain)) <= DEAD:
+                flush(recorder, "end of a thread")
+            recorder.leave()
+        finally:
+            recorder.release()
+
+
+def regrade() -> None:
+    """After a change of grad mode: what was recorded before keeps the mode it was recorded in."""
+    for recorder in list(this_thread.recorders.values()):
+        if recorder.grad is not torch.is_grad_enabled():
+            renew(recorder, "grad mode")
+
+
+def close_thread(reason: str) -> None:
+    """Record nothing in this thread until the matching `reopen_thread`."""
+    this_thread.closed += 1
+    try:
+        reopen(reason)
+    except BaseException:  # nothing has changed, for the recorders before it neither
+        this_thread.closed -= 1
+        for recorder in this_thread.recorders.values():
+            if recorder.off is not (this_thread.closed > 0) and not recorder.chain:
+                recorder.off = this_thread.closed > 0
+                recorder.open()
+        raise
+
+
+def reopen_thread() -> None:
+    """Undo one `close_thread`."""
+    this_thread.closed -= 1
+    reopen("reopen")
+
+
+class closed(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+    """Record nothing in this thread inside; a context manager and a decorator."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __enter__(self) -> None:
+        close_thread(self.reason)
+
+    def __exit__(self, *exc: object) -> None:
+        reopen_thread()
+
+
+def reopen(reason: str) -> None:
+    """Flush this thread's chains and start new ones under the modes of this moment."""
+    for recorder in list(this_thread.recorders.values()):
+        flush(recorder, reason)
+        recorder.off = this_thread.closed > 0
+        renew(recorder, reason)
+
+
+def reopen_all(reason: str) -> None:
+    """The same for every thread, where a mode of the process has changed."""
+    for recorder in all_recorders:
+        renew(recorder, reason)
+
+
+def forget(recorder: Recorder) -> None:
+    """Drop the trie of `recorder`, whose chain is empty; kernels stay."""
+    recorder.forget()
+    renew(recorder, "limit")
+
+
+def forget_kernels() -> None:
+    """Let every recorder drop its trie, and with it kernels, where it next sees something new."""
+    for recorder in all_recorders:
+        recorder.size = config.max_trie
+
+
+def forget_threads() -> None:
+    """After a fork: what other threads had pending does not exist here."""
+    for threads in (inside, writing):
+        for ident in set(threads) - {get_ident()}:
+            del threads[ident]
+    for recorder in all_recorders:
+        if not is_owned(recorder.lock):
+            recorder.relock()  # another thread may have held it
+        if recorder is not this_thread.recorders.get(recorder.device):
+            end(recorder)
+
+
+watch(wake)
+watch(reopen_all)
+compiling.on_news(wake)
+compiling.on_evict(forget_kernels)
+hooks.thread_ended = end

@@ -1,0 +1,79 @@
+"""Policy: when an op or a chain is better off without a kernel of its own, and for how long.
+
+All thresholds of recording stand here; what the types of operands forbid is in `chain.infer`.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from ..chain.state import Node, Recorder, this_thread
+from ..grad.segments import Outline
+from ..supply import kernels as compiling
+
+_PATIENCE = 8  # flushes in a row that waited for kernels
+
+
+def rest(recorder: Recorder) -> None:
+    """Where one flush after the other waits for kernels, record nothing until there is news.
+
+    Recording and running the ops later costs up to twice what running them at once does.
+    """
+    following = recorder.launches == recorder.last_wait + 1
+    recorder.waits = recorder.waits + 1 if following else 1
+    recorder.last_wait = recorder.launches
+    if recorder.waits < _PATIENCE:
+        return
+    before = compiling.news()
+    if compiling.outstanding():
+        recorder.resting, recorder.waits = True, 0
+        if compiling.news() != before:  # `wake` may have come too early
+            recorder.resting = False
+        recorder.open()
+
+
+# ops from which a kernel costs less than they do: one op alone takes 10.4 us fused, 6.1 us eager,
+# and no kernel has to be compiled for it (H200, bench/overhead.py)
+SHORTEST = {"cuda": 2, "cpu": 1}
+
+
+def pays(nodes: list[Node], outline: Outline) -> bool:
+    """Whether fusing a chain under grad costs less than running its ops, forward and backward.
+
+    In us on one NVIDIA H200 machine (bench/training.py, chains of 3 to 10): the host needs 7 for
+    an op, 3.5 for its node's every gradient and 7.5 for a kernel of its backward, against 25 for a
+    flush, 2.6 for a recorded op and 50 for a Python node in the engine's thread, forward and
+    backward; the device moves 4 MB in 1, three tensors for an op, of which fusing saves two.
+    """
+    eager = 7.0 * len(nodes)
+    fused = 25.0 + 2.6 * len(nodes)
+    traffic = 0.0
+    for segment in outline.segments:
+        fused += 50.0
+        for index in segment.steps:
+            kernels = 0
+            for use in segment.uses[index]:
+                here = sum(isinstance(tree, _KERNELS) for tree in ast.walk(use.rule))
+                kernels += here
+                eager += 3.5 + 7.5 * here
+            traffic += 3 * (1 + kernels) * segment.meta_of(index).nbytes / 4e6
+    return max(fused, traffic / 3) < max(eager, traffic)
+
+
+_KERNELS = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Compare)
+
+
+ASIDE = "a fused call that has launched no kernel lately"  # and records nothing for now
+
+
+def launches() -> int:
+    """Flushes of this thread that ran a kernel, or waited for it."""
+    total = 0
+    for recorder in this_thread.recorders.values():  # 0.2 us less than a sum
+        total += recorder.launches
+    return total
+
+
+def rests() -> bool:
+    """Whether this thread records nothing for now because its kernels are being compiled."""
+    return any(recorder.resting for recorder in this_thread.recorders.values())

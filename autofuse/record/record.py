@@ -1,0 +1,360 @@
+"""Recording: from an op and its operands to a node of the trie, and the shell of its value.
+
+What holds wherever Python may run stands in `flush`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from ..chain.liveness import ALONE, counts_of
+from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta, plain_meta
+from ..chain.shell import Held, Lost, Tensor, make_shell
+from ..chain.state import Chain, Node, Recorder, counts, recorder_for, this_thread, writing
+from ..chain.trie import eager_node, extend
+from ..dtypes import EXACT, Wide
+from ..inside import (
+    inside,
+)
+from ..ops.row import Op
+from ..settings.config import config
+from ..torch_private import (
+    NoModes,
+    address_of,
+    peek,
+    raw_version_of,
+    requires_grad_of,
+    take,
+)
+from .flush import flush
+from .modes import forget, regrade
+
+_Parameter = torch.nn.Parameter
+_INT64 = 1 << 63
+
+
+# --- hot path: per recorded op, budget 0.5 us ------------------------------------------------
+
+
+def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
+    """Record `op` over tensors and Python scalars; None if it has to run as eager PyTorch."""
+    recorder = this_thread.current
+    if recorder is None:
+        return _record_elsewhere(op, operands)
+    chain = recorder.chain  # before `ident`: during a flush the new chain may not be used
+    tip = chain.tip
+    if not recorder.ident:
+        return _record_elsewhere(op, operands)
+    if recorder.grad is not torch.is_grad_enabled():
+        regrade()
+        return record(op, operands)
+    slots = chain.slots
+    edge: list[Any] = [op]
+    fresh: list[Any] = []
+    consts: list[Any] = []
+    on_host = False
+    for x in operands:
+        cls = x.__class__
+        if cls is Tensor:
+            state = x._af
+            if state.recorder is recorder:
+                edge.append(state.index)
+                continue
+        elif cls is float or cls is int or cls is bool:
+            if cls is int and not -EXACT <= x <= EXACT:
+                if not -_INT64 <= x < _INT64:
+                    return None
+                cls = Wide
+            edge.append(cls)
+            consts.append(x)
+            continue
+        slot = slots.get(id(x))
+        if slot is not None:
+            edge.append(slot)
+            continue
+        recorder.reading = True  # before the look at what it is
+        state = x._af if cls is Tensor else None
+        if state is None or state.__class__ is not Meta or state.device is not recorder.device:
+            x, state = _input(x, recorder)
+            if state is _SCALAR:
+                if op.one_device:
+                    return None
+                edge.append(x.__class__)
+                consts.append(x)
+                on_host = True
+                continue
+            if state is None or state.device is not recorder.device:
+                return _record_elsewhere(op, operands)
+        again = _position(fresh, x)
+        if again is not None:
+            edge.append(~(len(tip.inputs) + again))
+            continue
+        fresh += (x, state)
+        edge.append(state)
+    if on_host and all(operand.__class__ is type for operand in edge[1:]):
+        return _record_elsewhere(op, operands)
+    key = tuple(edge)
+    node = tip.next.get(key)
+    if node is None:
+        if recorder.chain is not chain or chain.tip is not tip:
+            return record(op, operands)
+        node = _miss(recorder, tip, op, key)
+        if node is None:  # the chain had to be cut first
+            return record(op, operands)
+    shell = node.shell
+    if shell is None:
+        if node.reason:
+            counts.eager[op.name, node.reason] += 1
+            recorder.reading = False
+            return None
+        shell = _shell_of(node)
+    if on_host and node.meta is not None and not node.meta.shape:
+        counts.eager[op.name, "0-d tensors on two devices, which promote each other"] += 1
+        recorder.reading = False
+        return None
+    if consts and node.limits is not None:
+        low, high = node.limits
+        if not all(low <= value <= high or not math.isfinite(value) for value in consts):
+            counts.eager[op.name, "a scalar that does not fit"] += 1
+            recorder.reading = False
+            return None
+    if node.holds_grad and not follows(chain):
+        flush(recorder, "order of gradients")
+        return record(op, operands)
+    if fresh:
+        done = record_fresh(recorder, chain, tip, node, shell, fresh[::2], fresh[1::2], consts)
+        if not done:
+            if done is None:
+                counts.eager[op.name, "in the middle of a write"] += 1
+                recorder.reading = False
+                return None
+            return record(op, operands)
+        if chain.pinned > node.pinned_limit:
+            relieve(recorder, chain)
+        return shell
+    if recorder.chain is chain and chain.tip is tip and node.shell is shell:
+        # no Python runs from here...
+        chain.consts += consts
+        chain.tip = node
+        chain.append(shell)
+        # ...to here
+        return shell
+    return record(op, operands)
+
+
+def record_fresh(
+    recorder: Recorder,
+    chain: Chain,
+    tip: Node,
+    node: Node,
+    shell: Tensor,
+    xs: Sequence[torch.Tensor],
+    metas: Sequence[Meta],
+    consts: Sequence[Any],
+) -> bool | None:
+    """Append `node`, whose new Inputs are `xs`, to `chain` if that is still open and ends at `tip`.
+
+    False, with nothing done, if it does not, if memory was written meanwhile, or if one of `xs` has
+    come to require grad since its Meta was read, as a view does when its base is written. None in
+    the middle of a write, which has looked for those that read its memory: this one is to run now.
+    """
+    known = len(tip.inputs)
+    stream = chain.stream if known else recorder.stream()
+    marks: list[int] = []
+    slots = {}
+    with NoModes():
+        for x, meta in zip(xs, metas):  # noqa: B905 - strict costs 0.1 us
+            if recorder.grad and requires_grad_of(x) is not meta.requires_grad:
+                x.__dict__["_af"] = UNKNOWN
+                return False
+            try:
+                marks += (raw_version_of(x), address_of(x))
+            except RuntimeError:  # an inference tensor has no version
+                marks += (-1, address_of(x))
+            slots[id(x)] = ~(known + len(slots))
+    if writing:
+        return None
+    if (
+        recorder.reading
+        and recorder.chain is chain
+        and chain.tip is tip
+        and node.shell is shell
+        and recorder.ident
+    ):
+        # no Python runs from here...
+        chain.stream = stream
+        chain.inputs += xs
+        chain.marks += marks
+        chain.slots |= slots
+        chain.consts += consts
+        chain.pinned += node.fresh_bytes
+        chain.tip = node
+        recorder.reading = False
+        chain.append(shell)
+        # ...to here
+        return True
+    return False
+
+
+def _shell_of(node: Node) -> Tensor:
+    """The shell of a node that has none, or got one meanwhile."""
+    assert node.meta is not None
+    shell = make_shell(node.meta, node)
+    if node.shell is None:
+        node.shell = shell
+    return node.shell
+
+
+def number_next(chain: Chain) -> bool:
+    """Number the op that `chain` gets next; False if the chain has to end first.
+
+    Then another node has been made since its last op. That one's gradients come between those of
+    the ops before and after, where no node that stands for both could add them.
+    """
+    first = take() - len(chain)
+    if chain.tip.holds_grad:
+        return first == chain.first
+    chain.first = first
+    return True
+
+
+follows = partial(number_next)  # C calls it, so that Python 3.11 too runs its machine code
+
+
+def pass_over(first: int) -> None:
+    """Let the nodes made since its last op not end the chain that begins with number `first`.
+
+    They add to no gradient that ops of the chain add to.
+    """
+    recorder = this_thread.current
+    if recorder is not None and recorder.chain.first == first:
+        recorder.chain.first = peek() - len(recorder.chain)
+
+
+# --- end of the hot path ---------------------------------------------------------------------
+
+_SCALAR: Any = object()
+
+
+def _position(fresh: list[Any], x: torch.Tensor) -> int | None:
+    """Where `x` stands among the (tensor, Meta) pairs of `fresh`."""
+    for k in range(0, len(fresh), 2):
+        if fresh[k] is x:
+            return k // 2
+    return None
+
+
+def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:
+    """Record with another recorder than the one used last, or None."""
+    ident = get_ident()
+    chosen: Recorder | None = None
+    for x in operands:
+        if x.__class__ is Tensor:
+            found = x._af.recorder
+            if found is not None:
+                if found.ident != ident:
+                    flush(found, "another thread")
+                    if x._af.recorder is not None:  # from a finalizer, in the middle of a flush
+                        return None
+                elif chosen is None:
+                    chosen = found
+    if chosen is None:
+        chosen = _concrete_recorder(operands)
+    if chosen is not None and not chosen.ident and ident not in inside:
+        flush(chosen, "interrupt")  # goes on with one that was interrupted
+        if chosen.ident:
+            return record(op, operands)
+    if chosen is None or chosen is this_thread.current or not chosen.ident:
+        if this_thread.current is not None:
+            this_thread.current.reading = False
+        return None
+    this_thread.current = chosen
+    return record(op, operands)
+
+
+def _concrete_recorder(operands: Sequence[Any]) -> Recorder | None:
+    """The recorder for operands none of which is pending; a CPU scalar follows the others."""
+    chosen = None
+    for x in operands:
+        if isinstance(x, torch.Tensor):
+            state = x._af if x.__class__ is Tensor else None
+            meta = state if state.__class__ is Meta else _input(x, None)[1]
+            if meta is None:
+                return None
+            if chosen is None or chosen.ndim == 0 and meta.device != chosen.device:
+                chosen = meta
+    return None if chosen is None else recorder_for(chosen.device)
+
+
+def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
+    """(tensor to read, its Meta), (Python number, _SCALAR), or (x, None) where x is unreadable."""
+    cls = x.__class__
+    meta: Meta | None
+    if cls is Tensor:
+        state = x._af
+        if state.__class__ is Meta:
+            meta = state
+        elif state.__class__ is Lost:
+            raise state.error
+        elif state.__class__ is Held:
+            x = state.real
+            meta = plain_meta(x)
+        elif state.recorder is not None:  # pending on another device
+            flush(state.recorder, "another device")
+            return (x, None) if x._af is state else _input(x, recorder)
+        else:
+            meta = concrete_meta(x)
+    elif cls is torch.Tensor or cls is _Parameter:
+        meta = plain_meta(x) if recorder is None else likely_meta(x, recorder.chain.tip)
+    else:
+        return x, None
+    if meta is None or recorder is None or meta.device is recorder.device:
+        return x, meta
+    if meta.ndim == 0 and meta.device.type == "cpu" and not meta.requires_grad:
+        # torch reads such an operand on the host; its dtype only matters within its category
+        default = meta.dtype is torch.get_default_dtype() or meta.dtype in (torch.int64, torch.bool)
+        return (x.item(), _SCALAR) if default else (x, None)
+    return x, None
+
+
+def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node | None:
+    """A new edge at `tip`, where the open chain ends; None after cutting one that is full."""
+    if tip is recorder.closed:
+        return eager_node(recorder, tip, op, "recording is off")
+    path = tip.path()
+    new_inputs = sum(isinstance(operand, Meta) for operand in key[1:])
+    full = len(path) >= config.max_nodes or (
+        len(tip.inputs) + new_inputs > config.max_inputs and len(path) > 0
+    )
+    looped = len(path) >= config.loop_nodes and path[0].op is op
+    if full or looped:
+        flush(recorder, "limit")
+        return None
+    if recorder.size >= config.max_trie and not path:
+        forget(recorder)
+        return None
+    metas = [node.meta for node in path if node.meta is not None]
+    node = extend(recorder, tip, op, key[1:], metas)
+    if tip.reason and not node.reason:
+        eager = eager_node(recorder, tip, op, tip.reason)
+        eager.meta = node.meta
+        node = eager
+    node.key = key
+    recorder.size += 1
+    return tip.next.setdefault(key, node)  # another may stand in a chain by now
+
+
+def relieve(recorder: Recorder, chain: Chain) -> None:
+    """Flush if Inputs that only this chain keeps alive have come to much memory."""
+    alive = counts_of(chain.inputs)
+    metas = chain.tip.inputs
+    dead = [meta.nbytes for meta, held in zip(metas, alive, strict=False) if held <= ALONE]
+    chain.pinned = sum(dead)
+    if chain.pinned > chain.tip.pinned_limit:
+        flush(recorder, "memory")

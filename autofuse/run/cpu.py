@@ -1,0 +1,172 @@
+"""Running kernels on the CPU, in chunks over as many threads as torch uses."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from ..chain.state import Chain
+from ..inside import inside
+from ..kernel.plan import Piece
+from ..program.program import Ref
+from ..torch_private import NoTorchFunction, address_of, count_write
+from .runner import Runner, declared, log_of, packed, result_text
+from .settle import WRITING, bump, publish, settle
+from .words import Answer
+
+_CHUNK = 1 << 15  # elements below which a second thread costs more than it saves
+_pool: ThreadPoolExecutor | None = None
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(  # started as they are needed
+            os.cpu_count(), "autofuse", initializer=lambda: inside.update({get_ident(): True})
+        )
+    return _pool
+
+
+def forget_threads() -> None:
+    """After a fork: the child has none of the parent's threads."""
+    global _pool
+    _pool = None
+
+
+class CpuRunner(Runner):
+    """Runs a program's kernels on the CPU, in chunks over as many threads as torch uses."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._entries = [kernel.entry for kernel in self.kernels]
+
+    def settling(self) -> CpuRunner:
+        """Make ready for `run`; returns self."""
+        return self
+
+    def answering(
+        self, given: list[Ref | None], numbers: list[str], places: list[tuple[int, int]]
+    ) -> Answer:
+        """A function of `Answer`'s kind; places as for CUDA."""
+        text = result_text(given, "made[{}]")
+        space = {"log": log_of}
+        consts_of = eval(f"lambda c: ({''.join(text + ', ' for text in numbers)})", space)
+        pick = eval(f"lambda inputs, made: {text}", space)
+
+        def answer(incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
+            inputs = (*incoming, *saved)
+            with NoTorchFunction():
+                addresses = [address_of(inputs[n]) + at for n, at in places]
+                values = self._compute(addresses, consts_of(consts), None)
+            self.others += 1
+            return pick(inputs, values)
+
+        return answer
+
+    def run(self, chain: Chain) -> None:  # type: ignore[override]
+        with NoTorchFunction():
+            self.check(chain)
+            addresses = list(map(address_of, chain.inputs))
+            values = self._compute(addresses, chain.consts, chain)
+            if chain.bumps is not None:
+                bump(chain, values)
+            if self.attach is not None:
+                made = [values[index] for index in self.made()]
+                self.attach(chain.inputs, chain.consts, chain.late, *made)
+        publish(chain, values)
+        settle(chain, self.visible, believed=True)
+
+    def _compute(
+        self, addresses: list[int], consts: Sequence[Any], chain: Chain | None
+    ) -> dict[int, torch.Tensor]:
+        """The values of `made`, by node index; the last piece may write to `chain.into`."""
+        metas = {owner.index: owner.meta for owner in self.owners}
+        packs = {pack[0]: pack for pack in self.packs}
+        values: dict[int, torch.Tensor] = {}
+        outs: dict[int, torch.Tensor] = {}
+        for index in self.made():
+            pack = packs.get(index, (index,))
+            meta = metas[index]
+            assert meta is not None
+            value = torch.empty_strided(
+                *packed(meta, len(pack)), dtype=meta.dtype, device=self.device
+            )
+            values[index] = value
+            outs |= {index: value} if len(pack) == 1 else dict(zip(pack, value, strict=True))
+        into = chain.into if chain is not None and self.into else None
+        if into is not None:
+            outs[self.live[-1]] = into
+            if _chunks(self.pieces[-1]) > 1:  # not in one step, and so not in place
+                outs[self.live[-1]] = values[self.live[-1]] = torch.empty_like(into)
+        for piece, entry in zip(self.pieces, self._entries, strict=True):
+            pointers = [
+                addresses[~ref] if ref < 0 else address_of(outs[ref]) for ref in piece.loads
+            ]
+            pointers += [address_of(outs[index]) for index in piece.stores]
+            scalars = [consts[const] for const in piece.consts]
+            rank = piece.plan.rank
+            columns = piece.numbers[rank - 2] if rank > 1 else 1
+            steps = piece.numel // columns
+            arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
+            chunks = _chunks(piece)
+            if into is None or piece is not self.pieces[-1] or chunks > 1:
+                self._loop(entry, steps, chunks, arguments)
+            else:
+                assert chain is not None
+                self._write(chain, into, values, entry, steps, arguments)
+        return values
+
+    @staticmethod
+    def _write(
+        chain: Chain,
+        into: torch.Tensor,
+        values: dict[int, torch.Tensor],
+        entry: Any,
+        steps: int,
+        arguments: tuple[Any, ...],
+    ) -> None:
+        """Run the kernel that writes to `into`, in one step that nothing interrupts."""
+        done: list[None] = []
+        # runs when `done` takes its result
+        run = itertools.starmap(entry, [declared(entry, 0, steps, *arguments)])
+        written = [into]
+        bump(chain, values)
+        if chain.values is None:
+            try:
+                # no Python runs from here...
+                chain.values = WRITING
+                chain.into = None
+                done += run
+            finally:
+                chain.values = None
+                chain.into = into
+                if done:
+                    chain.values = values
+                    chain.into = chain.bumps = None
+                    count_write(written)  # ...to its end
+
+    @staticmethod
+    def _loop(entry: Any, steps: int, chunks: int, arguments: tuple[Any, ...]) -> None:
+        if chunks < 2:
+            entry(0, steps, *arguments)
+            return
+        cuts = [steps * k // chunks for k in range(chunks + 1)]
+        jobs = [
+            _threads().submit(entry, cuts[k], cuts[k + 1], *arguments) for k in range(1, chunks)
+        ]
+        entry(cuts[0], cuts[1], *arguments)
+        wait(jobs)
+        for job in jobs:
+            job.result()
+
+
+def _chunks(piece: Piece) -> int:
+    """How many threads share the work."""
+    columns = piece.numbers[piece.plan.rank - 2] if piece.plan.rank > 1 else 1
+    return min(torch.get_num_threads(), piece.numel // _CHUNK, piece.numel // columns)

@@ -1,0 +1,114 @@
+"""Running a program as the ops that it was recorded from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..chain.state import Chain, Node
+from ..chain.trie import make_eager, needed_by
+from ..program.program import CONST
+from ..torch_private import (
+    AUTOGRAD,
+    AUTOGRAD_OF_VIEWS,
+    ExcludedKey,
+    NoTorchFunction,
+    key_is_excluded,
+    set_grad_enabled,
+)
+from .runner import Runner, compiled, numbered
+from .settle import settle
+
+
+class EagerRunner(Runner):
+    """Runs a chain as the ops it was recorded from."""
+
+    elides = False
+
+    def run(self, chain: Chain) -> None:  # type: ignore[override]
+        self.check(chain)
+        run_ops(chain, self.nodes, self)
+
+
+class ShortRunner(EagerRunner):
+    """The same for a chain that costs less so; it soon is not recorded any more."""
+
+    until_long = False  # once a longer chain begins as it does, a kernel costs less
+
+    @property
+    def reason(self) -> str:
+        return "a chain of one op" if len(self.nodes) == 1 else "a short chain under grad"
+
+    def run(self, chain: Chain) -> None:
+        super().run(chain)
+        first = self.nodes[0]
+        if first.long and self.until_long:
+            self.nodes[-1].runners.clear()
+        elif self.runs >= 3 and not first.long:
+            make_eager(first, self.reason)
+
+
+def run_ops(chain: Chain, nodes: list[Node], runner: Runner) -> None:
+    """Do what `runner` does by the eager ops that the chain was recorded from."""
+    if runner.ops is None:
+        runner.ops = _replay(nodes, runner.live)
+    values = replayed(chain, nodes, runner.live, chain.bumps, chain.late, runner.ops)
+    if chain.values is None:
+        chain.bumps = None
+        chain.values = values
+    settle(chain, runner.visible)
+
+
+def replayed(
+    chain: Chain,
+    nodes: list[Node],
+    live: tuple[int, ...],
+    bumps: dict[int, int] | None,
+    late: int | None,
+    ops: Callable[..., list[torch.Tensor]] | None = None,
+) -> dict[int, torch.Tensor]:
+    """The values `live` of `chain`, by node index, made by eager ops; `chain` stays as it is."""
+    if nodes[-1].graded and key_is_excluded(AUTOGRAD):  # in a `__torch_dispatch__` of another class
+        with ExcludedKey(AUTOGRAD, False), ExcludedKey(AUTOGRAD_OF_VIEWS, False):
+            return replayed(chain, nodes, live, bumps, late, ops)
+    was = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(nodes[-1].graded)
+        with NoTorchFunction():
+            made = (ops or _replay(nodes, live))(chain.inputs, chain.consts, bumps, late)
+    finally:
+        set_grad_enabled(was)
+    return dict(zip(live, made, strict=True))
+
+
+def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torch.Tensor]]:
+    """A function of what a chain has of these names that runs the ops; dead values go early."""
+    space: dict[str, Any] = {"bump": torch.autograd.graph.increment_version}
+    lines = []
+    needed = needed_by(nodes, live)
+    last = {ref: node.index for node in nodes if node.index in needed for ref in node.args}
+    for index, node in enumerate(nodes):
+        assert node.op is not None
+        if index not in needed:
+            continue
+        space[f"f{index}"] = node.op.eager
+        operands = [
+            f"consts[{ref - CONST}]" if ref >= CONST else f"v{ref}" if ref >= 0
+            else f"inputs[{~ref}]" for ref in node.args
+        ]  # fmt: skip
+        lines.append(f"v{index} = f{index}({', '.join(operands)})")
+        if node.meta is not None and node.meta.requires_grad:
+            lines.append(f"if late is not None: {numbered(index)}")
+        if index in live:  # before another op saves it
+            lines.append(f"for _ in range(bumps and bumps.get({index}, 0) or 0): bump(v{index})")
+        values = {ref for ref in node.args if 0 <= ref < CONST}
+        done = [f"v{ref}" for ref in values if last[ref] == index and ref not in live]
+        if done:
+            lines.append(f"del {', '.join(done)}")
+    results = ", ".join(f"v{index}" for index in live)
+    body = "".join(f"    {line}\n" for line in lines)
+    signature = "replay(inputs, consts, bumps, late)"
+    exec(compiled(f"def {signature}:\n{body}    return [{results}]\n"), space)
+    return space["replay"]

@@ -1,0 +1,71 @@
+"""Settling: giving the live shells of a chain its values, and its memory what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..chain.meta import UNKNOWN, fresh_meta
+from ..chain.shell import become, gave
+from ..chain.state import Chain, Node
+from ..torch_private import NoTorchFunction, copy_to, is_shell, set_grad_enabled
+
+WRITING: dict[int, torch.Tensor] = {}  # `Chain.values` while C writes to memory that is read too
+
+
+def settle(
+    chain: Chain, owners: Sequence[Node], believed: bool = False, again: bool = False
+) -> None:
+    """Give the live shells of `chain` its values, and the memory that it writes to the last one.
+
+    believed: they are what their nodes say. again: go on where that was interrupted.
+    """
+    values = chain.values
+    assert values is not None
+    with NoTorchFunction():
+        if chain.into is not None:
+            write_out(chain, values[chain.tip.index])
+        for owner in owners:
+            shell, meta = chain[owner.index], owner.meta
+            if shell is None:
+                continue
+            real = values[owner.index]
+            assert meta is not None
+            if again and is_shell(real):
+                owner.shell = gave(shell, real, UNKNOWN, owner)
+            else:
+                if not believed and fresh_meta(real) is not meta:
+                    meta = UNKNOWN  # never believed to be what it is not
+                owner.shell = become(shell, real, meta, owner)
+            chain[owner.index] = None
+
+
+def write_out(chain: Chain, value: torch.Tensor) -> None:
+    """Write the last value of `chain` where it belongs; its op was recorded under no_grad."""
+    grad = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(False)
+        # no Python runs from here...
+        into, chain.into = chain.into, None
+        if into is not None:  # who runs in the middle may have been faster
+            copy_to(into, value)  # ...to its end
+    finally:
+        set_grad_enabled(grad)
+
+
+def bump(chain: Chain, reals: dict[int, torch.Tensor]) -> None:
+    """Give each value the version that its in-place ops have made, before it is saved."""
+    for index, times in (chain.bumps or {}).items():
+        for _ in range(times if index in reals else 0):
+            increment_version(reals[index])
+
+
+def publish(chain: Chain, values: dict[int, torch.Tensor]) -> None:
+    """Let `values` be what the flush of `chain` gives away, unless others were faster."""
+    others = chain.values is not None and chain.values is not WRITING
+    if not others:
+        # no Python runs from here...
+        chain.values = values
+        chain.bumps = None

@@ -1,0 +1,53 @@
+"""Words: a run on CUDA as data, for the machine code of `hot`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# computes gradients: (incoming gradients, saved tensors, the chain's Consts) -> a tuple that
+# begins with None
+Answer = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], list[Any]], tuple[Any, ...]]
+
+
+# Words begin with these, by their places in bytes
+RUNS, INPUTS, ARGUMENTS, POINTERS, OUTPUTS, PLACES, DEVICE, LAUNCH, MADE, BUSY, FIRST = range(
+    0, 88, 8
+)
+
+
+class Words:
+    """A run as data, for `hot.launch`: words, some of them addresses of objects.
+
+    Counters and scratch come first (runs, Inputs, room for arguments, pointers and outputs, how
+    many pointers, the device if there are several, cuLaunchKernel, outputs made, whether it is
+    running), then what is read one after another: Inputs, live shells, outputs, pieces.
+    """
+
+    __slots__ = ("address", "attach", "kept", "numbers", "python", "results", "stream", "memory")
+
+    def __init__(self, words: list[int], kept: list[object]) -> None:
+        self.memory = (ctypes.c_int64 * len(words))(*words)
+        self.address = ctypes.addressof(self.memory)
+        self.kept = kept  # the objects whose addresses are among the words
+        self.attach: object = None  # as the runner's
+        # of an Answer: its Consts from those of the chain, the current stream, which result or
+        # incoming gradient (~k) goes where, and itself in Python
+        self.numbers: Callable[[Any], tuple[Any, ...]] | None = None
+        self.stream: Callable[[], int] | None = None
+        self.results: tuple[int | None, ...] = ()
+        self.python: Answer | None = None
+
+    @property
+    def runs(self) -> int:
+        """How often it ran."""
+        return self.memory[0]
+
+
+def answer(program: Words, incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
+    """The Answer that `program` stands for."""
+    assert program.python is not None
+    return program.python(incoming, saved, consts)
