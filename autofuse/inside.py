@@ -19,6 +19,8 @@ from threading import RLock, get_ident
 from traceback import clear_frames
 from typing import TypeVar
 
+from . import hooks
+
 _R = TypeVar("_R")
 
 inside: dict[int, bool] = {}  # the idents of these threads; in one step of Python each
@@ -75,8 +77,11 @@ def in_another_thread(function: Callable[[], _R], seconds: float | None = None) 
 
     def run() -> None:
         try:
-            with being_inside():
-                made.append(function())
+            try:
+                with being_inside():
+                    made.append(function())
+            finally:  # not when Python is ending too, which stops threads where they are
+                hooks.thread_ends()
         except BaseException as error:  # raised below, in the thread that asked
             if seconds is not None:
                 clear_frames(error.__traceback__)  # what they hold goes in this thread

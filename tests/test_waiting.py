@@ -171,6 +171,23 @@ def test_what_waits_for_another_thread():
     leave.set()
 
 
+def test_another_thread_ends_with_nothing_of_its_own():
+    """Or what it has recorded goes while Python ends, where torch must not give the lock up."""
+    before, known = len(state.all_recorders.refs), []
+
+    def work():
+        held.append(autofuse.wrap(torch.ones(4)) * 3.0)
+        known.append(weakref.ref(state.recorder_for(torch.device("cpu"))))
+        return len(state.all_recorders.refs)
+
+    held = []
+    assert inside.in_another_thread(work) == before + 1
+    assert known[0]().ended and held.pop().tolist() == [3.0] * 4
+    held = [1.0]  # nothing is pending in this one
+    assert inside.in_another_thread(lambda: (torch.ones(4), work(), held.pop())[1]) == before + 1
+    assert len(state.all_recorders.refs) == before
+
+
 def test_an_interrupt_while_it_waits():
     """Ends the wait if that has an end, and comes after it if it has none."""
     done, go = [], threading.Event()

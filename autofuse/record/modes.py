@@ -9,7 +9,7 @@ import torch
 
 from .. import hooks
 from ..chain.liveness import DEAD, counts_of
-from ..chain.state import Recorder, all_recorders, this_thread, writing
+from ..chain.state import OwnRecorders, Recorder, all_recorders, this_thread, writing
 from ..inside import (
     inside,
     is_owned,
@@ -55,6 +55,12 @@ def regrade() -> None:
     for recorder in list(this_thread.recorders.values()):
         if recorder.grad is not torch.is_grad_enabled():
             renew(recorder, "grad mode")
+
+
+def leave_thread() -> None:
+    """End this thread's recorders now: it is about to end itself."""
+    this_thread.current = None
+    this_thread.recorders = OwnRecorders()
 
 
 def close_thread(reason: str) -> None:
@@ -133,3 +139,4 @@ watch(reopen_all)
 compiling.on_news(wake)
 compiling.on_evict(forget_kernels)
 hooks.thread_ended = end
+hooks.thread_ends = leave_thread
