@@ -6,9 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..chain.state import Node
-from ..run.words import (
-    Words,
-)
+from ..run.words import Words
 from .c import (
     COUNT,
     COUNTED,

@@ -10,10 +10,7 @@ import torch
 from .. import hooks
 from ..chain.liveness import DEAD, counts_of
 from ..chain.state import OwnRecorders, Recorder, all_recorders, this_thread, writing
-from ..inside import (
-    inside,
-    is_owned,
-)
+from ..inside import inside, is_owned
 from ..settings.config import config, watch
 from ..supply import kernels as compiling
 from .flush import flush

@@ -19,19 +19,10 @@ from ..chain.shell import Held, Lost, Tensor, make_shell
 from ..chain.state import Chain, Node, Recorder, counts, recorder_for, this_thread, writing
 from ..chain.trie import eager_node, extend
 from ..dtypes import EXACT, Wide
-from ..inside import (
-    inside,
-)
+from ..inside import inside
 from ..ops.row import Op
 from ..settings.config import config
-from ..torch_private import (
-    NoModes,
-    address_of,
-    peek,
-    raw_version_of,
-    requires_grad_of,
-    take,
-)
+from ..torch_private import NoModes, address_of, peek, raw_version_of, requires_grad_of, take
 from .flush import flush
 from .modes import forget, regrade
 

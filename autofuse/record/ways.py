@@ -9,9 +9,7 @@ from ..chain.state import Node, Recorder
 from ..errors import ColdKernelError, KernelError
 from ..grad.node import Graph, graded, graph_of
 from ..grad.segments import outline_of
-from ..inside import (
-    is_foreign,
-)
+from ..inside import is_foreign
 from ..kernel.plan import make_pieces
 from ..run.devices import runner_class
 from ..run.eager import EagerRunner, ShortRunner

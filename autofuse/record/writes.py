@@ -18,10 +18,7 @@ from ..chain.state import Chain, Node, Recorder, all_recorders, announced, is_al
 from ..errors import StaleInputError
 from ..ops.arithmetic import CASTS
 from ..ops.row import Op
-from ..torch_private import (
-    NoTorchFunction,
-    address_of,
-)
+from ..torch_private import NoTorchFunction, address_of
 from .flush import flush
 from .record import record
 

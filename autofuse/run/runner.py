@@ -16,21 +16,12 @@ import torch
 
 from ..chain.meta import Meta
 from ..chain.state import Chain, Node
-from ..errors import (
-    AutofuseError,
-    StaleInputError,
-)
+from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
 from ..program.program import Ref
 from ..supply.kernels import Kernel
-from ..torch_private import (
-    NoTorchFunction,
-    address_of,
-    version_of,
-)
+from ..torch_private import NoTorchFunction, address_of, version_of
 from .words import Words
-
-# ...to here
 
 
 class Runner:

@@ -69,3 +69,4 @@ def publish(chain: Chain, values: dict[int, torch.Tensor]) -> None:
         # no Python runs from here...
         chain.values = values
         chain.bumps = None
+        # ...to here
