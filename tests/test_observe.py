@@ -286,11 +286,11 @@ def test_ptx_is_dumped_for_cuda(tmp_path):
 
 def cuda_plan():
     from autofuse.kernel.plan import make_pieces
-    from autofuse.program.program import Program, Step, View
+    from autofuse.program.program import Program, Spec, Step
 
-    view = View("f32", (8,), (1,))
+    view = Spec("f32", (8,), (1,))
     program = Program((Step(op.OPS["neg"], (~0,), "f32", view),), (view,), ())
-    return make_pieces(program, (0,), "cuda")[0].plan
+    return make_pieces(program.giving(0), "cuda")[0].plan
 
 
 def test_a_directory_that_cannot_be_written(settings, tmp_path, capsys):

@@ -14,7 +14,7 @@ from autofuse.settings.config import SETTINGS, Config, changed, read, watch
 from autofuse.settings.fields import Choice, Choices, Flag, OptionalPath, Size, Whole
 from autofuse.supply.disk import DiskCache
 
-CONFIG = sys.modules["autofuse.settings.config"]  # the attribute of this name is the settings themselves
+CONFIG = sys.modules["autofuse.settings.config"]
 FIELDS = [setting for setting in SETTINGS if setting.field]
 each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 

@@ -21,7 +21,7 @@ from autofuse.kernel.plan import make_pieces
 from autofuse.kernel.source import Source
 from autofuse.kernel.text import source_of
 from autofuse.ops.row import OPS as ROWS
-from autofuse.program.program import CONST, Program, Step, View
+from autofuse.program.program import CONST, Program, Spec, Step
 from autofuse.supply import kernels as compile
 from autofuse.supply import keys
 from autofuse.supply import service as background
@@ -66,12 +66,12 @@ def run(x):
 
 def jobs(count):
     """Sources of kernels that differ in their number of ops."""
-    view, add = View("f32", (4,), (1,)), ROWS["add"]
+    view, add = Spec("f32", (4,), (1,)), ROWS["add"]
     steps = tuple(Step(add, (k - 1, CONST + k), "f32", view) for k in range(count))
     sources = []
     for k in range(count):
         program = Program(steps[: k + 1], (view,), (float,) * (k + 1))
-        (piece,) = make_pieces(program, (k,), "cpu")
+        (piece,) = make_pieces(program.giving(k), "cpu")
         sources.append(source_of(piece.plan))
     return sources
 

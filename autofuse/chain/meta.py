@@ -13,7 +13,7 @@ import torch
 
 from ..dtypes import CODES
 from ..layout import Ints, contiguous
-from ..program.program import View
+from ..program.program import Spec
 from ..torch_private import NoTorchFunction, TensorGuards, requires_grad_of
 
 _devices: dict[torch.device, torch.device] = {}
@@ -31,7 +31,7 @@ class Meta:
     """What is known of a concrete tensor without reading its values; one object per content."""
 
     __slots__ = ("checks", "device", "dtype", "flat", "inference", "nbytes", "ndim",
-                 "requires_grad", "shape", "stride", "ungraded", "view")  # fmt: skip
+                 "requires_grad", "shape", "spec", "stride", "ungraded")  # fmt: skip
     recorder = None  # a concrete tensor belongs to no chain
     index = -1
 
@@ -52,7 +52,7 @@ class Meta:
         self.nbytes = dtype.itemsize
         for size in shape:
             self.nbytes *= size
-        self.view = View(CODES[dtype], tuple(shape), tuple(stride))
+        self.spec = Spec(CODES[dtype], tuple(shape), tuple(stride))
         self.ungraded: Meta | None = None  # the same of a result made under no_grad, once needed
         self.checks: dict[type, Check | None] = {}  # tests for this content, see `_check`
 

@@ -17,7 +17,7 @@ import torch
 
 from .. import hooks
 from ..ops.row import Op
-from ..program.program import Program, Ref, Step
+from ..program.program import Output, Program, Ref, Step
 from ..settings.config import config
 from ..supply.load import enter_context
 from ..torch_private import NoModes, NoTorchFunction, stream_reader
@@ -28,10 +28,10 @@ from .shell import Tensor
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "common", "consts", "counted", "fresh_bytes", "graded",
+    __slots__ = ("args", "by_outputs", "common", "consts", "counted", "fresh_bytes", "graded",
                  "holds_grad", "index", "inputs", "key", "likely", "limits", "long", "meta",
                  "next", "op", "parent", "pinned_limit", "reason", "recent", "recorder",
-                 "relaxed", "returns", "runners", "shell", "skips")  # fmt: skip
+                 "relaxed", "returns", "runners", "shell", "skips", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, graded: bool = False
@@ -54,7 +54,11 @@ class Node:
         self.recent: Node | None = None  # the one that followed last time
         self.key: tuple[Any, ...] = ()  # the edge that leads here
         self.shell: Tensor | None = None  # free unless it stands in the open chain
-        self.runners: dict[tuple[int, ...], Any] = {}  # by reference counts, then by live-outs
+        # what runs the program that ends here: by the reference counts of its shells, the same
+        # where the last value is written to memory that is there, and all of them by outputs
+        self.runners: dict[tuple[int, ...], Any] = {}
+        self.writers: dict[tuple[int, ...], Any] = {}
+        self.by_outputs: dict[tuple[Output, ...], Any] = {}
         self.returns: tuple[Any, ...] | None = None  # of `make_eager`: what it stands for
         self.skips = 0  # how often that was not recorded
         self.long = False  # a chain that begins here has paid as a fused one
@@ -76,15 +80,20 @@ class Node:
         nodes.reverse()
         return nodes
 
-    def program(self) -> Program:
-        """The program that ends here."""
+    def program(self, outputs: tuple[Output, ...]) -> Program:
+        """The program that ends here, of which `outputs` are wanted."""
         steps = []
         for node in self.path():
             assert node.op is not None and node.meta is not None
-            steps.append(Step(node.op, node.args, node.common, node.meta.view))
-        return Program(
-            tuple(steps), tuple(meta.view for meta in self.inputs), self.consts, self.relaxed
-        )
+            steps.append(Step(node.op, node.args, node.common, node.meta.spec))
+        inputs = tuple(meta.spec for meta in self.inputs)
+        return Program(tuple(steps), inputs, self.consts, outputs, self.relaxed)
+
+    def forget_runners(self) -> None:
+        """Let the next flush build, or ask for, what runs it."""
+        self.runners.clear()
+        self.writers.clear()
+        self.by_outputs.clear()
 
 
 class Chain(list):  # type: ignore[type-arg]
@@ -230,7 +239,7 @@ class Recorder:
             if node.returns is not None:
                 nodes.append(node.returns[2])
             node.next.clear()
-            node.runners.clear()
+            node.forget_runners()
             node.recent = node.returns = node.shell = None
         self.spare = None
         self.home = self.closed = self.chain.tip = _NOWHERE

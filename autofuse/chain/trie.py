@@ -9,22 +9,13 @@ and no compile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..ops.row import Op
 from ..settings.config import config
 from .infer import infer
 from .meta import Meta
 from .state import Node, Recorder
-
-
-def needed_by(nodes: Sequence[Node], live: Iterable[int]) -> set[int]:
-    """Indices of the nodes of a program that its values `live` follow from, and theirs."""
-    needed = set(live)
-    for node in reversed(nodes):
-        if node.index in needed:
-            needed.update(node.args)
-    return needed
 
 
 def make_eager(node: Node, reason: str) -> None:

@@ -236,9 +236,8 @@ def graph_of(recorder: Recorder, outline: Outline) -> Graph:
     return Graph(backwards, outline.stored, outline.saved_bytes)
 
 
-def graded(runner: Runner, graph: Graph, live: tuple[int, ...]) -> Runner:
-    """`runner`, which computes `live` and what `graph` stores, made to leave `graph` behind."""
-    runner.visible = [owner for owner in runner.owners if owner.index in live]
+def graded(runner: Runner, graph: Graph) -> Runner:
+    """`runner`, which also computes what `graph` stores, made to leave `graph` behind."""
     packs = (backward.segment.pack for backward in graph.backwards)
     runner.packs = tuple(tuple(pack) for pack in packs if pack)
     runner.attach = _attaching(graph.backwards, runner.made())

@@ -23,7 +23,7 @@ from ..chain.trie import extend
 from ..kernel.plan import make_pieces
 from ..ops.arithmetic import CASTS
 from ..ops.row import OPS, Op
-from ..program.program import CONST, Ref
+from ..program.program import CONST, Output, Ref
 from ..run.devices import runner_class
 from ..run.runner import log_of
 from ..run.words import Answer
@@ -233,10 +233,10 @@ class Expected:
     def __init__(self, tape: Tape, given: list[Ref | None], places: list[tuple[int, int]]) -> None:
         """given: of each slot a result, an incoming gradient as ~k, or None."""
         self.tape, self.given, self.places = tape, given, places
-        self.live = tuple(sorted({ref for ref in given if ref is not None and ref >= 0}))
-        program = tape.tip.program()
+        live = sorted({ref for ref in given if ref is not None and ref >= 0})
+        self.outputs = tuple(map(Output, live))
         device = tape.recorder.device
-        self.pieces = make_pieces(program, self.live, device.type)
+        self.pieces = make_pieces(tape.tip.program(self.outputs), device.type)
         self.order = Order([piece.plan for piece in self.pieces], device, counted=False)
 
     def ready(self) -> Answer | None:
@@ -245,9 +245,7 @@ class Expected:
         kernels = self.order.filled()
         if kernels is None:
             return None
-        runner = runner_class(device)(
-            device, tape.tip.path(), tape.tip.inputs, self.live, self.pieces, False, kernels
-        )
+        runner = runner_class(device)(tape.tip, self.outputs, self.pieces, kernels)
         runner.recorded = False
         tape.recorder.runners.append(runner)
         return runner.answering(self.given, tape.numbers, self.places)

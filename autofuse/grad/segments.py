@@ -21,6 +21,7 @@ from ..chain.meta import Meta
 from ..chain.state import Node
 from ..layout import is_dense
 from ..program.program import CONST, Ref
+from ..program.walk import needed, sources
 from ..settings.config import config
 
 
@@ -90,14 +91,15 @@ def _saved(
     nodes: list[Node], uses: list[list[Use]], steps: list[int], memory: set[int]
 ) -> list[Ref]:
     """The values that the backward of `steps` is given; the others it needs follow from them."""
+    args = [node.args for node in nodes]
     reads = {ref for index in steps for use in uses[index] for ref in use.reads if ref < CONST}
     kept = {ref for index in steps for ref in _kept(nodes[index]) if ref < 0 or ref in memory}
     if config.recompute == "inputs":
-        computed = (_sources(nodes, ref, set()) for ref in reads if ref >= 0)
+        computed = (sources(args, ref) for ref in reads if ref >= 0)
         return sorted({ref for ref in reads if ref < 0}.union(*computed))
     saved = {ref for ref in reads if ref < 0 or ref in memory}
     for ref in sorted(reads - saved):
-        if not _sources(nodes, ref, memory | saved) <= saved:
+        if not sources(args, ref, memory | saved) <= saved:
             saved.add(ref)
     return sorted(saved | kept)
 
@@ -111,27 +113,9 @@ def _kept(node: Node) -> list[Ref]:
 
 def _path(nodes: list[Node], uses: list[list[Use]], steps: list[int]) -> set[Ref]:
     """The values outside `steps` that its rules read, and those before them."""
-    path: set[Ref] = set()
-    stack = [ref for index in steps for use in uses[index] for ref in use.reads]
-    while stack:
-        ref = stack.pop()
-        if 0 <= ref < CONST and ref not in path:
-            path.add(ref)
-            stack.extend(nodes[ref].args)
-    return path - set(steps)
-
-
-def _sources(nodes: list[Node], ref: Ref, given: set[Ref]) -> set[Ref]:
-    """The Inputs and the values of `given` from which the value `ref` is computed."""
-    sources, seen, stack = set(), {ref}, [ref]
-    while stack:
-        for operand in nodes[stack.pop()].args:
-            if operand < 0 or operand in given:
-                sources.add(operand)
-            elif operand < CONST and operand not in seen:
-                seen.add(operand)
-                stack.append(operand)
-    return sources
+    reads = {ref for index in steps for use in uses[index] for ref in use.reads}
+    values = [ref for ref in reads if 0 <= ref < CONST]
+    return {*needed([node.args for node in nodes], values)} - {*steps}
 
 
 class Segment:

@@ -147,9 +147,8 @@ def flushed(recorder: Recorder, reason, target, held, last):
     if target != 0 and (chain is not held or tip is not last):
         return 0
     size = PyList_Size(chain)
-    into = target != 0
     Py_IncRef(chain)
-    alive = PyTuple_New(size + into)  # up to Python 3.11 this runs finalizers, which may flush
+    alive = PyTuple_New(size)  # up to Python 3.11 this runs finalizers, which may flush
     same = recorder.chain is chain and chain.tip is tip and recorder.spare is not None
     Py_DecRef(chain)
     if alive == 0:
@@ -157,17 +156,18 @@ def flushed(recorder: Recorder, reason, target, held, last):
     if same == 0:
         Py_DecRef(alive)
         return 0
-    if into != 0:
-        store(alive + ITEMS, PyLong_FromLong(-2))
     k = 0
     while k < size:
         number = PyLong_FromLong(load32(PyList_GetItem(chain, k)) + COUNTED)
         if number == 0:
             Py_DecRef(alive)
             return -1
-        store(alive + ITEMS + 8 * (into + k), number)
+        store(alive + ITEMS + 8 * k, number)
         k += 1
-    runner = PyDict_GetItemWithError(tip.runners, alive)
+    if target == 0:
+        runner = PyDict_GetItemWithError(tip.runners, alive)
+    else:
+        runner = PyDict_GetItemWithError(tip.writers, alive)
     Py_DecRef(alive)
     if runner == 0:
         return 0

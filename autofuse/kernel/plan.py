@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from .. import layout
 from ..layout import Ints
 from ..ops.row import Op
-from ..program.program import CONST, Program, Ref, Step, View
+from ..program.program import CONST, Program, Ref, Spec
+from ..program.walk import needed
 from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, Operand
 
 
@@ -70,14 +71,14 @@ class Piece:
     numbers: Ints  # sizes of the inner axes, then strides of the STRIDED axes
 
 
-def make_pieces(program: Program, live: Ints, device: str) -> tuple[Piece, ...]:
-    """The kernels that compute the live-outs `live` (node indices, ascending).
+def make_pieces(program: Program, device: str) -> tuple[Piece, ...]:
+    """The kernels that compute the outputs of `program`.
 
     One kernel per shape of a live-out: a value of another shape that is dead is computed inside
     the kernel that needs it, one that is live is stored first and read back.
     """
     groups: dict[Ints, list[int]] = {}
-    for index in live:
+    for index in program.live:
         groups.setdefault(program.steps[index].out.shape, []).append(index)
     order = sorted(groups, key=lambda shape: (layout.numel(shape), len(shape)))
     pieces: list[Piece] = []
@@ -91,10 +92,10 @@ def make_pieces(program: Program, live: Ints, device: str) -> tuple[Piece, ...]:
 
 def _make_piece(program: Program, outs: list[int], stored: set[int], device: str) -> Piece:
     steps = program.steps
-    needed = _needed(steps, outs, stored)
+    nodes = needed([step.args for step in steps], outs, stored)
     loads: list[Ref] = []
     consts: list[int] = []
-    position = {node: line for line, node in enumerate(needed)}
+    position = {node: line for line, node in enumerate(nodes)}
 
     def local(ref: Ref) -> Ref:
         if ref >= CONST:
@@ -107,7 +108,7 @@ def _make_piece(program: Program, outs: list[int], stored: set[int], device: str
         return ~loads.index(ref)
 
     lines = []
-    for node in needed:
+    for node in nodes:
         step = steps[node]
         refs = tuple(map(local, step.args))
         op = step.op
@@ -171,18 +172,6 @@ def unvectorised(piece: Piece) -> Piece:
     return Piece(scalar, piece.loads, piece.consts, piece.stores, piece.numel, numbers)
 
 
-def _needed(steps: tuple[Step, ...], outs: list[int], stored: set[int]) -> list[int]:
-    """Nodes to compute for `outs`, ascending; stored nodes are read back instead."""
-    needed: set[int] = set()
-    stack = list(outs)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(ref for ref in steps[node].args if 0 <= ref < CONST and ref not in stored)
-    return sorted(needed)
-
-
 def _inner_first(walk: Ints) -> list[bool]:
     return [axis == len(walk) - 1 for axis in range(len(walk))]
 
@@ -197,7 +186,7 @@ def _axis(stride: int, innermost: bool) -> int:
 NEAR = 8
 
 
-def _lanes(sizes: Ints, strides: list[Ints], stores: int, operands: list[View], length: int) -> int:
+def _lanes(sizes: Ints, strides: list[Ints], stores: int, operands: list[Spec], length: int) -> int:
     """How many neighbours one thread can move at once: 16 bytes of the narrowest operand.
 
     stores: how many of the operands, the first, are results.

@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from .. import hooks
 from ..chain.shell import Held
 from ..chain.state import Chain, Node, Recorder
-from ..chain.trie import needed_by
 from ..dtypes import CODES
 from ..errors import MismatchError
 from ..grad.node import Backward
@@ -34,6 +33,7 @@ from ..kernel.text import parse
 from ..lines import shown, user_position
 from ..ops.row import Op
 from ..program.program import CONST
+from ..program.walk import needed
 from ..record.flush import without_modes
 from ..settings.config import config, watch
 from ..supply.kernels import capturing
@@ -92,10 +92,10 @@ class _Forward:
         return [_plain(real) for real in reals]
 
     def eager(self, nudge: Nudge | None = None) -> list[torch.Tensor]:
-        needed = needed_by(self.nodes, self.live)
+        wanted = needed([node.args for node in self.nodes], self.live)
         values: dict[int, torch.Tensor] = {}
         for node in self.nodes:
-            if node.index in needed:
+            if node.index in wanted:
                 op = node.op
                 assert op is not None and op.eager is not None
                 operands = [

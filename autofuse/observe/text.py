@@ -8,12 +8,11 @@ from typing import Any, TextIO
 
 import torch
 
-from ..chain.meta import Meta
 from ..chain.shell import Held, Lost, Tensor
 from ..chain.state import Node
-from ..chain.trie import needed_by
 from ..lines import Position, shown
 from ..program.program import CONST
+from ..program.walk import needed
 from ..record.policy import ASIDE
 from ..settings.config import config
 from ..torch_private import NoTorchFunction
@@ -214,14 +213,14 @@ def expression(x: torch.Tensor) -> str:
     with recorder.lock:
         chain = recorder.chain
         consts = list(chain.consts)
-        if x._af is not node or not isinstance(node.meta, Meta):
+        meta = node.meta
+        if x._af is not node or meta is None:
             return expression(x)  # another thread has just run it
     nodes = node.path()
-    needed = needed_by(nodes, [node.index])
-    used = [one for one in nodes if one.index in needed]
+    used = [nodes[index] for index in needed([one.args for one in nodes], [node.index])]
     inputs = sorted({~ref for one in used for ref in one.args if ref < 0})
     lines = [
-        f"pending, {spelled(node.meta)} on {recorder.device}: "
+        f"pending, {spelled(meta)} on {recorder.device}: "
         f"{_plural(len(used), 'op')} over {_plural(len(inputs), 'Input')}"
     ]
     lines += [f"  x{k}: {spelled(node.inputs[k])}" for k in inputs]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..layout import Ints
 from ..ops.row import Op
 
-CONST = 1 << 20  # references: node index >= 0, Input k as ~k, Const k as CONST + k
+CONST = 1 << 20  # references: step >= 0, Input k as ~k, Const k as CONST + k
 Ref = int
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A tensor operand: its type code, and its shape and stride in elements."""
+class Spec:
+    """A tensor as a program knows it: its type code, and its shape and stride in elements."""
 
     code: str
     shape: Ints
@@ -21,20 +21,47 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One node of a program."""
+class Pointwise:
+    """A step that computes each element of its result from one element of each operand."""
 
     op: Op
     args: tuple[Ref, ...]
     common: str  # type code the operands are converted to
-    out: View
+    out: Spec
+
+
+Step = Pointwise  # of which a view or a reduction will be another kind
+
+# kinds of Outputs
+NEW = "new"  # memory of its own, for a shell that somebody holds
+STORED = "stored"  # memory of its own, for a backward alone
+WRITE = "write"  # memory that is there, in one step with computing it; only the last value
+COPY = "copy"  # memory of its own, which is then copied to memory that is there; likewise
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A value of a program that gets memory."""
+
+    step: int
+    kind: str = NEW
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a chain recorded."""
+    """What a chain recorded, and what of it is wanted."""
 
     steps: tuple[Step, ...]
-    inputs: tuple[View, ...]
+    inputs: tuple[Spec, ...]
     consts: tuple[type, ...]  # classes of the Consts: float, int or bool
+    outputs: tuple[Output, ...] = ()  # by steps, ascending
     relaxed: bool = False
+
+    @property
+    def live(self) -> Ints:
+        """The steps whose values get memory, ascending."""
+        return tuple(output.step for output in self.outputs)
+
+    def giving(self, *steps: int) -> Program:
+        """The same where these steps have memory of their own."""
+        return replace(self, outputs=tuple(map(Output, steps)))

@@ -198,7 +198,7 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             chain.late = None if here else chain.first
         if hooks.flushing is not None:  # 0.02 us
             watch = hooks.flushing(recorder, chain, node, alive, reason)
-        runner = node.runners.get((-2, *alive) if into else alive)
+        runner = (node.writers if into else node.runners).get(alive)
         if runner is None:
             runner = runner_for(recorder, node, alive, into)
         counts.flushes[reason] = counts.flushes.get(reason, 0) + 1

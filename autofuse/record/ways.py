@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..chain.liveness import DEAD
 from ..chain.state import Node, Recorder
 from ..errors import ColdKernelError, KernelError
 from ..grad.node import Graph, graded, graph_of
 from ..grad.segments import outline_of
 from ..inside import is_foreign
-from ..kernel.plan import make_pieces
+from ..kernel.plan import Piece, make_pieces
+from ..program.program import COPY, NEW, STORED, WRITE, Output
 from ..run.devices import runner_class
 from ..run.eager import EagerRunner, ShortRunner
 from ..run.runner import FailedRunner, Runner
@@ -21,63 +20,74 @@ from .policy import SHORTEST, pays, rest
 from .ranges import annotated, open_ranges
 
 
+def outputs_of(alive: tuple[int, ...], into: bool) -> tuple[Output, ...]:
+    """What a flush has to compute, by the reference counts of its shells; into: see `flush`."""
+    written = len(alive) - 1 if into else -1
+    return tuple(
+        Output(index, WRITE if index == written else NEW)
+        for index, held in enumerate(alive)
+        if held > DEAD or index == written
+    )
+
+
 def runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bool) -> Runner:
+    """What runs the chain that ends at `node`, whose shells have these reference counts."""
     if recorder.size >= config.max_trie:
         recorder.forget()
         recorder.open()
-    live = tuple(index for index, held in enumerate(alive) if held > DEAD)
-    mask = (-3 if into else -1, *live)  # no reference count is negative: one dict serves all
-    known: Runner | None = node.runners.get(mask)
+    outputs = outputs_of(alive, into)
+    known: Runner | None = node.by_outputs.get(outputs)
     runner = known
     if known is None or known.waiting:
         try:
-            runner = _build_runner(recorder, node, live, into) if known is None else known.ready()
+            runner = _build_runner(recorder, node, outputs) if known is None else known.ready()
         except Exception as error:
             cold = isinstance(error, ColdKernelError)
             if is_foreign(error) or (cold and not compiling.capturing(recorder.device)):
                 raise
-            args = (recorder.device, node.path(), node.inputs, live, (), into)
             if cold:
-                return FailedRunner(*args, error=error)  # not to be remembered
-            runner = FailedRunner(*args, error=KernelError(f"no kernel: {error}"))
+                return FailedRunner(node, outputs, error=error)  # not to be remembered
+            runner = FailedRunner(node, outputs, error=KernelError(f"no kernel: {error}"))
         if runner is not known:
             recorder.runners.append(runner)
-            node.runners[mask] = runner
+            node.by_outputs[outputs] = runner
             if open_ranges:
                 annotated(runner)
         if runner.waiting:
             rest(recorder)
             return runner  # asked again next time
     assert runner is not None
-    if len(node.runners) > 256:  # a value may be held in any number of places
-        node.runners = {key: kept for key, kept in node.runners.items() if key[0] in (-1, -3)}
-    node.runners[(-2, *alive) if into else alive] = runner
+    counted = node.writers if into else node.runners
+    if len(counted) > 256:  # a value may be held in any number of places
+        counted.clear()
+    counted[alive] = runner
     return runner
 
 
-def _build_runner(recorder: Recorder, node: Node, live: tuple[int, ...], into: bool) -> Runner:
+def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -> Runner:
     device, nodes = recorder.device, node.path()
     if len(nodes) < SHORTEST[device.type] and not (nodes[0].long or config.always_fuse):
-        alone = ShortRunner(device, nodes, node.inputs, live, (), into)
+        alone = ShortRunner(node, outputs)
         alone.until_long = True
         return alone
-    graph = None
-    computed = live
+    live = tuple(output.step for output in outputs)
+    graph, computed = None, outputs
     if any(nodes[index].meta.requires_grad for index in live):  # type: ignore[union-attr]
         outline = outline_of(nodes, node.inputs, live)
         if outline is None:
-            return EagerRunner(device, nodes, node.inputs, live, (), into)
+            return EagerRunner(node, outputs)
         if not (config.always_fuse or pays(nodes, outline)):
-            return ShortRunner(device, nodes, node.inputs, live, (), into)
+            return ShortRunner(node, outputs)
         graph = graph_of(recorder, outline)
-        computed = tuple(sorted({*live, *graph.stored}))
+        stored = [Output(index, STORED) for index in graph.stored]
+        computed = tuple(sorted((*outputs, *stored), key=lambda output: output.step))
     nodes[0].long = True
-    pieces = make_pieces(node.program(), computed, device.type)
-    written = into and bool(pieces) and node.index in pieces[-1].stores
-    args = (device, nodes, node.inputs, live, pieces, written)
-    waiting = WaitingRunner(*args, graph=graph, computed=computed)
-    waiting.copied = into and not written
-    return waiting.ready()
+    pieces = make_pieces(node.program(computed), device.type)
+    if computed[-1:] and computed[-1].kind == WRITE:
+        if not pieces or node.index not in pieces[-1].stores:  # not by what runs last
+            *others, last = computed
+            computed = (*others, Output(last.step, COPY))
+    return WaitingRunner(node, computed, pieces, graph).ready()
 
 
 class WaitingRunner(EagerRunner):
@@ -85,11 +95,14 @@ class WaitingRunner(EagerRunner):
 
     waiting = True
 
-    def __init__(self, *args: Any, graph: Graph | None, computed: tuple[int, ...]) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, tip: Node, outputs: tuple[Output, ...], pieces: tuple[Piece, ...], graph: Graph | None
+    ) -> None:
+        """outputs: of the kernels; what nobody sees of them is not computed meanwhile."""
+        super().__init__(tip, tuple(x for x in outputs if x.kind != STORED), pieces)
+        self.computed = outputs
         self.graph = graph  # what a runner with kernels leaves behind
-        self.computed = computed  # the live-outs, and what `graph` stores
-        self.order = Order([piece.plan for piece in self.pieces], self.device)
+        self.order = Order([piece.plan for piece in pieces], self.device)
 
     def ready(self) -> Runner:
         """The runner that launches, or this one; asks for the kernels that are missing."""
@@ -101,9 +114,7 @@ class WaitingRunner(EagerRunner):
                 self.graph.prepare()
             return self
         make = runner_class(self.device)
-        runner = make(self.device, self.nodes, self.inputs, self.computed, self.pieces, self.into,
-                      kernels)  # fmt: skip
-        runner.copied = self.copied
+        runner = make(self.tip, self.computed, self.pieces, kernels)
         if self.graph is not None:
-            runner = graded(runner, self.graph, self.live)
+            runner = graded(runner, self.graph)
         return runner.settling()

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..chain.state import Chain, Node
-from ..chain.trie import make_eager, needed_by
+from ..chain.trie import make_eager
 from ..program.program import CONST
+from ..program.walk import needed
 from ..torch_private import (
     AUTOGRAD,
     AUTOGRAD_OF_VIEWS,
@@ -45,7 +46,7 @@ class ShortRunner(EagerRunner):
         super().run(chain)
         first = self.nodes[0]
         if first.long and self.until_long:
-            self.nodes[-1].runners.clear()
+            self.tip.forget_runners()
         elif self.runs >= 3 and not first.long:
             make_eager(first, self.reason)
 
@@ -87,11 +88,11 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
     """A function of what a chain has of these names that runs the ops; dead values go early."""
     space: dict[str, Any] = {"bump": torch.autograd.graph.increment_version}
     lines = []
-    needed = needed_by(nodes, live)
-    last = {ref: node.index for node in nodes if node.index in needed for ref in node.args}
+    wanted = {*needed([node.args for node in nodes], live)}
+    last = {ref: node.index for node in nodes if node.index in wanted for ref in node.args}
     for index, node in enumerate(nodes):
         assert node.op is not None
-        if index not in needed:
+        if index not in wanted:
             continue
         space[f"f{index}"] = node.op.eager
         operands = [

@@ -18,19 +18,18 @@ from ..chain.meta import Meta
 from ..chain.state import Chain, Node
 from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
-from ..program.program import Ref
+from ..program.program import COPY, NEW, WRITE, Output, Ref
 from ..supply.kernels import Kernel
 from ..torch_private import NoTorchFunction, address_of, version_of
 from .words import Words
 
 
 class Runner:
-    """Computes the live-outs `live` of one program; counts what that saved."""
+    """Computes the outputs of one program; counts what that saved."""
 
     run: Callable[[Chain], None]  # computes and settles
     bare: Callable[[Chain], None] | None = None  # `run` without the range a profiler sees
     attach: Callable[..., None] | None = None  # takes inputs, consts, late, what `made` names
-    copied = False  # the last live value is computed apart and copied to the memory of `chain.into`
     packs: tuple[tuple[int, ...], ...] = ()  # live-outs that share one tensor, one after another
     words: Words | None = None  # `run` for the machine code of `hot`
     recorded = True  # its ops were recorded, not made by autograd
@@ -41,22 +40,23 @@ class Runner:
 
     def __init__(
         self,
-        device: torch.device,
-        nodes: list[Node],
-        inputs: tuple[Meta, ...],
-        live: tuple[int, ...],
-        pieces: tuple[Piece, ...],
-        into: bool,
+        tip: Node,
+        outputs: tuple[Output, ...],
+        pieces: tuple[Piece, ...] = (),
         kernels: Sequence[Kernel] = (),
     ) -> None:
-        self.device, self.nodes, self.inputs, self.live = device, nodes, inputs, live
-        self.into = into  # the last live value goes to the memory of `chain.into`
-        self.owners = [nodes[index] for index in (live[:-1] if into else live)]
-        self.visible = self.owners  # those that have a shell to settle
-        self.pieces, self.kernels = pieces, kernels
+        """tip: where the program ends. pieces, kernels: of its Plan, one each, or none."""
+        self.tip, self.outputs, self.pieces, self.kernels = tip, outputs, pieces, kernels
+        self.device, self.nodes, self.inputs = tip.recorder.device, tip.path(), tip.inputs
+        self.live = tuple(output.step for output in outputs)
+        self.into = bool(outputs) and outputs[-1].kind == WRITE
+        self.copied = bool(outputs) and outputs[-1].kind == COPY
+        # nodes of values that get memory of their own, and those of them that have a shell
+        self.owners = [self.nodes[output.step] for output in outputs if output.kind != WRITE]
+        self.visible = [self.nodes[output.step] for output in outputs if output.kind in (NEW, COPY)]
         self.others = 0  # runs but those of `words`
-        dead = [node for node in nodes if node.index not in set(live)]
-        self.elided = len(dead) + into
+        dead = [node for node in self.nodes if node.index not in set(self.live)]
+        self.elided = len(dead) + self.into
         self.elided_bytes = sum(node.meta.nbytes for node in dead if node.meta is not None)
 
     @property
