@@ -7,7 +7,7 @@ a version of PyTorch does not have is missed here, at import.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ copy_to = TensorBase.copy_  # type: ignore[attr-defined] - (into, value)
 is_shell = TensorBase._python_dispatch.__get__  # type: ignore[attr-defined]
 requires_grad_of = torch.Tensor.requires_grad.__get__
 raw_version_of = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-count_write: Callable[[list[torch.Tensor]], None] = torch._C._increment_version  # in C
+count_write: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version  # in C
 # functions hold what they are given; a method would see what another thread exchanges it for
 detach, permute = torch._C._VariableFunctions.detach, torch._C._VariableFunctions.permute
 

@@ -40,6 +40,7 @@ import torch
 
 import autofuse
 import cases
+from autofuse.record.modes import forget_all
 from autofuse.supply.kernels import clear_kernels
 
 Numbers = tuple[Any, ...]
@@ -224,8 +225,7 @@ def configure(tier: str) -> None:
     config.compile, config.compile_after = mode, 1 if tier == "kernel" else 1 << 30
     os.environ["AUTOFUSE_CACHE_DIR"] = _directory if tier == "kernel" else _no_kernels.name
     clear_kernels()
-    for recorder in list(autofuse.chain.state.all_recorders):
-        autofuse.record.modes.forget(recorder)
+    forget_all("bench")
 
 
 Call = Callable[[Numbers], torch.Tensor]

@@ -7,6 +7,7 @@ from torch import nn
 import autofuse
 from autofuse import errors
 from autofuse.patches import around, streams
+from autofuse.record.modes import forget_all
 from autofuse.supply import kernels as compiling
 from autofuse.supply import load
 from autofuse.supply.service import Service
@@ -15,20 +16,19 @@ from support import DEVICES, assert_same, needs_cuda
 W = autofuse.wrap
 
 
-def forget_all():
+def forget_everything():
     """Every kernel in memory, and every chain that was ever recorded here."""
     compiling.clear_kernels()
-    for recorder in autofuse.chain.state.this_thread.recorders.values():
-        autofuse.record.modes.forget(recorder)
+    forget_all("test")
 
 
 @pytest.fixture
 def cold(monkeypatch):
     """No kernel is there, in memory or on disk."""
     monkeypatch.setenv("AUTOFUSE_CACHE_MAXSIZE", "0")
-    forget_all()
+    forget_everything()
     yield
-    forget_all()
+    forget_everything()
 
 
 def gate(x, y):
@@ -212,7 +212,7 @@ class TestCapture:
     def test_kernels_from_disk_may_be_loaded_in_a_capture(self):
         x, y = self.inputs()
         autofuse.materialize((W(x) * 0.375 - y).abs().square())
-        forget_all()  # but for the disk
+        forget_everything()  # but for the disk
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = (W(x) * 0.375 - y).abs().square()

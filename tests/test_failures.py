@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import autofuse
+from autofuse.record.modes import forget_all
 from autofuse.run import cpu
 from autofuse.supply import build
 from autofuse.supply.kernels import clear_kernels
@@ -15,13 +16,11 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 @pytest.fixture(autouse=True)
 def cold(capsys):
     clear_kernels()
-    for recorder in list(autofuse.chain.state.all_recorders):
-        autofuse.record.modes.forget(recorder)
+    forget_all("test")
     autofuse.errors._said.clear()
     yield
     clear_kernels()
-    for recorder in list(autofuse.chain.state.all_recorders):
-        autofuse.record.modes.forget(recorder)
+    forget_all("test")
 
 
 def program(x):

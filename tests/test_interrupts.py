@@ -1,15 +1,20 @@
 """KeyboardInterrupt anywhere: what a program holds stays right."""
 
+import contextlib
 import dis
 import sys
+from threading import get_ident
 
 import pytest
 import torch
 
 import autofuse
+from autofuse import inside
 from autofuse.chain import state
 from autofuse.hot import native, trial
 from autofuse.lines import OURS
+from autofuse.record.modes import forget_all
+from autofuse.supply.kernels import clear_kernels
 from support import same_bits
 
 
@@ -231,3 +236,26 @@ def test_a_compile_that_is_interrupted_counts_once(monkeypatch, capsys):
             assert autofuse.is_pending(y)
     assert autofuse.stats().kernels_launched == 1
     assert "has asked for" not in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Late])
+def test_nobody_stays_inside(kind, monkeypatch):
+    """Who was interrupted on the way to the kernel of a backward, and keeps the traceback."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    monkeypatch.setattr(sys.modules[__name__], "OURS", (*OURS, contextlib.__file__))
+    x, p = autofuse.wrap(torch.ones(4)), torch.ones(4, requires_grad=True)
+    kept, done, count = [], False, 0
+    while not done:
+        count += 1
+        forget_all("test")
+        clear_kernels()
+        y = autofuse.materialize((x * p * 2.0 + 1.0).abs())
+        try:
+            with Interrupted(count, kind) as interrupted:
+                (grad,) = torch.autograd.grad(y.sum(), p)
+            done = interrupted.left > 0
+        except kind as error:
+            kept.append(error)
+        assert get_ident() not in inside.inside, count
+    assert grad.tolist() == [2.0] * 4 and count > 50 and kept

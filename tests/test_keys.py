@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
+from autofuse.record.modes import forget_all
 from autofuse.supply.kernels import clear_kernels
 from support import DEVICES, assert_same, kernels_made
 
@@ -14,8 +15,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 @pytest.fixture(autouse=True)
 def cold():
     clear_kernels()
-    for recorder in list(autofuse.chain.state.all_recorders):
-        autofuse.record.modes.forget(recorder)
+    forget_all("test")
     autofuse.reset_stats()
 
 

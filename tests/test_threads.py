@@ -19,7 +19,8 @@ from autofuse.chain import state
 from autofuse.hot import trial
 from autofuse.patches import install as boundaries
 from autofuse.record import flush as chain
-from autofuse.record import modes, ways
+from autofuse.record import ways
+from autofuse.record.modes import forget_all
 from autofuse.run import cpu, eager
 from support import DEVICES, assert_same, elsewhere
 
@@ -511,5 +512,4 @@ def test_nodes_that_cannot_be_made(in_the_middle_of_launches, monkeypatch, capsy
     y = autofuse.materialize((w * 2.5 + 1.0).abs())
     assert torch.equal(autofuse.unwrap(y.detach()), (x.detach() * 2.5 + 1.0).abs())
     assert "no node today" in capsys.readouterr().err
-    for recorder in list(state.all_recorders):
-        modes.forget(recorder)
+    forget_all("test")

@@ -22,6 +22,7 @@ from autofuse.kernel.source import Source
 from autofuse.kernel.text import source_of
 from autofuse.ops.row import OPS as ROWS
 from autofuse.program.program import CONST, Program, Spec, Step
+from autofuse.record.modes import forget_all
 from autofuse.supply import kernels as compile
 from autofuse.supply import keys
 from autofuse.supply import service as background
@@ -49,10 +50,8 @@ def cold(tmp_path, monkeypatch):
 
 def forget():
     """As a new process begins, but for the disk."""
-    autofuse.record.flush.flush_all("test")
     compile.clear_kernels()
-    for recorder in list(autofuse.chain.state.all_recorders):
-        autofuse.record.modes.forget(recorder)
+    forget_all("test")
 
 
 def chain(x):
@@ -793,8 +792,7 @@ class TestShortChains:
     @pytest.fixture(autouse=True)
     def as_on_cuda(self, monkeypatch):
         monkeypatch.setattr(autofuse.config, "compile", "now")
-        for recorder in list(autofuse.chain.state.all_recorders):
-            autofuse.record.modes.forget(recorder)
+        forget_all("test")
         autofuse.record.policy.SHORTEST.update(cuda=2, cpu=2)
 
     def test_one_op_has_no_kernel_and_soon_is_not_recorded(self):

@@ -17,7 +17,7 @@ from autofuse import inside
 from autofuse.chain import state
 from autofuse.kernel import llvm
 from autofuse.record import flush as chain
-from autofuse.record import modes
+from autofuse.record.modes import forget_all
 from autofuse.supply import build
 from autofuse.supply import kernels as compiling
 from autofuse.supply.load import Module
@@ -52,8 +52,7 @@ def held(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path))
         compiling.clear_kernels()
-        for recorder in state.all_recorders:
-            modes.forget(recorder)
+        forget_all("test")
         compiler = Held(patch)
         yield compiler
         compiler.leave.set()

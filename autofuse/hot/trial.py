@@ -301,9 +301,7 @@ def _plain(value: Any) -> Any:
 def _run(program: Callable[[_State], Any], on: bool) -> tuple[list[dict[str, Any]], set[str]]:
     """What RUNS runs return and leave, and which functions were Python's in the last."""
     native.switch(on)
-    flush.flush_all("trial")
-    for recorder in list(state.all_recorders):
-        modes.forget(recorder)
+    modes.forget_all("trial")
     report.reset_stats()
     operands, outcomes, hot, entered = _State(), [], native.hot(), set[str]()
 

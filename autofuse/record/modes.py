@@ -13,7 +13,7 @@ from ..chain.state import OwnRecorders, Recorder, all_recorders, this_thread, wr
 from ..inside import inside, is_owned
 from ..settings.config import config, watch
 from ..supply import kernels as compiling
-from .flush import flush
+from .flush import flush, flush_all
 
 
 def wake(*reason: object) -> None:
@@ -38,12 +38,15 @@ def end(recorder: Recorder) -> None:
     """
     recorder.ended = True
     recorder.thread = -1  # its number is used again; a value of it is another thread's now
-    if recorder.acquire(blocking=False):  # else somebody flushes it; a fork may have lost who
-        try:
+    taken = False
+    try:
+        taken = recorder.acquire(blocking=False)
+        if taken:  # else somebody flushes it; a fork may have lost who
             if recorder.chain and max(counts_of(recorder.chain)) <= DEAD:
                 flush(recorder, "end of a thread")
             recorder.leave()
-        finally:
+    finally:
+        if taken:
             recorder.release()
 
 
@@ -111,6 +114,13 @@ def forget(recorder: Recorder) -> None:
     """Drop the trie of `recorder`, whose chain is empty; kernels stay."""
     recorder.forget()
     renew(recorder, "limit")
+
+
+def forget_all(reason: str) -> None:
+    """Flush everything, and drop every trie."""
+    flush_all(reason)
+    for recorder in list(all_recorders):
+        forget(recorder)
 
 
 def forget_kernels() -> None:

@@ -135,7 +135,7 @@ class CpuRunner(Runner):
         done: list[None] = []
         # runs when `done` takes its result
         run = itertools.starmap(entry, [declared(entry, 0, steps, *arguments)])
-        written = [into]
+        written = iter([into])  # C would make one, in the midst of which Python 3.11 may collect
         bump(chain, values)
         if chain.values is None:
             try:

@@ -343,7 +343,7 @@ class CudaRunner(Runner):
             *lines,
             f"made = {{{made}}}",
             "if chain.bumps is not None: bump(chain, made)",
-            f"arguments, written = declared(launch, {arguments}), [into]",
+            f"arguments, written = declared(launch, {arguments}), iter([into])",
             "errors = []; run = starmap(launch, [arguments])  # runs when `errors` takes it",
             "if chain.values is None:",
             "    try:",

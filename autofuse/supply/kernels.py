@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import ColdKernelError, KernelError, warn_once
-from ..inside import BusyError, being_inside, is_foreign, is_owned, patience
+from ..inside import BusyError, inside, is_foreign, is_owned, patience
 from ..kernel.plan import Plan
 from ..kernel.source import Parameters, Source, difference, nearest
 from ..kernel.text import source_of
@@ -167,21 +168,24 @@ _HIT, _SOFT, _HARD = "hit", "soft miss", "hard miss"
 
 def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
     """The kernel if it is to be had now, or `_BUSY`; and where it was, see `Listener`."""
-    lock = _lock
-    owned = is_owned(lock)
+    ident, lock = get_ident(), _lock
+    nested, owned = ident in inside, is_owned(lock)
     leave = int if owned else lock.release
-    with being_inside():
+    try:
+        inside[ident] = True  # by no context manager, whose own steps may be interrupted
+        taken = owned or lock.acquire(False) or lock.acquire(timeout=patience(_WAIT_SECONDS))
+        return _looked_up(plan, device, counted) if taken else (_BUSY, _HARD)
+    except BusyError:
+        return _BUSY, _HARD
+    finally:
         try:
-            taken = owned or lock.acquire(False) or lock.acquire(timeout=patience(_WAIT_SECONDS))
-            return _looked_up(plan, device, counted) if taken else (_BUSY, _HARD)
-        except BusyError:
-            return _BUSY, _HARD
+            leave()  # at once: an interrupt may have come before `taken` was told
+        except RuntimeError as error:
+            if is_foreign(error):
+                raise  # otherwise the lock was not taken
         finally:
-            try:
-                leave()  # at once: an interrupt may have come before `taken` was told
-            except RuntimeError as error:
-                if is_foreign(error):
-                    raise  # otherwise the lock was not taken
+            if not nested:
+                inside.pop(ident, None)
 
 
 def _looked_up(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
