@@ -121,7 +121,7 @@ ALONE = "import sys\nsys.executable = ''\n"
 
 
 def test_machine_code_that_crashes_is_not_used(copied):
-    run = copied("hot/record.py", "return load(x + 8)", "return load(x - x + 8)")
+    run = copied("hot/values.py", "return load(x + 8)", "return load(x - x + 8)")
     done = run(PROGRAM)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("False the process that tried it gave no answer: it was ended by")
@@ -134,7 +134,7 @@ def test_machine_code_that_crashes_is_not_used(copied):
 
 
 def test_machine_code_that_differs_is_not_used(copied):
-    run = copied("hot/record.py", "    number = 1\n", "    number = 2\n")
+    run = copied("hot/values.py", "    number = 1\n", "    number = 2\n")
     done = run(PROGRAM)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("False run 1 of 'operators' has other flushes than in Python")

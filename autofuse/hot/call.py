@@ -38,19 +38,9 @@ from .c import (
     local,
 )
 from .flush import flush_now
-from .record import (
-    are_watched,
-    ask2,
-    called,
-    class_of,
-    is_ours,
-    likely_meta,
-    number_chain,
-    number_of,
-    python,
-    slot_of,
-    state_of,
-)
+from .inputs import likely_meta
+from .record import are_watched, called, number_chain
+from .values import ask2, class_of, is_ours, number_of, python, slot_of, state_of
 
 if TYPE_CHECKING:
     from ..chain.state import Chain, Recorder

@@ -48,7 +48,7 @@ from .c import (
     store,
 )
 from .launch import launched
-from .record import count_one, ended, python, state_of
+from .values import count_one, ended, python, state_of
 
 if TYPE_CHECKING:
     from ..chain.state import Chain, Recorder

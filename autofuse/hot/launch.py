@@ -73,7 +73,7 @@ from .c import (
     store_double,
     store_float,
 )
-from .record import class_of, forget_error, number_of, python
+from .values import class_of, forget_error, number_of, python
 
 if TYPE_CHECKING:
     from ..chain.state import Chain, Recorder

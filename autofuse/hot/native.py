@@ -3,7 +3,7 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
-`record`, `flush`, `launch`, `call` and `write`, in the language of `machine`.
+`values`, `inputs`, `record`, `launch`, `flush`, `call` and `write`, in the language of `machine`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -40,14 +40,14 @@ from ..run import cuda as launch
 from ..run import words
 from ..settings.config import config, watch
 from ..torch_private import NoTorchFunction, TensorBase, count_write, function_modes
-from . import c, call, write
+from . import c, call, inputs, values, write
 from . import flush as _flush
 from . import launch as _launch
 from . import record as _record
 from .machine import Machine
 from .verdict import verdict
 
-_STAGES = (_record, _launch, _flush, call, write)
+_STAGES = (values, inputs, _record, _launch, _flush, call, write)
 _Function = Callable[..., Any]
 
 

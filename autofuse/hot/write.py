@@ -48,20 +48,10 @@ from .c import (
     store,
 )
 from .flush import flush_into, flush_now
+from .inputs import item_of, likely_meta
 from .launch import address_of
-from .record import (
-    are_watched,
-    called,
-    class_of,
-    grad_mode,
-    is_ours,
-    item_of,
-    likely_meta,
-    python,
-    recorded,
-    slot_of,
-    state_of,
-)
+from .record import are_watched, called, recorded
+from .values import class_of, grad_mode, is_ours, python, slot_of, state_of
 
 if TYPE_CHECKING:
     from ..chain.state import Chain, Recorder
