@@ -27,7 +27,7 @@ import autofuse
 from autofuse import inside
 from autofuse.chain import state
 from autofuse.hot import native
-from autofuse.record import flush as chain
+from autofuse.record import flush as flushing
 from autofuse.record import writes as writing
 
 
@@ -113,7 +113,7 @@ class World:
             self.read()
 
     def flush(self):
-        chain.flush_all("test")
+        flushing.flush_all("test")
 
     def fail(self):
         failing(None, None)
@@ -238,7 +238,7 @@ def test_a_flush_at_every_place_and_soon_an_interrupt(program, monkeypatch):
             held = []
             try:
                 later = Interrupted(soon, Late)
-                with Middle(count, lambda: chain.flush_all("test"), later) as middle:
+                with Middle(count, lambda: flushing.flush_all("test"), later) as middle:
                     program(held, w, v, p)
                 done = middle.left > 0
             except Late:
@@ -260,7 +260,7 @@ def test_the_same_chain_again_in_the_middle_of_a_write(target, monkeypatch):
     done = count = 0
 
     def again():
-        chain.flush_all("test")
+        flushing.flush_all("test")
         other = w * 3.0
         held[:] = [other, u + other]
 
@@ -289,7 +289,7 @@ def test_another_op_where_a_write_has_been_recorded(place, monkeypatch):
     def middle():
         begun.append(place)
         if place == "_node_of":
-            chain.flush_all("test")
+            flushing.flush_all("test")
             held.append(u + w * 3.0)  # a chain that ends alike
         else:
             held.append(u + w * 3.0)  # one op more

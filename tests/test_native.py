@@ -22,7 +22,7 @@ from autofuse.dispatch import protocol
 from autofuse.hot import native
 from autofuse.lines import OURS
 from autofuse.ops.row import OPS
-from autofuse.record import flush as chain
+from autofuse.record import flush as flushing
 from autofuse.record import modes, policy, record, writes
 from support import DEVICES
 
@@ -91,7 +91,7 @@ class Operands:
 
     def flush(self):
         self.x * 2.0
-        from_c(chain.flush)(state.this_thread.current, "test")
+        from_c(flushing.flush)(state.this_thread.current, "test")
 
     def inplace(self):
         made = self.x * 2.0
@@ -139,7 +139,7 @@ def python_functions(program, on, monkeypatch):
         with torch.no_grad():
             for _ in range(4):
                 program(operands)
-                chain.flush_all("test")
+                flushing.flush_all("test")
             return functions_called(lambda: program(operands))
     finally:
         autofuse.config.native = True
@@ -225,9 +225,9 @@ def assert_recorded_without_python(program):
     with torch.no_grad():
         for _ in range(3):
             program()
-            chain.flush_all("test")
+            flushing.flush_all("test")
         assert functions_called(program) == []
-        chain.flush_all("test")
+        flushing.flush_all("test")
 
 
 def test_recording_runs_no_python():
@@ -290,7 +290,7 @@ def test_functions_stay_functions():
 
     add = autofuse.Tensor.__add__
     assert inspect.isfunction(add) and add.__code__ and add.__name__ == "__add__"
-    assert [*inspect.signature(chain.flush).parameters] == [
+    assert [*inspect.signature(flushing.flush).parameters] == [
         "recorder",
         "reason",
         "into",
@@ -299,7 +299,7 @@ def test_functions_stay_functions():
     ]
     assert add(autofuse.wrap(torch.ones(2))) is NotImplemented  # as torch's
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        chain.flush(None)
+        flushing.flush(None)
     with pytest.raises(TypeError):
         protocol.torch_function()
 
@@ -350,11 +350,11 @@ def test_references_are_given_back(device):
 
     for _ in range(5):
         step()
-    chain.flush_all("test")
+    flushing.flush_all("test")
     before, objects = held(), len(gc.get_objects())
     for _ in range(200):
         step()
-    chain.flush_all("test")
+    flushing.flush_all("test")
     grown = [after - first for first, after in zip(before, held(), strict=True)]
     assert all(abs(count) < 20 for count in grown), grown
     assert len(gc.get_objects()) - objects < 50
@@ -484,7 +484,7 @@ def test_interrupts_in_python_functions_that_it_calls(monkeypatch):
     others = programs()  # of earlier tests
     for _ in range(4):
         backward(), w + p, flushed()
-        chain.flush_all("test")
+        flushing.flush_all("test")
     recorder = state.this_thread.current
     check, *rest = recorder.chain.tip.likely
     recorder.chain.tip.likely = (Interrupting(check), *rest)
@@ -495,7 +495,7 @@ def test_interrupts_in_python_functions_that_it_calls(monkeypatch):
         patch.setattr(state.Chain, "__init__", lambda *args: Interrupting(None)())
         with pytest.raises(KeyboardInterrupt):
             flushed()
-    chain.flush_all("test")  # what the interrupted one has left
+    flushing.flush_all("test")  # what the interrupted one has left
     for program in programs():
         if program not in others and program.numbers is not None and program.runs:
             program.numbers = Interrupting(program.numbers)
@@ -513,10 +513,10 @@ def test_a_flush_without_kernels_is_no_launch(device):
         for _ in range(4):
             w * 2.0
             torch.mm(w, matrix)
-            from_c(chain.flush)(state.this_thread.current, "test")
+            from_c(flushing.flush)(state.this_thread.current, "test")
             before = policy.launches()
         w * 2.0
-        from_c(chain.flush)(state.this_thread.current, "test")
+        from_c(flushing.flush)(state.this_thread.current, "test")
     assert policy.launches() == before
 
 
@@ -534,7 +534,7 @@ def test_an_op_that_is_eager_for_a_while_is_recorded_again(monkeypatch):
     rounds = []
     for on in (True, False):
         autofuse.config.native = on
-        chain.flush_all("test")
+        flushing.flush_all("test")
         modes.forget(state.recorder_for(x.device))
         recorded = []
         for k in range(120):

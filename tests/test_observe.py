@@ -23,7 +23,7 @@ from autofuse.kernel import text as codegen
 from autofuse.observe import check
 from autofuse.observe import events as observe
 from autofuse.ops import row as op
-from autofuse.record import flush as chain
+from autofuse.record import flush as flushing
 from autofuse.record import modes
 from autofuse.supply import build
 from autofuse.supply import kernels as compile
@@ -90,7 +90,7 @@ def test_a_soft_miss(settings, caplog):
     autofuse.materialize((x * 2.75).sin().cos().exp2())
     compile.clear_kernels()
     modes.forget_kernels()
-    chain.flush_all("test")
+    flushing.flush_all("test")
     settings(logs="flush,cache")
     autofuse.materialize((x * 2.75).sin().cos().exp2() + 0)  # another chain
     caplog.clear()
@@ -116,7 +116,7 @@ def test_flushes_that_run_eagerly_say_why(settings, caplog):
     x = autofuse.wrap(torch.randn(8))
     autofuse.materialize((x * 2.5).cosh().tan().sin())
     x * 2  # nobody will see it
-    chain.flush_all("test")
+    flushing.flush_all("test")
     waiting, dead = (fields_of(record) for record in caplog.records)
     assert waiting["ran"] == "eager" and waiting["why"] == "its kernel is not there yet"
     assert waiting["outcome"] == "hard miss" and waiting["kernels"] == "0"
@@ -320,14 +320,14 @@ def broken(monkeypatch):
     yield
     compile.clear_kernels()
     for recorder in state.all_recorders:
-        chain.flush(recorder, "test")
+        flushing.flush(recorder, "test")
         modes.forget(recorder)
 
 
 @pytest.fixture
 def fresh_trie():
     for recorder in list(state.all_recorders):
-        chain.flush(recorder, "test")
+        flushing.flush(recorder, "test")
         modes.forget(recorder)
 
 

@@ -18,7 +18,7 @@ from autofuse import inside
 from autofuse.chain import state
 from autofuse.hot import trial
 from autofuse.patches import install as boundaries
-from autofuse.record import flush as chain
+from autofuse.record import flush as flushing
 from autofuse.record import ways
 from autofuse.record.modes import forget_all
 from autofuse.run import cpu, eager
@@ -163,7 +163,7 @@ def test_a_thread_may_end_with_what_it_has_flushed_before(device):
         for _ in range(3):
             _ = w * 2.0 + 1.0
             del _
-            chain.flush_thread("test")
+            flushing.flush_thread("test")
         _ = w * 2.0 + 1.0
 
     with warnings.catch_warnings():
@@ -252,7 +252,7 @@ def test_a_thread_that_ends_while_another_flushes_it(device, monkeypatch):
     worker.start()
     while not kept:
         pass
-    monkeypatch.setattr(chain, "runner_for", slow)
+    monkeypatch.setattr(flushing, "runner_for", slow)
     reader = threading.Thread(target=lambda: kept.append(kept[0].tolist()))
     reader.start()
     worker.join()
@@ -344,7 +344,7 @@ def test_values_that_were_foreseen_for_a_shorter_chain(device, monkeypatch):
         run(self, chain)
 
     thread = threading.Thread(target=other)
-    monkeypatch.setattr(chain, "replayed", slow)
+    monkeypatch.setattr(flushing, "replayed", slow)
     monkeypatch.setattr(cpu.CpuRunner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         autofuse.materialize(y)
@@ -364,8 +364,8 @@ def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
     x = torch.rand(8)
     w, got = autofuse.wrap(x), []
     foreseen, second, read = threading.Event(), threading.Event(), threading.Event()
-    run_, settle, guard = cpu.CpuRunner.run, cpu.settle, chain.NoTorchFunction
-    here, code, late = threading.get_ident(), chain.beside.__code__, []
+    run_, settle, guard = cpu.CpuRunner.run, cpu.settle, flushing.NoTorchFunction
+    here, code, late = threading.get_ident(), flushing.beside.__code__, []
 
     def run_first(self, made):
         if not late:
@@ -397,7 +397,7 @@ def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
     thread = threading.Thread(target=other)
     monkeypatch.setattr(cpu.CpuRunner, "run", run_first)
     monkeypatch.setattr(cpu, "settle", settle_second)
-    monkeypatch.setattr(chain, "NoTorchFunction", no_torch_function)
+    monkeypatch.setattr(flushing, "NoTorchFunction", no_torch_function)
     autofuse.materialize(y)
     late.append(None)
     z = w * 7.0

@@ -16,7 +16,7 @@ from autofuse import fused as fusing
 from autofuse import inside
 from autofuse.chain import state
 from autofuse.kernel import llvm
-from autofuse.record import flush as chain
+from autofuse.record import flush as flushing
 from autofuse.record.modes import forget_all
 from autofuse.supply import build
 from autofuse.supply import kernels as compiling
@@ -117,7 +117,7 @@ def test_a_backward_waits_for_nobody(held):
     Reads.apply(x.clone().requires_grad_(), read).sum().backward()
     ((values, seconds),) = got
     assert values == (x * 2.125 + 1.25).sqrt().tolist()
-    assert seconds < chain._WAIT_SECONDS / 2  # it does not wait at all
+    assert seconds < flushing._WAIT_SECONDS / 2  # it does not wait at all
     held.leave.set()
     thread.join()
 
@@ -314,7 +314,7 @@ def worker():
 
 def test_it_records_at_every_place_of_the_flush(worker, monkeypatch):
     """What it then holds has the same shells, and is watched by a weak reference."""
-    monkeypatch.setattr(chain, "_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(flushing, "_WAIT_SECONDS", 0.001)
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     x, z = torch.rand(8), torch.rand(8)
     w, v = worker.do(lambda: (autofuse.wrap(x), autofuse.wrap(z)))

@@ -19,9 +19,8 @@ from torch import is_grad_enabled
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta
 from ..chain.shell import Tensor
 from ..chain.state import counts, is_alone, this_thread, writing
-from ..ops import arithmetic as ops
-from ..ops import operators
-from ..ops import row as op
+from ..ops import arithmetic, operators
+from ..ops import row as rows
 from ..ops.row import OPS, Op
 from ..record.flush import flush_thread
 from ..record.record import follows, record, record_fresh, relieve
@@ -355,11 +354,11 @@ PLACES = (torch, F, torch._C._nn, torch.special, torch._C._VariableFunctions)
 
 def install_ops() -> None:
     """Find every torch spelling of every row, and put a handler in its place."""
-    choices = {name: _plain_choice(row) for name, row in op.PLAIN.items()} | op.SPELLINGS
+    choices = {name: _plain_choice(row) for name, row in rows.PLAIN.items()} | rows.SPELLINGS
     for name, choose in choices.items():
         _install(name, choose)
         _install(name + "_", choose, inplace=True)
-    for name, compose in op.COMPOSITES.items():
+    for name, compose in rows.COMPOSITES.items():
         for place in (*PLACES, Plain):
             func = getattr(place, name, None)
             if callable(func) and func not in HANDLERS:
@@ -371,10 +370,10 @@ def install_ops() -> None:
             template = _UNARY if len(OPS[row].names) == 1 else _BINARY
             override(name, _generate(template, OPS[row], getattr(Plain, name)))
     for name, row in operators.SPELLED_OPERATORS.items():
-        override(name, _spelled(op.SPELLINGS[row], getattr(Plain, name), method=True))
+        override(name, _spelled(rows.SPELLINGS[row], getattr(Plain, name), method=True))
     for name, row in operators.INPLACE_OPERATORS.items():
         if hasattr(Plain, name):
-            override(name, _inplace(choices[row], getattr(Plain, name), op.PLAIN.get(row)))
+            override(name, _inplace(choices[row], getattr(Plain, name), rows.PLAIN.get(row)))
     for name, dtype in operators.CAST_METHODS.items():
         override(name, _cast(dtype, getattr(Plain, name)))
     for name, (tensor_row, scalar_row) in operators.REFLECTED_OPERATORS.items():
@@ -385,12 +384,12 @@ def install_ops() -> None:
 
 def _install(name: str, choose: Handler, inplace: bool = False) -> None:
     """Handlers for the functions and the method called `name`."""
-    plain = op.PLAIN.get(name.removesuffix("_") if inplace else name)
+    plain = rows.PLAIN.get(name.removesuffix("_") if inplace else name)
     for place in (*PLACES, Plain):
         func = getattr(place, name, None)
         if not callable(func) or func in HANDLERS:
             continue
-        choose = op.METHODS.get(name.rstrip("_"), choose) if place is Plain else choose
+        choose = rows.METHODS.get(name.rstrip("_"), choose) if place is Plain else choose
         with_options = (
             _inplace(choose, func, plain) if inplace else _spelled(choose, func, place is Plain)
         )
@@ -410,7 +409,7 @@ def override(name: str, handler: Handler) -> None:
 
 
 def _cast(dtype: torch.dtype, func: Handler) -> Handler:
-    row = ops.CASTS[dtype]
+    row = arithmetic.CASTS[dtype]
 
     def cast(self: Any, /, *args: Any, **options: Any) -> Any:
         if args or options:

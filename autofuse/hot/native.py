@@ -30,14 +30,11 @@ import torch
 from .. import hooks, torch_private
 from ..chain import liveness, state
 from ..chain.shell import Tensor
-from ..dispatch import handlers as tensor
-from ..dispatch import protocol
+from ..dispatch import handlers, protocol
 from ..errors import warn_once
 from ..kernel.llvm import processor
-from ..record import flush as chain
-from ..record import ranges, record, writes
-from ..run import cuda as launch
-from ..run import words
+from ..record import flush, ranges, record, writes
+from ..run import cuda, words
 from ..settings.config import config, watch
 from ..torch_private import NoTorchFunction, TensorBase, count_write, function_modes
 from . import c, call, inputs, values, write
@@ -129,11 +126,11 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("follows", record.number_next, ()),
         ("record_inplace", writes.record_inplace, ()),
         ("record_write", writes.record_write, ()),
-        ("flush", chain.flush, ()),
+        ("flush", flush.flush, ()),
         ("answer", words.answer, ()),
         ("torch_function", protocol.torch_function, (protocol.HANDLERS,)),
         ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS,)),
-        *tensor.HOT,
+        *handlers.HOT,
     ]
 
 
@@ -143,12 +140,12 @@ def _given() -> dict[str, Any]:
         "Chain": state.Chain, "Recorder": state.Recorder, "Plain": torch.Tensor,
         "Parameter": torch.nn.Parameter, "local": state.this_thread, "counts": state.counts,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
-        "chain_flush": chain.flush, "inside": chain.inside, "is_foreign": chain.is_foreign,
+        "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": state.writing, "all_recorders": state.all_recorders.refs,
         "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
         "function_modes": function_modes,
         "increment_version": count_write,
-        "entered": launch.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
+        "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
         "NoTorchFunction": NoTorchFunction, **_places(),
         "enter": vars(NoTorchFunction)["__enter__"], "leave": vars(NoTorchFunction)["__exit__"],
     }  # fmt: skip

@@ -38,7 +38,7 @@ from ..record.flush import without_modes
 from ..settings.config import config, watch
 from ..supply.kernels import capturing
 from ..torch_private import NoTorchFunction, set_grad_enabled
-from . import events as observe
+from . import events
 from .events import Flush, Observer, spelled
 
 Known = list[tuple[torch.Tensor, str]]  # with the expression that code has for each
@@ -451,10 +451,10 @@ _check = Check()
 
 def _configure(*reason: object) -> None:
     """Follow `config.check`."""
-    observe.remove(_check)
+    events.remove(_check)
     hooks.differentiated = _check.backward if config.check else None
     if config.check:
-        observe.add(_check)
+        events.add(_check)
 
 
 def install() -> None:

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ..chain.state import all_recorders, counts
-from ..supply import kernels as _compile
-from ..supply import service as background
+from ..supply import kernels, service
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +50,9 @@ _base: Counter[str] = Counter()
 
 def summed() -> Counter[str]:
     total = Counter(counts.forgotten)
-    total["kernels_compiled"] = _compile.counts["compiled"]
-    total["kernels_loaded"] = _compile.counts["loaded"]
-    total["cache_hits"] = _compile.counts["found"]
+    total["kernels_compiled"] = kernels.counts["compiled"]
+    total["kernels_loaded"] = kernels.counts["loaded"]
+    total["cache_hits"] = kernels.counts["found"]
     for recorder in all_recorders:
         total.update(recorder.totals())
         total["ops_recorded"] += len(recorder.chain)
@@ -74,7 +73,7 @@ def stats() -> Stats:
         flushes=dict(counts.flushes),
         replays=counts.replays,
         eager_ops=dict(counts.eager),
-        workers_lost=dict(background.lost),
+        workers_lost=dict(service.lost),
     )  # fmt: skip
 
 
@@ -85,4 +84,4 @@ def reset_stats() -> None:
     counts.flushes.clear()
     counts.eager.clear()
     counts.replays = 0
-    background.lost.clear()
+    service.lost.clear()

@@ -29,7 +29,7 @@ from ..record import record as _record
 from ..record.ways import WaitingRunner
 from ..run.eager import EagerRunner, ShortRunner
 from ..run.runner import Runner
-from ..supply import kernels as _compile
+from ..supply import kernels
 
 OUTCOMES = ("hit", "soft miss", "hard miss")  # a kernel was in memory, on disk, to be compiled
 WAITS = "its kernel is not there yet"  # of a chain that ran as eager ops
@@ -111,11 +111,11 @@ def _connect() -> None:
     counts = _state.counts
     if _observers and hooks.flushing is None:
         hooks.flushing = _Watch
-        _compile.listeners.append(_listener)
+        kernels.listeners.append(_listener)
         counts.eager = _Telling(counts.eager)
     elif not _observers and hooks.flushing is not None:
         hooks.flushing = None
-        _compile.listeners.remove(_listener)
+        kernels.listeners.remove(_listener)
         counts.eager = Counter(counts.eager)
 
 
@@ -261,7 +261,7 @@ def _place(flush: Flush | None, source: Source) -> Position | None:
     """The user's line that needs a kernel; for one that arrives from the background, needed it."""
     position = flush.position if flush is not None else user_position()
     if position is None:
-        for asked, sources in list(_compile.positions.items()):
+        for asked, sources in list(kernels.positions.items()):
             if source in sources:
                 return asked
     return position

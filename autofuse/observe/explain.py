@@ -18,9 +18,7 @@ from ..fused import call_fused
 from ..lines import user_position
 from ..run.runner import Runner
 from ..supply.keys import target_of
-from . import counters as _report
-from . import events as observe
-from . import reads
+from . import counters, events, reads
 from .events import Flush, Lookup, Observer, spelled
 from .findings import Findings, KernelUse, LiveOut, Sync
 from .holders import ARGUMENT, holders
@@ -57,16 +55,16 @@ class Report(Observer, Findings):
             raise RuntimeError("this report is about another region; call autofuse.explain() again")
         self.open = True
         self._runs = {runner: runner.runs for runner in _runners()}
-        self._totals = _report.summed()
+        self._totals = counters.summed()
         reads.watch(self.read)
-        observe.add(self)
+        events.add(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.open = False
-        observe.remove(self)
+        events.remove(self)
         reads.unwatch(self.read)
-        after = _report.summed()
+        after = counters.summed()
         self.launches = after["kernels_launched"] - self._totals["kernels_launched"]
         self.bytes_saved = after["bytes_elided"] - self._totals["bytes_elided"]
         self.values_elided = after["nodes_elided"] - self._totals["nodes_elided"]

@@ -22,7 +22,7 @@ from ..kernel.source import Source
 from ..lines import shown
 from ..settings.config import config, watch
 from ..supply.keys import key_of, target_of
-from . import events as observe
+from . import events
 from .events import Flush, Lookup, Observer, spelled, walked
 
 
@@ -33,7 +33,7 @@ def _line(event: str, **fields: object) -> str:
 
 def _say(logger: logging.Logger, line: str) -> None:
     """Log `line`; handlers have locks of their own, and may need values that are pending."""
-    observe.unlocked(partial(logger.info, "%s", line))
+    events.unlocked(partial(logger.info, "%s", line))
 
 
 class Log(Observer):
@@ -158,14 +158,14 @@ def _configure(*reason: object) -> None:
         if (was or None) == (value or None):
             continue
         if observer is not None:
-            observe.remove(observer)
+            events.remove(observer)
             if isinstance(observer, Log):
                 observer.close()
             del _active[name]
         if value:
             made = make(value)
             _active[name] = value, made
-            observe.add(made)
+            events.add(made)
 
 
 def install() -> None:

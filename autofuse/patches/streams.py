@@ -8,7 +8,7 @@ from ..errors import warn_once
 from ..record.flush import flush_thread
 from ..record.ranges import annotate
 from ..settings.config import config, watch
-from ..supply import kernels as _compile
+from ..supply import kernels
 from ..supply.load import keep_modules
 from .around import flush_first
 
@@ -58,7 +58,7 @@ def patch_cuda() -> None:
 def _begin_capture(reason: str) -> None:
     """A graph holds its kernels; a chain that still waits for one asks again, to say so."""
     keep_modules()
-    _compile.stir()
+    kernels.stir()
 
 
 # --- profilers -----------------------------------------------------------------------------------
