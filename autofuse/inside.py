@@ -3,9 +3,9 @@
 A thread is inside while it flushes a chain, compiles a kernel, or works for one that does. What
 then runs in the middle of it must not wait for another such thread, which may be waiting for this.
 Nor must what runs in the middle of a backward: on CUDA that is a thread of torch's, and the one
-that called it waits, whatever it is inside of. What no signal handler may interrupt runs in another
-thread (`in_another_thread`), and what interrupts all the same is told from failures of our own
-(`is_foreign`).
+that called it waits, whatever it is inside of; nor what runs in a thread of `in_another_thread`.
+What no signal handler may interrupt runs in another thread (`in_another_thread`), and what
+interrupts all the same is told from failures of our own (`is_foreign`).
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def patience(seconds: float) -> float:
     """How long this thread may wait for one that is inside: `seconds`, or not at all."""
     from torch._C import _current_graph_task_id  # type: ignore[attr-defined] - not in workers
 
-    return seconds if _current_graph_task_id() < 0 else 0.0
+    return seconds if get_ident() not in helping and _current_graph_task_id() < 0 else 0.0
 
 
+helping: dict[int, bool] = {}  # threads of `in_another_thread`, whose callers hold locks meanwhile
 _running: set[LockType] = set()  # taken while such a thread runs
 
 
@@ -76,8 +77,10 @@ def in_another_thread(function: Callable[[], _R], seconds: float | None = None) 
     done.acquire()
 
     def run() -> None:
+        ident = get_ident()
         try:
             try:
+                helping[ident] = True
                 with being_inside():
                     made.append(function())
             finally:  # not when Python is ending too, which stops threads where they are
@@ -87,6 +90,7 @@ def in_another_thread(function: Callable[[], _R], seconds: float | None = None) 
                 clear_frames(error.__traceback__)  # what they hold goes in this thread
             errors.append(error)
         finally:
+            helping.pop(ident, None)
             over.append(True)
             _running.discard(done)
             done.release()

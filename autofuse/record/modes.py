@@ -10,7 +10,7 @@ import torch
 from .. import hooks
 from ..chain.liveness import DEAD, counts_of
 from ..chain.state import OwnRecorders, Recorder, all_recorders, this_thread, writing
-from ..inside import inside, is_owned
+from ..inside import helping, inside, is_owned
 from ..settings.config import config, watch
 from ..supply import kernels as compiling
 from .flush import flush, flush_all
@@ -131,7 +131,7 @@ def forget_kernels() -> None:
 
 def forget_threads() -> None:
     """After a fork: what other threads had pending does not exist here."""
-    for threads in (inside, writing):
+    for threads in (inside, helping, writing):
         for ident in set(threads) - {get_ident()}:
             del threads[ident]
     for recorder in all_recorders:
