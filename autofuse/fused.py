@@ -19,7 +19,7 @@ from .chain.state import this_thread
 from .dispatch.nested import ATOMS, exchange, is_container, items_of, mapped, rebuilt
 from .inside import whatever_interrupts
 from .record.flush import beside, flush_tensor, flush_thread
-from .record.policy import ASIDE, launches, rests
+from .record.policy import ASIDE, ASIDE_CALLS, BARREN, launches, rests
 from .settings.config import config
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -156,9 +156,6 @@ def _become_plain(tensor: Tensor) -> torch.Tensor:
     return tensor
 
 
-_BARREN, _ASIDE = 4, 100  # calls that launch no kernel before stepping aside, and for how many
-
-
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     # by module (its class has one forward for all): how many calls in a row have launched
     # nothing; negative while stepping aside
@@ -188,7 +185,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         if launches() != before or rests():
             barren.pop(owner, None)
         else:
-            barren[owner] = count + 1 if count < _BARREN else -_ASIDE
+            barren[owner] = count + 1 if count < BARREN else -ASIDE_CALLS
         return result
 
     return call

@@ -18,6 +18,7 @@ from ..chain.shell import Held, Lost, Tensor, set_attribute
 from ..chain.state import announced, counts, is_alone, this_thread, writing
 from ..chain.trie import record_again
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
+from ..record.policy import SKIPS
 from ..record.record import pass_over
 from ..torch_private import NoTorchFunction, has_torch_function, peek
 from .nested import SIMPLE, flattened
@@ -98,7 +99,7 @@ def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     counts.eager[node.counted] += 1
     node.recorder.reading = False
     node.skips += 1
-    if node.skips > 100 and node.returns is not None:
+    if node.skips > SKIPS and node.returns is not None:
         record_again(node)
     with NoTorchFunction():
         result = func(*operands)

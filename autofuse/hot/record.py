@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node
+from ..record.policy import SKIPS
 from .c import (
     AF,
     CLASS,
@@ -226,7 +227,7 @@ def run_short(recorder: Recorder, func, node: Node, operands, count):
     """Run an op that the trie has found better off eager: `dispatch.eager.run_short`."""
     if recorder.guarded is True or are_watched() != 0:
         return 0
-    if node.returns is not None and PyLong_AsLong(node.skips) >= 100:
+    if node.returns is not None and PyLong_AsLong(node.skips) >= SKIPS:
         return 0
     recorder.reading = False
     skips = PyLong_FromLong(PyLong_AsLong(node.skips) + 1)

@@ -26,8 +26,8 @@ from ..kernel.source import Operand, Source, walk
 from ..layout import Ints
 from ..lines import Position, user_position
 from ..record import record as _record
-from ..record.ways import WaitingRunner
-from ..run.eager import EagerRunner, ShortRunner
+from ..record.ways import ShortRunner, WaitingRunner
+from ..run.eager import EagerRunner
 from ..run.runner import Runner
 from ..supply import kernels
 

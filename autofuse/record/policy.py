@@ -9,9 +9,22 @@ import ast
 
 from ..chain.state import Node, Recorder, this_thread
 from ..grad.segments import Outline
+from ..settings.config import config
 from ..supply import kernels as compiling
 
+# ops from which a kernel costs less than they do: one op alone takes 10.4 us fused, 6.1 us eager,
+# and no kernel has to be compiled for it (H200, bench/overhead.py)
+SHORTEST = {"cuda": 2, "cpu": 1}
+TRIES = 3  # flushes of a chain that is better off eager, until it is not recorded any more...
+SKIPS = 100  # ...for so many times: longer chains may begin like it by then
+BARREN, ASIDE_CALLS = 4, 100  # calls that launch no kernel before stepping aside, and for how many
+ASIDE = "a fused call that has launched no kernel lately"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
+
+
+def is_short(nodes: list[Node], device_type: str) -> bool:
+    """Whether the chain of `nodes` costs less as the ops it is, while no longer one begins so."""
+    return len(nodes) < SHORTEST[device_type] and not (nodes[0].long or config.always_fuse)
 
 
 def rest(recorder: Recorder) -> None:
@@ -32,11 +45,6 @@ def rest(recorder: Recorder) -> None:
         recorder.open()
 
 
-# ops from which a kernel costs less than they do: one op alone takes 10.4 us fused, 6.1 us eager,
-# and no kernel has to be compiled for it (H200, bench/overhead.py)
-SHORTEST = {"cuda": 2, "cpu": 1}
-
-
 def pays(nodes: list[Node], outline: Outline) -> bool:
     """Whether fusing a chain under grad costs less than running its ops, forward and backward.
 
@@ -45,6 +53,8 @@ def pays(nodes: list[Node], outline: Outline) -> bool:
     flush, 2.6 for a recorded op and 50 for a Python node in the engine's thread, forward and
     backward; the device moves 4 MB in 1, three tensors for an op, of which fusing saves two.
     """
+    if config.always_fuse:
+        return True
     eager = 7.0 * len(nodes)
     fused = 25.0 + 2.6 * len(nodes)
     traffic = 0.0
@@ -61,9 +71,6 @@ def pays(nodes: list[Node], outline: Outline) -> bool:
 
 
 _KERNELS = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Compare)
-
-
-ASIDE = "a fused call that has launched no kernel lately"  # and records nothing for now
 
 
 def launches() -> int:

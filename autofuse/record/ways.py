@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..chain.liveness import DEAD
-from ..chain.state import Node, Recorder
+from ..chain.state import Chain, Node, Recorder
+from ..chain.trie import make_eager
 from ..errors import ColdKernelError, KernelError
 from ..grad.node import Graph, graded, graph_of
 from ..grad.segments import outline_of
@@ -11,12 +12,12 @@ from ..inside import is_foreign
 from ..kernel.plan import Piece, make_pieces
 from ..program.program import COPY, NEW, STORED, WRITE, Output
 from ..run.devices import runner_class
-from ..run.eager import EagerRunner, ShortRunner
+from ..run.eager import EagerRunner
 from ..run.runner import FailedRunner, Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
 from ..supply.kernels import Order
-from .policy import SHORTEST, pays, rest
+from .policy import TRIES, is_short, pays, rest
 from .ranges import annotated, open_ranges
 
 
@@ -66,7 +67,7 @@ def runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: boo
 
 def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -> Runner:
     device, nodes = recorder.device, node.path()
-    if len(nodes) < SHORTEST[device.type] and not (nodes[0].long or config.always_fuse):
+    if is_short(nodes, device.type):
         alone = ShortRunner(node, outputs)
         alone.until_long = True
         return alone
@@ -76,7 +77,7 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
         outline = outline_of(nodes, node.inputs, live)
         if outline is None:
             return EagerRunner(node, outputs)
-        if not (config.always_fuse or pays(nodes, outline)):
+        if not pays(nodes, outline):
             return ShortRunner(node, outputs)
         graph = graph_of(recorder, outline)
         stored = [Output(index, STORED) for index in graph.stored]
@@ -90,8 +91,26 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
     return WaitingRunner(node, computed, pieces, graph).ready()
 
 
+class ShortRunner(EagerRunner):
+    """Runs a chain that costs less so by eager ops; it soon is not recorded any more."""
+
+    until_long = False  # once a longer chain begins as it does, a kernel costs less
+
+    @property
+    def reason(self) -> str:
+        return "a chain of one op" if len(self.nodes) == 1 else "a short chain under grad"
+
+    def run(self, chain: Chain) -> None:
+        super().run(chain)
+        first = self.nodes[0]
+        if first.long and self.until_long:
+            self.tip.forget_runners()
+        elif self.runs >= TRIES and not first.long:
+            make_eager(first, self.reason)
+
+
 class WaitingRunner(EagerRunner):
-    """The same until the kernels of `pieces` are there."""
+    """Runs a chain by eager ops until the kernels of `pieces` are there."""
 
     waiting = True
 

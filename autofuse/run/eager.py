@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..chain.state import Chain, Node
-from ..chain.trie import make_eager
 from ..program.program import CONST
 from ..program.walk import needed
 from ..torch_private import (
@@ -31,24 +30,6 @@ class EagerRunner(Runner):
     def run(self, chain: Chain) -> None:  # type: ignore[override]
         self.check(chain)
         run_ops(chain, self.nodes, self)
-
-
-class ShortRunner(EagerRunner):
-    """The same for a chain that costs less so; it soon is not recorded any more."""
-
-    until_long = False  # once a longer chain begins as it does, a kernel costs less
-
-    @property
-    def reason(self) -> str:
-        return "a chain of one op" if len(self.nodes) == 1 else "a short chain under grad"
-
-    def run(self, chain: Chain) -> None:
-        super().run(chain)
-        first = self.nodes[0]
-        if first.long and self.until_long:
-            self.tip.forget_runners()
-        elif self.runs >= 3 and not first.long:
-            make_eager(first, self.reason)
 
 
 def run_ops(chain: Chain, nodes: list[Node], runner: Runner) -> None:
