@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 # record.flush: what has the value of a tensor, which is made concrete if it is pending
-settled: Callable[[Any], Any] = lambda tensor: tensor  # noqa: E731
+value_of: Callable[[Any], Any] = lambda tensor: tensor  # noqa: E731
 # record.modes: a thread has gone; of a recorder of its
 thread_ended: Callable[[Any], None] = lambda recorder: None  # noqa: E731
 # record.modes: this thread is about to end, and lets go of all that it records

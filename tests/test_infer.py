@@ -23,9 +23,9 @@ LAYOUTS = {
 }
 
 
-def inferred(name, *operands, graded=False, relaxed=False):
+def inferred(name, *operands, grad_mode=False, relaxed=False):
     metas = [x if isinstance(x, type) else plain_meta(x) for x in operands]
-    return infer(OPS[name], metas, [], (), (), metas[0].device, graded, relaxed)
+    return infer(OPS[name], metas, [], (), (), metas[0].device, grad_mode, relaxed)
 
 
 @pytest.mark.parametrize("name", ["add", "mul", "lt", "where", "sigmoid", "atan2"])
@@ -76,12 +76,12 @@ def test_reasons_to_stay_eager():
         "a wider 0-d tensor, which the CPU does not round"
     )
     leaf = torch.ones(4, requires_grad=True)
-    assert inferred("mul", leaf, x, graded=True).meta.requires_grad
+    assert inferred("mul", leaf, x, grad_mode=True).meta.requires_grad
     assert not inferred("mul", leaf, x).meta.requires_grad
     with torch.inference_mode():
         other = torch.ones(4)
         reason = "an inference tensor, which autograd cannot save"
-        assert inferred("mul", leaf, other, graded=True) == reason
+        assert inferred("mul", leaf, other, grad_mode=True) == reason
 
 
 def test_consts_that_have_to_fit():

@@ -295,7 +295,7 @@ def test_functions_stay_functions():
         "reason",
         "into",
         "node",
-        "held",
+        "chain_id",
     ]
     assert add(autofuse.wrap(torch.ones(2))) is NotImplemented  # as torch's
     with pytest.raises(TypeError, match="missing 1 required positional argument"):

@@ -44,7 +44,7 @@ def _is_slow(op: Op, common: str) -> bool:
 def _stride(
     op: Op, device: torch.device, common: torch.dtype, shape: layout.Ints, views: list[Meta | type]
 ) -> layout.Ints:
-    """The strides that eager gives to the result of `op`; views: as in `extend`."""
+    """The strides that eager gives to the result of `op`; views: its operands, Consts by class."""
     tensors = [view for view in views if isinstance(view, Meta)]
     first = tensors[0]
     if first.flat and 0 not in shape and all(meta.shape == shape and meta.flat for meta in tensors):
@@ -89,13 +89,13 @@ def infer(
     inputs: tuple[Meta, ...],
     consts: tuple[type, ...],
     device: torch.device,
-    graded: bool,
+    grad_mode: bool,
     relaxed: bool,
 ) -> Inferred | str:
     """What `op` makes of `operands`, or why it has to run as eager PyTorch.
 
     operands: as in an edge of the trie. metas: of the program's pending values, by index. inputs,
-    consts: the program's. graded: whether it is recorded in grad mode.
+    consts: the program's. grad_mode: whether it is recorded in grad mode.
     """
     args: list[Ref] = []
     reads, numbers = list(inputs), list(consts)
@@ -141,7 +141,7 @@ def infer(
         if code not in ("f32", "f64", "i64", "f16", "bf16"):
             return "an integer that may not fit the dtype"
     stride = _stride(op, device, common, shape, views)
-    graph = graded and result.is_floating_point and any(meta.requires_grad for meta in tensors)
+    graph = grad_mode and result.is_floating_point and any(meta.requires_grad for meta in tensors)
     if graph and not op.grad:
         return "no derivative rule"
     if graph and any(meta.inference for meta in tensors):

@@ -56,7 +56,7 @@ class Tensor(torch.Tensor):
     """A tensor whose pointwise ops are recorded and run later as one fused kernel.
 
     Made by `autofuse.wrap` and `autofuse.fuse`; behaves as the `torch.Tensor` it stands for. The
-    dispatch of its ops is installed by `autofuse.tensor`.
+    dispatch of its ops is installed by `autofuse.dispatch`.
     """
 
     _af: Any = UNKNOWN  # a trie Node while pending; a Meta or UNKNOWN when concrete
@@ -64,7 +64,7 @@ class Tensor(torch.Tensor):
 
     def __setattr__(self, name: str, value: object) -> None:
         # an attribute of the user's must not stay on a shell that is used again
-        hooks.settled(self)
+        hooks.value_of(self)
         torch.Tensor.__setattr__(self, name, value)
 
 

@@ -28,16 +28,17 @@ from .shell import Tensor
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "by_outputs", "common", "consts", "counted", "fresh_bytes", "graded",
+    __slots__ = ("args", "by_outputs", "common", "consts", "counted", "fresh_bytes", "grad_mode",
                  "holds_grad", "index", "inputs", "key", "likely", "limits", "long", "meta",
                  "next", "op", "parent", "pinned_limit", "reason", "recent", "recorder",
                  "relaxed", "returns", "runners", "shell", "skips", "writers")  # fmt: skip
 
     def __init__(
-        self, recorder: Recorder, parent: Node | None, op: Op | None, graded: bool = False
+        self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
     ) -> None:
         self.recorder, self.parent, self.op = recorder, parent, op
-        self.graded: bool = graded if parent is None else parent.graded  # recorded in grad mode
+        # whether it is recorded in grad mode
+        self.grad_mode: bool = grad_mode if parent is None else parent.grad_mode
         self.relaxed: bool = config.relaxed if parent is None else parent.relaxed
         self.index: int = -1 if parent is None else parent.index + 1
         self.args: tuple[Ref, ...] = ()
@@ -54,10 +55,10 @@ class Node:
         self.recent: Node | None = None  # the one that followed last time
         self.key: tuple[Any, ...] = ()  # the edge that leads here
         self.shell: Tensor | None = None  # free unless it stands in the open chain
-        # what runs the program that ends here: by the reference counts of its shells, the same
-        # where the last value is written to memory that is there, and all of them by outputs
+        # the Runners of the program that ends here, by reference counts of its shells...
         self.runners: dict[tuple[int, ...], Any] = {}
-        self.writers: dict[tuple[int, ...], Any] = {}
+        self.writers: dict[tuple[int, ...], Any] = {}  # ...where the last value goes to memory
+        # that is there; and by outputs, also those that wait for kernels
         self.by_outputs: dict[tuple[Output, ...], Any] = {}
         self.returns: tuple[Any, ...] | None = None  # of `make_eager`: what it stands for
         self.skips = 0  # how often that was not recorded
@@ -97,7 +98,11 @@ class Node:
 
 
 class Chain(list):  # type: ignore[type-arg]
-    """The open chain: its shells in order, and what they read."""
+    """A chain, open or taken by a flush: its shells in order, and what they read.
+
+    Its recorder's `running` is it from being taken until it is done or open again; `values` is None
+    until they are known, WRITING while C writes memory that is read too.
+    """
 
     __slots__ = ("bumps", "consts", "first", "inputs", "into", "late", "marks", "pinned", "slots",
                  "stream", "tip", "values")  # fmt: skip
@@ -114,7 +119,8 @@ class Chain(list):  # type: ignore[type-arg]
         self.values: dict[int, torch.Tensor] | None = None  # what a flush gives away, by node index
         self.pinned = 0  # bytes of Inputs since the last look at who holds them
         self.stream = 0
-        self.first = 0  # under grad: the number of the first op, see `follows`
+        # under grad: the number of the first op, see `torch_private`; that of op k is first + k
+        self.first = 0
         self.late: int | None = None  # that, where nodes made now would come too late
 
     def emptied(self) -> Chain:
@@ -138,7 +144,7 @@ class Recorder:
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
         self.thread = ident  # whose it is; -1 once that has ended
-        self.ident = ident  # the same, or 0 while a flush has taken the chain
+        self.ident = ident  # the same, or 0 while a flush has taken the chain; -1 after `leave`
         self.relock()
         self.ended = False  # its thread has gone
         self.guarded = False  # machine code runs an eager op, with torch functions off
@@ -150,7 +156,9 @@ class Recorder:
         enter_context(device)
         self.closed = Node(self, None, None)  # nothing is ever recorded after it
         self.grad = self.inference = False
-        self.resting = False  # records nothing until there is news of kernels, see `_rest`
+        self.resting = (
+            False  # records nothing until there is news of kernels; see `policy.rest`
+        )
         self.launches = 0  # flushes that ran a kernel, or waited for it
         self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
         self.roots: dict[object, Node] = {}  # by what decides results besides the operands

@@ -54,7 +54,7 @@ def extend(
     operands: as in an edge. metas: the Metas of the program's pending values, by index.
     """
     found = infer(
-        op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.graded, tip.relaxed
+        op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode, tip.relaxed
     )
     if isinstance(found, str):
         return eager_node(recorder, tip, op, found)

@@ -55,7 +55,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
             elif state.__class__ is not Meta and state is not UNKNOWN:
                 return run_any(func, known, args, kwargs)
         elif x.__class__ not in SIMPLE and not (
-            x.__class__ in _SIZES and (not x or x[0].__class__ is int or _are_settled(x, known))
+            x.__class__ in _SIZES and (not x or x[0].__class__ is int or _made_concrete(x, known))
         ):
             return run_any(func, known, args, kwargs)
     counts.eager[known.reason] += 1
@@ -68,7 +68,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     return _lifted_split(result) if known.splits else _lifted(result)
 
 
-def _are_settled(items: Any, known: Known) -> bool:
+def _made_concrete(items: Any, known: Known) -> bool:
     """Make the tensors in a list concrete; False if `run_eager` does not know all of it."""
     for x in items:
         if x.__class__ is Tensor:

@@ -253,10 +253,10 @@ def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
     known.reason = (known.name, "a write with nothing pending to fuse it with")
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        settled = _is_settled(self) if self.__class__ is Tensor else self.__class__ in OURS
+        settled = _is_concrete(self) if self.__class__ is Tensor else self.__class__ in OURS
         if settled:
             for x in args if not kwargs else (*args, *kwargs.values()):
-                if x.__class__ not in _OPERANDS and not (x.__class__ is Tensor and _is_settled(x)):
+                if x.__class__ not in _OPERANDS and not (x.__class__ is Tensor and _is_concrete(x)):
                     settled = False
                     break
         if settled:
@@ -273,7 +273,7 @@ def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
     return call
 
 
-def _is_settled(x: Tensor) -> bool:
+def _is_concrete(x: Tensor) -> bool:
     state = x._af
     return state.__class__ is Meta or state is UNKNOWN
 

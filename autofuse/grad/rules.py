@@ -179,7 +179,7 @@ class UnfusedError(Exception):
 
 
 class Tape:
-    """Records rules as a program of its own; a value is a reference as in a plan."""
+    """Records rules as a program of its own; a value is a reference as in a program."""
 
     def __init__(self, recorder: Recorder, inputs: list[Meta], relaxed: bool) -> None:
         self.recorder = recorder

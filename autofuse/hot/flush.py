@@ -1,4 +1,4 @@
-"""Flushing a chain, as machine code: `record.flush` where its kernels are there."""
+"""Flushing a chain, as machine code: `flush` of `record.flush`, where its kernels are there."""
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
@@ -55,18 +55,18 @@ if TYPE_CHECKING:
 
 
 def flush(entry, function, args, flags, names):
-    """`record.flush.flush`."""
+    """`flush`."""
     count = flags & COUNT
     if names == 0 and (count == 2 or count == 5):
         recorder: Recorder = load(args)
         target = 0
-        held = 0
+        expected = 0
         last = 0
         if count == 5:
             target = load(args + 16)
             last = load(args + 24)
-            held = PyLong_AsLong(load(args + 32))
-        done = flushed(recorder, load(args + 8), target, held, last)
+            expected = PyLong_AsLong(load(args + 32))
+        done = flushed(recorder, load(args + 8), target, expected, last)
         if done > 0:
             Py_IncRef(True)
             return True
@@ -118,10 +118,10 @@ def flush_into(recorder: Recorder, reason, target, chain: Chain):
     return done > 0
 
 
-def flushed(recorder: Recorder, reason, target, held, last):
+def flushed(recorder: Recorder, reason, target, expected, last):
     """1 or 2 if it is done, 0 if Python has to do it, -1 after an interrupt.
 
-    target: the memory that takes the last value, or 0; held, last: the chain then and its tip.
+    target: the memory that takes the last value, or 0; expected, last: the chain then and its tip.
     """
     ident = PyThread_get_thread_ident()
     if PyLong_AsLong(recorder.ident) != ident or PyLong_AsLong(recorder.thread) != ident:
@@ -144,31 +144,31 @@ def flushed(recorder: Recorder, reason, target, held, last):
         Py_DecRef(spare)
     chain: Chain = recorder.chain
     tip: Node = chain.tip
-    if target != 0 and (chain is not held or tip is not last):
+    if target != 0 and (chain is not expected or tip is not last):
         return 0
     size = PyList_Size(chain)
     Py_IncRef(chain)
-    alive = PyTuple_New(size)  # up to Python 3.11 this runs finalizers, which may flush
+    refcounts = PyTuple_New(size)  # up to Python 3.11 this runs finalizers, which may flush
     same = recorder.chain is chain and chain.tip is tip and recorder.spare is not None
     Py_DecRef(chain)
-    if alive == 0:
+    if refcounts == 0:
         return -1
     if same == 0:
-        Py_DecRef(alive)
+        Py_DecRef(refcounts)
         return 0
     k = 0
     while k < size:
         number = PyLong_FromLong(load32(PyList_GetItem(chain, k)) + COUNTED)
         if number == 0:
-            Py_DecRef(alive)
+            Py_DecRef(refcounts)
             return -1
-        store(alive + ITEMS + 8 * k, number)
+        store(refcounts + ITEMS + 8 * k, number)
         k += 1
     if target == 0:
-        runner = PyDict_GetItemWithError(tip.runners, alive)
+        runner = PyDict_GetItemWithError(tip.runners, refcounts)
     else:
-        runner = PyDict_GetItemWithError(tip.writers, alive)
-    Py_DecRef(alive)
+        runner = PyDict_GetItemWithError(tip.writers, refcounts)
+    Py_DecRef(refcounts)
     if runner == 0:
         return 0
     program = PyObject_GetAttr(runner, WORDS)

@@ -1,8 +1,8 @@
 """Plans: from a recorded program and its live-outs to the loops that compute them.
 
-Pure: knows nothing of torch tensors, numba or CUDA. A program is a tuple of Steps over Inputs;
-a Plan is the part of it one kernel computes, with sizes, strides and scalar values taken out
-(they are arguments of the kernel), so that equal Plans share one kernel.
+Pure: knows nothing of torch tensors, numba or CUDA. A Plan is the part of a program that one kernel
+computes, with sizes, strides and scalar values taken out (they are arguments of the kernel), so
+that equal Plans share one kernel.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Piece:
     """One kernel of a flush: its Plan, and what stands for its parameters in this program."""
 
     plan: Plan
-    loads: tuple[Ref, ...]  # ~k: Input k; k: the live-out of node k, stored by an earlier piece
+    loads: tuple[Ref, ...]  # ~k: Input k; k: the output of step k, stored by an earlier piece
     consts: Ints  # which of the chain's Consts
-    stores: Ints  # node indices
+    stores: Ints  # steps
     numel: int  # elements of the loop
     numbers: Ints  # sizes of the inner axes, then strides of the STRIDED axes
 

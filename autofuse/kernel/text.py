@@ -1,4 +1,4 @@
-"""Kernel source: from a Plan to the text of its element function.
+"""Text: from a Plan to the text of its element function.
 
 Pure. The text is a small subset of Python, one statement per op, and it is what gets compiled:
 

@@ -27,7 +27,7 @@ from ..chain.shell import Held
 from ..chain.state import Chain, Node, Recorder
 from ..dtypes import CODES
 from ..errors import MismatchError
-from ..grad.node import Backward
+from ..grad.backward import Backward
 from ..grad.rules import Torch
 from ..kernel.text import parse
 from ..lines import shown, user_position
@@ -181,7 +181,7 @@ class Check(Observer):
     def __init__(self) -> None:
         self.cases: dict[int, _Forward] = {}  # by id of the Flush
 
-    def flushing(self, flush: Flush, chain: Chain, alive: Sequence[int], node: Node) -> None:
+    def flushing(self, flush: Flush, chain: Chain, refcounts: Sequence[int], node: Node) -> None:
         if flush.live and not node.relaxed and not capturing(flush.device):
             make = lambda: _Forward(flush, chain, node)  # noqa: E731
             self.cases[id(flush)] = _alone(node.recorder, make)

@@ -74,7 +74,7 @@ class Observer:
     `unlocked`.
     """
 
-    def flushing(self, flush: Flush, chain: Chain, alive: Sequence[int], node: Node) -> None:
+    def flushing(self, flush: Flush, chain: Chain, refcounts: Sequence[int], node: Node) -> None:
         """Before `chain`, which ends with `node` and has these reference counts, runs."""
 
     def flushed(self, flush: Flush) -> None:
@@ -163,7 +163,7 @@ class _Watch:
     """Makes the events of one flush."""
 
     def __init__(
-        self, recorder: Recorder, chain: Chain, node: Node, alive: tuple[int, ...], reason: str
+        self, recorder: Recorder, chain: Chain, node: Node, refcounts: tuple[int, ...], reason: str
     ) -> None:
         nodes = node.path()
         self.lock, self.calls = recorder.lock, list[Callable[[], None]]()
@@ -175,12 +175,12 @@ class _Watch:
             ops=tuple(one.op.name for one in nodes if one.op is not None),
             inputs=node.inputs,
             values=tuple(one.meta for one in nodes if one.meta is not None),
-            live=tuple(index for index, held in enumerate(alive) if held > DEAD),
+            live=tuple(index for index, held in enumerate(refcounts) if held > DEAD),
         )
         self.outer, _running.watch = _running.watch, self
         try:
             for observer in self.observers:
-                observer.flushing(flush, chain, alive, node)
+                observer.flushing(flush, chain, refcounts, node)
         except BaseException:
             _running.watch = self.outer
             raise

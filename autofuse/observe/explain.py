@@ -79,10 +79,12 @@ class Report(Observer, Findings):
 
     # --- events ---
 
-    def flushing(self, flush: Flush, chain: Chain, alive: Sequence[int], node: Node) -> None:
+    def flushing(self, flush: Flush, chain: Chain, refcounts: Sequence[int], node: Node) -> None:
         self.flushes.append(flush)
         shells = [chain[index] for index in flush.live]
-        for index, who in zip(flush.live, self._holders(flush, shells, alive, node), strict=True):
+        for index, who in zip(
+            flush.live, self._holders(flush, shells, refcounts, node), strict=True
+        ):
             meta = flush.values[index]
             self.stored.append(
                 LiveOut(
@@ -114,12 +116,12 @@ class Report(Observer, Findings):
         self.syncs.append(Sync(name.strip("_"), position, reads.said(name, position)))
 
     def _holders(
-        self, flush: Flush, shells: list[Tensor], alive: Sequence[int], node: Node
+        self, flush: Flush, shells: list[Tensor], refcounts: Sequence[int], node: Node
     ) -> list[tuple[str, ...]]:
         """Who holds each of the live `shells` of a chain that ends with `node`."""
         keys = [(flush.position, node, index) for index in flush.live]
         if not all(key in self._held for key in keys):
-            counts = [alive[index] - DEAD for index in flush.live]
+            counts = [refcounts[index] - DEAD for index in flush.live]
             found = holders(shells, counts)
             if flush.reason == "fuse":  # the outermost fused call has just returned it
                 found = [("the result of the call",) if who == (ARGUMENT,) else who

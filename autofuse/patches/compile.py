@@ -36,8 +36,8 @@ def patch_compile() -> None:
 def _skip_tracing() -> None:
     """A wrapped tensor that a compiled function closes over breaks its graph.
 
-    The ops on it run as torch's own, for torch._dynamo does not trace what records them. `api`
-    stays open, so that a fused function is compiled as if it were not fused.
+    The ops on it run as torch's own, for torch._dynamo does not trace what records them. `api`,
+    `fused` and `patches` stay open, so that a fused function is compiled as if it were not fused.
     """
     from torch._dynamo import trace_rules
     from torch._dynamo.eval_frame import skip_code

@@ -68,13 +68,13 @@ def flush(
     reason: str,
     into: torch.Tensor | None = None,
     node: Node | None = None,
-    held: int = 0,
+    chain_id: int = 0,
 ) -> bool:
     """Run what `recorder` has pending: live values get memory, dead ones are forgotten.
 
-    into: memory that takes the last value, that of `node` in the chain whose id is `held`, for the
-    caller holds it; nothing happens if that is no longer the last, or another chain has come to end
-    like it. Returns whether this call has done it. In the middle of the flush that does it, and
+    into: memory that takes the last value, that of `node` in the chain whose id is `chain_id`, for
+    the caller holds it; nothing happens if that is no longer the last, or another chain has come to
+    end like it. Returns whether this call has done it. In the middle of the flush that does it, and
     where this thread would have to wait for it from inside another one, values stay pending;
     `beside` knows them.
     """
@@ -95,7 +95,7 @@ def flush(
             if not taken and not nested:
                 taken = acquire(timeout=patience(_WAIT_SECONDS))
             if taken:
-                done = _flush(recorder, reason, into, node, held, nested)
+                done = _flush(recorder, reason, into, node, chain_id, nested)
                 if done is not None:
                     return done
         finally:
@@ -117,12 +117,12 @@ def _flush(
     reason: str,
     into: torch.Tensor | None,
     node: Node | None,
-    held: int,
+    chain_id: int,
     nested: bool,
 ) -> bool | None:
     """`flush` with the lock held; None to try again. nested: the thread was inside already."""
     ident, open_ = get_ident(), recorder.chain
-    same = node is None or id(open_) == held
+    same = node is None or id(open_) == chain_id
     # no Python runs from here...
     spare, recorder.spare = recorder.spare, None
     chain = interrupted = recorder.running
@@ -182,7 +182,8 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
 
     If it raises and the chain is done all the same, `recorder.running` is None.
     """
-    node, into, own = chain.tip, chain.into is not None, recorder.thread == get_ident()
+    node, writes = chain.tip, chain.into is not None
+    own = recorder.thread == get_ident()
     watch: Watch | None = None
     runner = None
     counted = False
@@ -192,15 +193,15 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             return
         if not own:
             enter_context(recorder.device)
-        alive = tuple(map(getrefcount, chain))
+        refcounts = tuple(map(getrefcount, chain))
         if node.holds_grad:
-            here = own and peek() == chain.first + len(alive)
+            here = own and peek() == chain.first + len(refcounts)
             chain.late = None if here else chain.first
         if hooks.flushing is not None:  # 0.02 us
-            watch = hooks.flushing(recorder, chain, node, alive, reason)
-        runner = (node.writers if into else node.runners).get(alive)
+            watch = hooks.flushing(recorder, chain, node, refcounts, reason)
+        runner = (node.writers if writes else node.runners).get(refcounts)
         if runner is None:
-            runner = runner_for(recorder, node, alive, into)
+            runner = runner_for(recorder, node, refcounts, writes)
         counts.flushes[reason] = counts.flushes.get(reason, 0) + 1
         try:
             if runner.live and own:
@@ -257,8 +258,8 @@ def finish(chain: Chain) -> None:
 
     def give() -> None:
         assert chain.values is not None
-        owners = [node for node in chain.tip.path() if node.index in chain.values]
-        settle(chain, owners, again=True)
+        visible = [node for node in chain.tip.path() if node.index in chain.values]
+        settle(chain, visible, again=True)
         let_go(chain)
 
     whatever_interrupts(give)
@@ -396,4 +397,4 @@ def flush_all(reason: str) -> None:
             flush(recorder, reason)
 
 
-hooks.settled = value_of
+hooks.value_of = value_of

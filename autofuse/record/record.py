@@ -343,9 +343,9 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
 
 def relieve(recorder: Recorder, chain: Chain) -> None:
     """Flush if Inputs that only this chain keeps alive have come to much memory."""
-    alive = counts_of(chain.inputs)
+    refcounts = counts_of(chain.inputs)
     metas = chain.tip.inputs
-    dead = [meta.nbytes for meta, held in zip(metas, alive, strict=False) if held <= ALONE]
+    dead = [meta.nbytes for meta, held in zip(metas, refcounts, strict=False) if held <= ALONE]
     chain.pinned = sum(dead)
     if chain.pinned > chain.tip.pinned_limit:
         flush(recorder, "memory")

@@ -6,7 +6,7 @@ from ..chain.liveness import DEAD
 from ..chain.state import Chain, Node, Recorder
 from ..chain.trie import make_eager
 from ..errors import ColdKernelError, KernelError
-from ..grad.node import Graph, graded, graph_of
+from ..grad.backward import Graph, graph_of, with_graph
 from ..grad.segments import outline_of
 from ..inside import is_foreign
 from ..kernel.plan import Piece, make_pieces
@@ -21,22 +21,25 @@ from .policy import TRIES, is_short, pays, rest
 from .ranges import annotated, open_ranges
 
 
-def outputs_of(alive: tuple[int, ...], into: bool) -> tuple[Output, ...]:
-    """What a flush has to compute, by the reference counts of its shells; into: see `flush`."""
-    written = len(alive) - 1 if into else -1
+def outputs_of(refcounts: tuple[int, ...], writes: bool) -> tuple[Output, ...]:
+    """What a flush has to compute, by the reference counts of its shells.
+
+    writes: the last value, to memory that is there.
+    """
+    written = len(refcounts) - 1 if writes else -1
     return tuple(
         Output(index, WRITE if index == written else NEW)
-        for index, held in enumerate(alive)
+        for index, held in enumerate(refcounts)
         if held > DEAD or index == written
     )
 
 
-def runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: bool) -> Runner:
+def runner_for(recorder: Recorder, node: Node, refcounts: tuple[int, ...], writes: bool) -> Runner:
     """What runs the chain that ends at `node`, whose shells have these reference counts."""
     if recorder.size >= config.max_trie:
         recorder.forget()
         recorder.open()
-    outputs = outputs_of(alive, into)
+    outputs = outputs_of(refcounts, writes)
     known: Runner | None = node.by_outputs.get(outputs)
     runner = known
     if known is None or known.waiting:
@@ -58,10 +61,10 @@ def runner_for(recorder: Recorder, node: Node, alive: tuple[int, ...], into: boo
             rest(recorder)
             return runner  # asked again next time
     assert runner is not None
-    counted = node.writers if into else node.runners
+    counted = node.writers if writes else node.runners
     if len(counted) > 256:  # a value may be held in any number of places
         counted.clear()
-    counted[alive] = runner
+    counted[refcounts] = runner
     return runner
 
 
@@ -135,5 +138,5 @@ class WaitingRunner(EagerRunner):
         make = runner_class(self.device)
         runner = make(self.tip, self.computed, self.pieces, kernels)
         if self.graph is not None:
-            runner = graded(runner, self.graph)
-        return runner.settling()
+            runner = with_graph(runner, self.graph)
+        return runner.bind()

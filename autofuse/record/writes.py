@@ -122,9 +122,11 @@ def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bo
     return announced(_write_among_others, recorder, target, node, id(chain))
 
 
-def _write_among_others(recorder: Recorder, target: torch.Tensor, node: Node, held: int) -> bool:
+def _write_among_others(
+    recorder: Recorder, target: torch.Tensor, node: Node, chain_id: int
+) -> bool:
     flush_readers(target, "write", others=True)
-    return flush(recorder, "write", target, node, held)
+    return flush(recorder, "write", target, node, chain_id)
 
 
 def _reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:

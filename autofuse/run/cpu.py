@@ -46,7 +46,7 @@ class CpuRunner(Runner):
         super().__init__(*args)
         self._entries = [kernel.entry for kernel in self.kernels]
 
-    def settling(self) -> CpuRunner:
+    def bind(self) -> CpuRunner:
         """Make ready for `run`; returns self."""
         return self
 
@@ -99,7 +99,7 @@ class CpuRunner(Runner):
             )
             values[index] = value
             outs |= {index: value} if len(pack) == 1 else dict(zip(pack, value, strict=True))
-        into = chain.into if chain is not None and self.into else None
+        into = chain.into if chain is not None and self.writes else None
         if into is not None:
             outs[self.live[-1]] = into
             if _chunks(self.pieces[-1]) > 1:  # not in one step, and so not in place

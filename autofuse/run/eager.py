@@ -52,12 +52,13 @@ def replayed(
     ops: Callable[..., list[torch.Tensor]] | None = None,
 ) -> dict[int, torch.Tensor]:
     """The values `live` of `chain`, by node index, made by eager ops; `chain` stays as it is."""
-    if nodes[-1].graded and key_is_excluded(AUTOGRAD):  # in a `__torch_dispatch__` of another class
+    # in a `__torch_dispatch__` of another class
+    if nodes[-1].grad_mode and key_is_excluded(AUTOGRAD):
         with ExcludedKey(AUTOGRAD, False), ExcludedKey(AUTOGRAD_OF_VIEWS, False):
             return replayed(chain, nodes, live, bumps, late, ops)
     was = torch.is_grad_enabled()
     try:
-        set_grad_enabled(nodes[-1].graded)
+        set_grad_enabled(nodes[-1].grad_mode)
         with NoTorchFunction():
             made = (ops or _replay(nodes, live))(chain.inputs, chain.consts, bumps, late)
     finally:

@@ -45,18 +45,19 @@ class Runner:
         pieces: tuple[Piece, ...] = (),
         kernels: Sequence[Kernel] = (),
     ) -> None:
-        """tip: where the program ends. pieces, kernels: of its Plan, one each, or none."""
+        """tip: where the program ends. pieces, kernels: of its Plans, one each, or none."""
         self.tip, self.outputs, self.pieces, self.kernels = tip, outputs, pieces, kernels
         self.device, self.nodes, self.inputs = tip.recorder.device, tip.path(), tip.inputs
         self.live = tuple(output.step for output in outputs)
-        self.into = bool(outputs) and outputs[-1].kind == WRITE
+        self.writes = bool(outputs) and outputs[-1].kind == WRITE
         self.copied = bool(outputs) and outputs[-1].kind == COPY
-        # nodes of values that get memory of their own, and those of them that have a shell
+        # nodes of values that get memory of their own (not WRITE), and those of them whose shells
+        # get them (not STORED)
         self.owners = [self.nodes[output.step] for output in outputs if output.kind != WRITE]
         self.visible = [self.nodes[output.step] for output in outputs if output.kind in (NEW, COPY)]
         self.others = 0  # runs but those of `words`
         dead = [node for node in self.nodes if node.index not in set(self.live)]
-        self.elided = len(dead) + self.into
+        self.elided = len(dead) + self.writes
         self.elided_bytes = sum(node.meta.nbytes for node in dead if node.meta is not None)
 
     @property

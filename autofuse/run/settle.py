@@ -16,7 +16,7 @@ WRITING: dict[int, torch.Tensor] = {}  # `Chain.values` while C writes to memory
 
 
 def settle(
-    chain: Chain, owners: Sequence[Node], believed: bool = False, again: bool = False
+    chain: Chain, visible: Sequence[Node], believed: bool = False, again: bool = False
 ) -> None:
     """Give the live shells of `chain` its values, and the memory that it writes to the last one.
 
@@ -27,19 +27,19 @@ def settle(
     with NoTorchFunction():
         if chain.into is not None:
             write_out(chain, values[chain.tip.index])
-        for owner in owners:
-            shell, meta = chain[owner.index], owner.meta
+        for node in visible:
+            shell, meta = chain[node.index], node.meta
             if shell is None:
                 continue
-            real = values[owner.index]
+            real = values[node.index]
             assert meta is not None
             if again and is_shell(real):
-                owner.shell = gave(shell, real, UNKNOWN, owner)
+                node.shell = gave(shell, real, UNKNOWN, node)
             else:
                 if not believed and fresh_meta(real) is not meta:
                     meta = UNKNOWN  # never believed to be what it is not
-                owner.shell = become(shell, real, meta, owner)
-            chain[owner.index] = None
+                node.shell = become(shell, real, meta, node)
+            chain[node.index] = None
 
 
 def write_out(chain: Chain, value: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Compilation: from Plans to Kernels, by the cheapest way there is: memory, disk, a compiler.
+"""Kernels: from Plans, by the cheapest way there is: memory, disk, a compiler.
 
 A kernel that was ever compiled on this machine is loaded at once. Another one is compiled where
 `config.compile` says: "now", or in the background, and until it is there its chains run as the

@@ -1,6 +1,6 @@
-"""Autograd: the nodes that a flush leaves behind, and the kernel of each one's backward.
+"""Backward: the autograd nodes that a flush leaves behind, and the kernel of each one's backward.
 
-The forward kernel computes with grad off; then each Segment gets a node. Its backward applies the
+The forward kernel computes with grad off; then each Segment gets one. Its backward applies the
 derivative rules of the op table in the order in which eager's engine would, as one kernel; under
 `create_graph` as differentiable torch ops.
 """
@@ -46,7 +46,7 @@ class Backward:
     ) -> tuple[Any, ...]:
         """None, then the gradients for `slots`: from those of `outs` and the values of `saved`."""
         # a hook may have left one pending; C++ holds it, so that it cannot become
-        grads = [hooks.settled(g) if g.__class__ is Tensor else g for g in grads]
+        grads = [hooks.value_of(g) if g.__class__ is Tensor else g for g in grads]
         incoming = [g for g in grads if g is not None]
         if not incoming:
             return (None,) * (1 + len(self.segment.slots))
@@ -236,7 +236,7 @@ def graph_of(recorder: Recorder, outline: Outline) -> Graph:
     return Graph(backwards, outline.stored, outline.saved_bytes)
 
 
-def graded(runner: Runner, graph: Graph) -> Runner:
+def with_graph(runner: Runner, graph: Graph) -> Runner:
     """`runner`, which also computes what `graph` stores, made to leave `graph` behind."""
     packs = (backward.segment.pack for backward in graph.backwards)
     runner.packs = tuple(tuple(pack) for pack in packs if pack)

@@ -1,0 +1,1 @@
+"""Programs: what a chain recorded, as data, and what follows from what in it."""
