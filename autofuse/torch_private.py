@@ -1,4 +1,4 @@
-"""PyTorch's private parts: every name of torch._C that autofuse calls, under names of its own.
+"""PyTorch's private parts: the names of torch._C that the stages call, under names of their own.
 
 What is patched, and what is listed by its place in PyTorch, stands where that is done. A name that
 a version of PyTorch does not have is missed here, at import.

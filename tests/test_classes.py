@@ -497,3 +497,10 @@ def test_a_flush_inside_the_dispatch_of_another_class_keeps_gradients(fused, dev
         grads.append(torch.autograd.grad((pending[0] * pending[1]).sum(), leaf)[0])
     for grad in grads[1:]:
         torch.testing.assert_close(grad, grads[0])
+
+
+def test_handlers_say_where_they_are_from():
+    """torch.fx finds by that what a graph calls."""
+    for name in ("add", "mul", "sin", "where", "add_", "__add__"):
+        function = getattr(autofuse.Tensor, name)
+        assert function.__module__.startswith("autofuse."), name

@@ -103,3 +103,17 @@ def test_objects_do_not_accumulate(device):
         step()
     gc.collect()
     assert len(gc.get_objects()) - before < 50
+
+
+def test_a_trie_that_is_forgotten_in_the_middle_of_a_flush(monkeypatch):
+    """The flush goes on with its kernel; the eager ops do not run beside it."""
+    x = torch.rand(8)
+    w = autofuse.wrap(x)
+    autofuse.materialize((w * 2.0 + 1.0).exp())
+    autofuse.reset_stats()
+    for k in range(4):
+        monkeypatch.setattr(autofuse.config, "max_trie", 2)
+        assert (w * 2.0 + 1.0).exp().tolist() == autofuse.materialize(
+            (w * 2.0 + 1.0).exp()
+        ).tolist()
+        assert autofuse.stats().kernels_launched == 2 * k + 2

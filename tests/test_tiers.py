@@ -773,6 +773,24 @@ def test_a_warm_start_imports_no_compiler(tmp_path):
     assert script(text, tmp_path)[1].split() == ["1", "False", "True"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+def test_a_fork_after_kernels_came_from_disk(tmp_path):
+    """Another thread may have held LLVM's lock, also where nothing was compiled."""
+    text = """
+        compile.config.compile = "now"
+        y = autofuse.materialize((x * 2.5 + 1.5).exp())
+        from autofuse.kernel import llvm
+        built = "autofuse.supply.build" in sys.modules
+        before = llvm._linker.cache_info().currsize
+        if os.fork():
+            os.wait()
+        else:
+            print(built, before, llvm._linker.cache_info().currsize)
+    """
+    assert script(text, tmp_path)[1].split() == ["True", "1", "0"]
+    assert script(text, tmp_path)[1].split() == ["False", "1", "0"]
+
+
 def test_a_worker_knows_no_torch():
     package = os.path.dirname(autofuse.__file__)
     text = background.BOOT.replace("main(answers, library)", "") + textwrap.dedent("""

@@ -156,9 +156,7 @@ class Recorder:
         enter_context(device)
         self.closed = Node(self, None, None)  # nothing is ever recorded after it
         self.grad = self.inference = False
-        self.resting = (
-            False  # records nothing until there is news of kernels; see `policy.rest`
-        )
+        self.resting = False  # records nothing until there is news of kernels; see `policy.rest`
         self.launches = 0  # flushes that ran a kernel, or waited for it
         self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
         self.roots: dict[object, Node] = {}  # by what decides results besides the operands

@@ -150,6 +150,7 @@ def handler(self, other=REST, /, *more, **options):
 
 # what the handlers' text names
 _NAMES = {
+    "__name__": __name__,
     "Tensor": Tensor, "Plain": Plain, "Parameter": Parameter, "UNKNOWN": UNKNOWN,
     "this_thread": this_thread, "get_ident": get_ident, "is_grad_enabled": is_grad_enabled,
     "concrete_meta": concrete_meta, "likely_meta": likely_meta, "follows": follows,

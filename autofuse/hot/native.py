@@ -48,8 +48,8 @@ _STAGES = (values, inputs, _record, _launch, _flush, call, write)
 _Function = Callable[..., Any]
 
 
-# the folders of this package that machine code relies on
-_RELIED = ("chain", "dispatch", "hot", "record", "run")
+# what machine code relies on in this package: folders and modules beside them
+_RELIED = ("chain", "dispatch", "hooks", "hot", "inside", "record", "run", "torch_private")
 
 
 class _Calls:
@@ -299,8 +299,9 @@ def _refusal() -> str:
 def _facts() -> list[str]:
     """All that decides whether machine code does what Python does."""
     sources = hashlib.sha256()
-    for folder in _RELIED:
-        for path in sorted((Path(__file__).parents[1] / folder).glob("*.py")):
+    package = Path(__file__).parents[1]
+    for name in _RELIED:
+        for path in sorted([*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py")]):
             sources.update(path.read_bytes())
     built = (getattr(sys, "abiflags", ""), getattr(torch.version, "git_version", ""))
     return [sys.version, torch.__version__, llvmlite.__version__, *map(str, built), *processor(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from ..kernel import llvm as _llvm
 from ..kernel.cuda import assemble, capability_of, compile_ptx
 from ..kernel.llvm import compile_object, undisturbed
 from ..kernel.source import Source
@@ -45,7 +44,6 @@ def build(source: Source, target: str) -> bytes:
 
 
 def forget_threads() -> None:
-    """After a fork: another thread may have held the lock, or LLVM's."""
+    """After a fork: another thread may have held the lock."""
     global compiler_lock
     compiler_lock = threading.RLock()
-    _llvm.forget_threads()

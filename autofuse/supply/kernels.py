@@ -486,10 +486,9 @@ def forget_threads() -> None:
         request.state = "rare"
     _queued = set()
     forget_service(forked=True)
-    if "autofuse.supply.build" in sys.modules:
-        from .build import forget_threads
-
-        forget_threads()
+    for name in ("autofuse.supply.build", "autofuse.kernel.llvm"):  # each may be there alone
+        if name in sys.modules:
+            sys.modules[name].forget_threads()
     stir()
 
 
