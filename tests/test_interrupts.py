@@ -28,15 +28,15 @@ class Late(Exception):
     """What the signal handler of an alarm raises."""
 
 
-class Interrupted:
-    """Raise `kind` at the `count`-th place in autofuse where Python looks for signals.
+class Place:
+    """Act at the `count`-th place in autofuse where Python looks for signals.
 
     That is where a function of Python begins, where a call of C has ended, and where a loop turns;
     never before a call of C, such as the end of a `with` that switches torch functions off.
     """
 
-    def __init__(self, count, kind=KeyboardInterrupt):
-        self.left, self.kind = count, kind
+    def __init__(self, count):
+        self.left = count
 
     def __enter__(self):
         sys.setprofile(self.event)
@@ -51,7 +51,18 @@ class Interrupted:
         self.left -= 1
         if self.left == 0:
             sys.setprofile(None)
-            raise self.kind
+            self.act()
+
+
+class Interrupted(Place):
+    """Raise `kind` there."""
+
+    def __init__(self, count, kind=KeyboardInterrupt):
+        super().__init__(count)
+        self.kind = kind
+
+    def act(self):
+        raise self.kind
 
 
 class AtJump(Interrupted):
@@ -82,7 +93,7 @@ class AtJump(Interrupted):
                 self.left -= 1
                 if self.left == 0:
                     sys.settrace(None)
-                    raise self.kind
+                    self.act()
         elif event == "return":
             self.last.pop(frame, None)
         return self.opcode

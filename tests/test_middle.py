@@ -8,16 +8,15 @@ the next place; whatever that function does, the program computes what eager PyT
 import functools
 import gc
 import signal
-import sys
 
 import pytest
 import torch
 from test_interrupts import (
     Interrupted,
     Late,
+    Place,
     assert_whole,
     gradients,
-    is_ours,
     plain,
     values,
     writes,
@@ -31,29 +30,18 @@ from autofuse.record import flush as flushing
 from autofuse.record import writes as writing
 
 
-class Middle:
+class Middle(Place):
     """Call `action` at the `count`-th place in autofuse where Python looks for signals."""
 
     def __init__(self, count, action, later=None):
         """later: an Interrupted that begins after the action."""
-        self.left, self.action, self.later = count, action, later
+        super().__init__(count)
+        self.action, self.later = action, later
 
-    def __enter__(self):
-        sys.setprofile(self.event)
-        return self
-
-    def __exit__(self, *exc):
-        sys.setprofile(None)
-
-    def event(self, frame, event, argument):
-        if event in ("return", "c_call") or not is_ours(frame):
-            return
-        self.left -= 1
-        if self.left == 0:
-            sys.setprofile(None)
-            self.action()
-            if self.later is not None:
-                self.later.__enter__()
+    def act(self):
+        self.action()
+        if self.later is not None:
+            self.later.__enter__()
 
 
 def chains(held, w, v, p):
