@@ -9,7 +9,7 @@ import torch
 from .chain.meta import UNKNOWN, Meta
 from .chain.shell import Tensor, alias
 from .dispatch import install as _install  # noqa: F401 - puts what dispatch defines on the class
-from .dispatch import nested as _nested
+from .dispatch.nested import wrapped_in
 from .record.flush import beside, flush, flush_tensor
 from .record.modes import closed
 
@@ -81,7 +81,7 @@ def materialize(*xs: Any) -> Any:
                 return x
             if state.__class__ is Meta or state is UNKNOWN:
                 return x
-    for tensor in _nested.wrapped_in(xs):
+    for tensor in wrapped_in(xs):
         flush_tensor(tensor, "materialize")
     return xs[0] if len(xs) == 1 else xs
 

@@ -5,16 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from test_structure import FILES
 
 import autofuse
 
 DOCS = Path(__file__).parent.parent / "docs"
 PACKAGE = Path(autofuse.__file__).parent
-MODULES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    for path in PACKAGE.rglob("*.py")
-    if path.stem != "__init__"
-}
+MODULES = {name for name in FILES if not name.endswith("__init__")}
 PAGES = sorted(DOCS.glob("*.md"))
 
 

@@ -236,10 +236,8 @@ class Recorder:
         self.ident = -1
         if self.chain:
             return
-        counts.forgotten.update(self.totals())
-        self.runners.clear()
         nodes = list(self.roots.values())
-        self.roots.clear()
+        self.forget()
         for node in nodes:
             nodes += node.next.values()
             if node.returns is not None:

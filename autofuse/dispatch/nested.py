@@ -54,15 +54,8 @@ def mapped(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
         return value
     if cls is torch.Tensor or cls is Tensor or isinstance(value, torch.Tensor):
         return leaf(value)
-    if cls in (list, tuple):
-        items = [mapped(item, leaf) for item in value]
-        changed = any(a is not b for a, b in zip(items, value, strict=True))
-        return cls(items) if changed else value
-    if isinstance(value, tuple):  # named tuples and torch.return_types
-        items = [mapped(item, leaf) for item in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
-            return value
-        return cls(*items) if hasattr(value, "_fields") else cls(items)
+    if cls is list or isinstance(value, tuple):
+        return rebuilt(value, lambda item: mapped(item, leaf))
     if isinstance(value, dict):
         items = {key: mapped(item, leaf) for key, item in value.items()}
         if all(items[key] is item for key, item in value.items()):
@@ -110,8 +103,8 @@ def exchange(container: Any, change: Callable[[Any], Any]) -> None:
                 object.__setattr__(container, key, new)
 
 
-def rebuilt(value: tuple[Any, ...], change: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """A tuple, named tuple or torch.return_types with its items changed; itself if none was."""
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A list or tuple, named and of torch.return_types too, with its items changed, or itself."""
     items = [change(item) for item in value]
     if all(a is b for a, b in zip(items, value, strict=True)):
         return value

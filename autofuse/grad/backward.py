@@ -34,7 +34,6 @@ class Backward:
 
     def __init__(self, recorder: Recorder, segment: Segment) -> None:
         self.recorder, self.segment = recorder, segment
-        self.frees = segment.frees
         op = segment.nodes[segment.root].op
         assert op is not None
         self.apply = _function(_torch_name(op))
@@ -168,7 +167,8 @@ class _Fused(torch.autograd.Function):
 
 def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     backward, consts = ctx.work
-    saved = ctx.saved_tensors if backward.frees else ()  # raises if they are freed or were written
+    # raises if they are freed or were written
+    saved = ctx.saved_tensors if backward.segment.frees else ()
     g = grads[0]
     if g.__class__ is torch.Tensor and not torch.is_grad_enabled() and not in_functorch():
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---

@@ -3,11 +3,9 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
-from ..chain.state import Node
+from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
     AF,
@@ -41,9 +39,6 @@ from .flush import flush_now
 from .inputs import likely_meta
 from .record import are_watched, called, number_chain
 from .values import ask2, class_of, is_ours, number_of, python, slot_of, state_of
-
-if TYPE_CHECKING:
-    from ..chain.state import Chain, Recorder
 
 
 def torch_function(entry, function, args, flags, names):

@@ -3,9 +3,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ..chain.state import Node
+from ..chain.state import Chain, Node, Recorder
 from ..run.words import Words
 from .c import (
     COUNT,
@@ -49,9 +47,6 @@ from .c import (
 )
 from .launch import launched
 from .values import count_one, ended, python, state_of
-
-if TYPE_CHECKING:
-    from ..chain.state import Chain, Recorder
 
 
 def flush(entry, function, args, flags, names):

@@ -3,11 +3,9 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
-from ..chain.state import Node
+from ..chain.state import Chain, Node, Recorder
 from ..dtypes import EXACT
 from .c import (
     ADDRESS_METHOD,
@@ -39,9 +37,6 @@ from .c import (
     store,
 )
 from .values import class_of, ended, forget_error, slot_of, state_of
-
-if TYPE_CHECKING:
-    from ..chain.state import Chain, Recorder
 
 
 def fits(node: Node, operands, key, count):

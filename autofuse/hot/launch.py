@@ -3,10 +3,8 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..chain.shell import Tensor
-from ..chain.state import Node
+from ..chain.state import Chain, Node, Recorder
 from ..kernel.source import THREADS_PER_BLOCK
 from ..run.settle import WRITING
 from ..run.words import (
@@ -74,9 +72,6 @@ from .c import (
     store_float,
 )
 from .values import class_of, forget_error, number_of, python
-
-if TYPE_CHECKING:
-    from ..chain.state import Chain, Recorder
 
 
 def address_of(tensor):

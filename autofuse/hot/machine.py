@@ -19,7 +19,7 @@ from typing import Any
 from llvmlite import binding as llvm
 from llvmlite import ir
 
-from ..kernel.llvm import link, target_machine
+from ..kernel.llvm import link, parsed, target_machine
 
 WORD, INT, DOUBLE, VOID = ir.IntType(64), ir.IntType(32), ir.DoubleType(), ir.VoidType()
 _KINDS = {"word": WORD, "int": INT, "double": DOUBLE, "void": VOID}
@@ -79,9 +79,7 @@ class Machine:
             passed = "".join(f", i64 %{n}" for n in range(words.count("i64")))
             call = f"%r = tail call i64 @{name}(i64 {first}{passed})"
             text.append(f"define i64 @entry_{k}({words}) {{\n  {call}\n  ret i64 %r\n}}\n")
-        module = llvm.parse_assembly("".join(text))
-        module.triple, module.data_layout = machine.triple, str(machine.target_data)
-        module.verify()
+        module = parsed("".join(text), machine)
         builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(1))
         passes = llvm.create_new_module_pass_manager()
         passes.add_always_inliner_pass()

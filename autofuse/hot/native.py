@@ -137,7 +137,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
 def _given() -> dict[str, Any]:
     """What the stages leave to be given."""
     return {
-        "Chain": state.Chain, "Recorder": state.Recorder, "Plain": torch.Tensor,
+        "Plain": torch.Tensor,
         "Parameter": torch.nn.Parameter, "local": state.this_thread, "counts": state.counts,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,

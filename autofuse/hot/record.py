@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
-from ..chain.state import Node
+from ..chain.state import Chain, Node, Recorder
 from ..record.policy import SKIPS
 from .c import (
     AF,
@@ -42,9 +41,6 @@ from .c import (
 )
 from .inputs import added, fits, item_of
 from .values import ask2, class_of, count_one, ended, grad_mode, python, recorder_of
-
-if TYPE_CHECKING:
-    from ..chain.state import Chain, Recorder
 
 
 def handler(entry, function, args, flags, names):

@@ -19,14 +19,13 @@ from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import torch
-from llvmlite import binding as llvm
 from llvmlite import ir
 
 from .. import api
 from ..chain import state
 from ..chain.shell import Tensor
 from ..dispatch import protocol
-from ..kernel.llvm import link, target_machine, undisturbed
+from ..kernel.llvm import link, parsed, target_machine, undisturbed
 from ..observe import counters as report
 from ..ops.arithmetic import OPS
 from ..record import flush, modes, policy, record, writes
@@ -49,9 +48,7 @@ _TYPES = {"u64": _I64, "i64": _I64, "i32": _I32, "f32": ir.FloatType(), "f64": i
 def _linked(module: ir.Module, name: str) -> tuple[int, object]:
     """The address of a function of `module`, while what comes with it is held."""
     machine = target_machine(opt=0)
-    parsed = llvm.parse_assembly(str(module))
-    parsed.triple, parsed.data_layout = machine.triple, str(machine.target_data)
-    (address,), linked = link(machine.emit_object(parsed), [name])
+    (address,), linked = link(machine.emit_object(parsed(str(module), machine)), [name])
     return address, linked
 
 
@@ -108,9 +105,7 @@ def _launcher() -> tuple[Callable[..., int], object]:
     builder.call(call, [function, parameters])
     builder.ret(ir.Constant(_I32, 0))
     address, linked = _linked(module, "launch")
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
-    kinds = [pointer, *[number] * 7, *[pointer] * 3]
-    return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(address), linked
+    return ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(address), linked
 
 
 _driver: list[Any] = []  # cuLaunchKernel, and what keeps it

@@ -3,10 +3,8 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..chain.shell import Tensor
-from ..chain.state import Node
+from ..chain.state import Chain, Node
 from .c import (
     AF,
     CURRENT,
@@ -38,9 +36,6 @@ from .c import (
     room,
     store,
 )
-
-if TYPE_CHECKING:
-    from ..chain.state import Chain
 
 
 def python(function, args, flags, names):

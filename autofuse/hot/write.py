@@ -3,11 +3,9 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
-from ..chain.state import Node
+from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
     AF,
@@ -52,9 +50,6 @@ from .inputs import item_of, likely_meta
 from .launch import address_of
 from .record import are_watched, called, recorded
 from .values import class_of, grad_mode, is_ours, python, slot_of, state_of
-
-if TYPE_CHECKING:
-    from ..chain.state import Chain, Recorder
 
 
 def writing(entry, function, args, flags, names):

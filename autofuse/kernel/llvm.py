@@ -47,15 +47,22 @@ def compile_object(source: Source) -> bytes:
     from llvmlite import binding as llvm
 
     machine = _own_machine()
-    module = llvm.parse_assembly(str(emit_cpu(source, converts_halves())))
-    module.triple = machine.triple
-    module.data_layout = str(machine.target_data)
-    module.verify()
+    module = parsed(str(emit_cpu(source, converts_halves())), machine)
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
     tuning.loop_vectorization = tuning.slp_vectorization = tuning.loop_unrolling = True
     passes = llvm.create_pass_builder(machine, tuning)
     passes.getModulePassManager().run(module, passes)
     return machine.emit_object(module)
+
+
+def parsed(text: str, machine: Any) -> Any:
+    """LLVM's module for the text of one, verified, for `machine`."""
+    from llvmlite import binding as llvm
+
+    module = llvm.parse_assembly(text)
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    module.verify()
+    return module
 
 
 @cache

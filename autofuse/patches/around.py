@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from ..api import unwrap
 from ..chain.shell import Tensor
+from ..fused import plain_arguments
 from ..record.flush import flush_all, flush_thread
 from ..record.modes import close_thread, closed, regrade, reopen_thread
 from ..torch_private import set_grad_enabled
@@ -116,14 +118,11 @@ def closed_during(owner: Any, name: str) -> None:
 
 
 def plain_of(tensor: Tensor) -> torch.Tensor:
-    from ..api import unwrap
-
     return unwrap(tensor).detach()
 
 
 def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """`function` of plain tensors, with nothing recorded while it runs."""
-    from ..fused import plain_arguments
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

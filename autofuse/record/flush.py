@@ -135,7 +135,7 @@ def _flush(
         chain.into = into
         spare.tip = recorder.home
     grad, inference, home = recorder.grad, recorder.inference, recorder.home
-    # ...to here
+    # ...to here, and on to `try`: in Python 3.10 a test that jumps there would let it run
     if chain is not None:
         spare = open_ = None  # a traceback would hold them
         try:
@@ -221,11 +221,9 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
                 watch.failed(error)
             counted = True
             if own:
-                _recover(chain, node, runner, error)
+                _recover(chain, runner, error)
             else:  # no name for it here, which would be a cycle with the error's traceback
-                without_modes(
-                    partial(_recover, node=node, runner=runner, error=error), recorder, chain
-                )
+                without_modes(partial(_recover, runner=runner, error=error), recorder, chain)
         let_go(chain)
     except BaseException as error:
         if watch is not None:
@@ -338,7 +336,7 @@ def without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chain
     in_another_thread(alone)  # until it ends, for the chain is that thread's
 
 
-def _recover(chain: Chain, node: Node, runner: Runner, error: Exception) -> None:
+def _recover(chain: Chain, runner: Runner, error: Exception) -> None:
     """After a failed run: compute the live-outs without the kernel, or say that they are lost."""
     cold = isinstance(error, ColdKernelError) and not runner.kernels  # in the middle of a capture
     if isinstance(error, StaleInputError) or cold:
@@ -352,10 +350,10 @@ def _recover(chain: Chain, node: Node, runner: Runner, error: Exception) -> None
         chain.values = None
         raise error
     try:
-        run_ops(chain, node.path(), runner)
+        run_ops(chain, runner)
     except Exception as failure:  # nothing is lost: the next flush tries again
         raise failure from error
-    counts.forgotten["ops_recorded"] += node.index + 1
+    counts.forgotten["ops_recorded"] += len(runner.nodes)
     counts.forgotten["live_outs_stored"] += len(runner.live)
     if isinstance(error, NotReadyError):
         counts.forgotten["eager_flushes"] += 1

@@ -78,6 +78,10 @@ class Slots:
         self.pack(self.buffer, 0, *narrowed)
 
 
+# of cuLaunchKernel's arguments, of which seven are sizes
+LAUNCH_TYPES = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+
+
 @cache
 def launcher() -> Callable[..., int]:
     """The driver's cuLaunchKernel, from its arguments as numbers to its result as one.
@@ -86,9 +90,7 @@ def launcher() -> Callable[..., int]:
     a signal handler could ask for what has just been launched.
     """
     function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
-    function.argtypes = [pointer, *[number] * 7, *[pointer] * 3]
-    function.restype = ctypes.c_int
+    function.argtypes, function.restype = LAUNCH_TYPES, ctypes.c_int
     return function
 
 

@@ -29,14 +29,14 @@ class EagerRunner(Runner):
 
     def run(self, chain: Chain) -> None:  # type: ignore[override]
         self.check(chain)
-        run_ops(chain, self.nodes, self)
+        run_ops(chain, self)
 
 
-def run_ops(chain: Chain, nodes: list[Node], runner: Runner) -> None:
+def run_ops(chain: Chain, runner: Runner) -> None:
     """Do what `runner` does by the eager ops that the chain was recorded from."""
     if runner.ops is None:
-        runner.ops = _replay(nodes, runner.live)
-    values = replayed(chain, nodes, runner.live, chain.bumps, chain.late, runner.ops)
+        runner.ops = _replay(runner.nodes, runner.live)
+    values = replayed(chain, runner.nodes, runner.live, chain.bumps, chain.late, runner.ops)
     if chain.values is None:
         chain.bumps = None
         chain.values = values
