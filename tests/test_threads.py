@@ -235,6 +235,7 @@ def test_a_stale_read_of_a_thread_that_has_gone_is_told_to_the_reader(device):
 
 
 def test_a_thread_that_ends_while_another_flushes_it(device, monkeypatch):
+    gc.collect()
     before = recorders(device)
     begun, ended, kept = threading.Event(), threading.Event(), []
     runner_for = ways.runner_for
@@ -513,3 +514,26 @@ def test_nodes_that_cannot_be_made(in_the_middle_of_launches, monkeypatch, capsy
     assert torch.equal(autofuse.unwrap(y.detach()), (x.detach() * 2.5 + 1.0).abs())
     assert "no node today" in capsys.readouterr().err
     forget_all("test")
+
+
+def test_what_runs_while_a_thread_gets_its_recorders_finds_the_same(device, monkeypatch):
+    seen = []
+
+    class Own(state.OwnRecorders):
+        def __init__(self):
+            if not seen:  # a signal handler, or a finalizer, where Python makes the dict
+                seen.append(None)
+                x = autofuse.wrap(torch.ones(8, device=device))
+                seen.extend([x * 2.0 + 1.0, state.this_thread.recorders])
+
+    def first():
+        x = autofuse.wrap(torch.ones(8, device=device))
+        seen.extend([x * 3.0 - 1.0, state.this_thread.recorders])
+        seen.extend([autofuse.unwrap(seen[1]), autofuse.unwrap(seen[3])])
+
+    monkeypatch.setattr(state, "OwnRecorders", Own)
+    run(first)
+    _, _, inner, _, outer, a, b = seen
+    assert inner is outer
+    assert_same(a, torch.full((8,), 3.0, device=device), None)
+    assert_same(b, torch.full((8,), 2.0, device=device), None)

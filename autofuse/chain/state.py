@@ -283,8 +283,13 @@ class _Local(threading.local):
     closed = 0
     depth = 0  # fused calls on the stack
 
-    def __init__(self) -> None:
-        self.recorders: dict[torch.device, Recorder] = OwnRecorders()
+    recorders: dict[torch.device, Recorder]
+
+    def __getattr__(self, name: str) -> Any:
+        """What a thread finds that asks first; no `__init__`, whose middle would find nothing."""
+        if name != "recorders":
+            raise AttributeError(name)
+        return self.__dict__.setdefault(name, OwnRecorders())
 
 
 this_thread = _Local()
