@@ -172,6 +172,10 @@ def assert_same_as_eager(
         assert autofuse.stats().ops_eager == before, f"ran eagerly: {ran}"
     on_cuda = any(t.is_cuda for t in plain if isinstance(t, torch.Tensor))
     assert_same(got, want, None if on_cuda else rtol)
+    results = [x if isinstance(x, tuple) else (x,) for x in (got, want)]
+    for ours, theirs in zip(*results, strict=True):
+        if isinstance(theirs, torch.Tensor) and not theirs.is_inference():
+            assert ours._version == theirs._version, "version counter of a result"
     for ours, theirs in zip(mirror, plain, strict=True) if arguments else ():
         if isinstance(ours, torch.Tensor):
             assert_same(ours, theirs, None if on_cuda else rtol, "argument")

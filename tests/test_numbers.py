@@ -10,8 +10,11 @@ import os
 import struct
 import sys
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -404,3 +407,26 @@ def test_a_number_that_is_a_tensor_on_the_cpu():
                 assert (type(failure), str(failure)) == (type(error), str(error))
                 if error is None:
                     assert torch.equal(autofuse.unwrap(got).nan_to_num(), want.nan_to_num())
+
+
+class Elsewhere(float):
+    """A float that C sees as another number than Python's `float` does."""
+
+    def __float__(self):
+        return 9.0
+
+
+@pytest.mark.parametrize("number", [Fraction(1, 3), Decimal("0.5"), np.array(2.0), np.float32(0.5),
+                                    np.float64(0.5), Elsewhere(2.0), True, "1.5", None],
+                         ids=lambda x: f"{type(x).__name__}")  # fmt: skip
+@pytest.mark.parametrize("call", [
+    lambda x, s: torch.nn.functional.smooth_l1_loss(x, x + 1, reduction="none", beta=s),
+    lambda x, s: torch.nn.functional.huber_loss(x, x + 1, reduction="none", delta=s),
+    lambda x, s: (x * 1).round_(decimals=s),
+    lambda x, s: torch.round(x * 1, decimals=s),
+    lambda x, s: torch.isclose(x, x, atol=s),
+    lambda x, s: torch.isclose(x, x, equal_nan=s),
+])  # fmt: skip
+def test_numbers_of_other_kinds(call, number):
+    """They are taken as torch's parser takes them, or refused with its words."""
+    assert_same_as_eager(lambda x: call(x, number), torch.tensor([0.3, 1.7, 2.6]), rtol=1e-6)

@@ -241,14 +241,16 @@ def mse_loss(input, target, size_average=None, reduce=None, reduction="mean", we
 
 @spelled()
 def smooth_l1_loss(input, target, size_average=None, reduce=None, reduction="mean", beta=1.0):
-    if not (_plain_loss(input, target, reduction, size_average, reduce) and beta > 0):
+    if not (is_number(beta) and beta > 0):
+        return None
+    if not _plain_loss(input, target, reduction, size_average, reduce):
         return None
     return OPS["smooth_l1_loss"], (input, target, float(beta))
 
 
 @spelled()
 def huber_loss(input, target, reduction="mean", delta=1.0, weight=None):
-    if not (_plain_loss(input, target, reduction, weight) and delta > 0):
+    if not (is_number(delta) and delta > 0 and _plain_loss(input, target, reduction, weight)):
         return None
     return OPS["huber_loss"], (input, target, float(delta))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -147,9 +148,12 @@ row("round_before", "x t:common", "round(x / t) * t", narrow="round(rnd(x / t)) 
     grad="zeros(g); none")
 
 
+_ABSENT: Any = object()
+
+
 @spelled("round")
-def _round(input, *, decimals=None):
-    if decimals is None:
+def _round(input, *, decimals=_ABSENT):
+    if decimals is _ABSENT:
         return OPS["round"], (input,)
     if type(decimals) is not int or abs(decimals) > 300 or not input.is_floating_point():
         return None
@@ -442,20 +446,19 @@ def _float_power_(input, exponent):
 
 @composite()
 def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
-    if not (is_number(rtol) and is_number(atol)):
+    if not (is_number(rtol) and is_number(atol) and type(equal_nan) is bool):
         return None
     if not (input.dtype is other.dtype and input.is_floating_point() and rtol >= 0 <= atol):
         return None
     close = torch.eq(input, other)  # functions, for an operator may ask the right operand first
     if equal_nan:
-        close = close | (torch.ne(input, input) & torch.ne(other, other))
+        close |= torch.ne(input, input) & torch.ne(other, other)  # in place, as torch does
     if rtol == 0 and atol == 0:
         return close
     error = torch.abs(torch.sub(input, other))
     allowed = torch.add(torch.abs(torch.mul(other, rtol)), atol)
-    result = close | (torch.isfinite(error) & torch.le(error, allowed))
-    # torch writes into `close`
-    return result if result.stride() == close.stride() else None
+    close |= torch.isfinite(error) & torch.le(error, allowed)
+    return close
 
 
 def _selection(name):
