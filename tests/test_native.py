@@ -119,7 +119,7 @@ ENTERED = {
         state.recorder_for(o.x.device).chain)),
     "answer": ("answer", Operands.answer),
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
-    "feeding": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
+    "passing": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
     "torch_function": (
         "torch_function", lambda o: from_c(protocol.torch_function)(torch.tanh, ONLY, (o.x,))
     ),

@@ -58,14 +58,14 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
             x.__class__ in _SIZES and (not x or x[0].__class__ is int or _made_concrete(x, known))
         ):
             return run_any(func, known, args, kwargs)
-    counts.eager[known.reason] += 1
     with NoTorchFunction():
         result = func(*args, **kwargs) if kwargs else func(*args)
+    counts.eager[known.reason] += 1
     if first is not None:
         pass_over(first)
     if known.feeds:
         return fed(result, known)
-    return _lifted_split(result) if known.splits else _lifted(result)
+    return lifted_split(result) if known.splits else lifted(result)
 
 
 def _made_concrete(items: Any, known: Known) -> bool:
@@ -96,13 +96,13 @@ def fed(result: Any, known: Known) -> Any:
 
 def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     """Run an op of the table, on concrete operands, that the trie has found better off eager."""
-    counts.eager[node.counted] += 1
     node.recorder.reading = False
     node.skips += 1
     if node.skips > SKIPS and node.returns is not None:
         record_again(node)
     with NoTorchFunction():
         result = func(*operands)
+    counts.eager[node.counted] += 1
     result.__class__ = Tensor
     if node.meta is not None:
         result.__dict__["_af"] = node.meta
@@ -161,13 +161,13 @@ def run_any(
     if name in _COPIES:
         for tensor in wrapped:
             tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
-    counts.eager[known.reason] += 1
     if in_c:
         with NoTorchFunction():
             result = func(*args, **kwargs) if kwargs else func(*args)
+        counts.eager[known.reason] += 1
         if first is not None:
             pass_over(first)
-        return _lifted(result)
+        return lifted(result)
     for tensor in wrapped:
         tensor.__dict__.pop("_af", None)  # it may have other contents afterwards
         set_attribute(tensor, "__class__", Plain)
@@ -176,9 +176,10 @@ def run_any(
     finally:
         for tensor in wrapped:
             tensor.__class__ = Tensor
+    counts.eager[known.reason] += 1
     if first is not None and known.own:
         pass_over(first)
-    return _lifted(result)
+    return lifted(result)
 
 
 def has_others(items: Iterable[Any]) -> bool:
@@ -256,7 +257,7 @@ def _handed_back(result: Any, stood: dict[int, Tensor]) -> Any:
     return stood.get(id(result), result)
 
 
-def _lifted(result: Any) -> Any:
+def lifted(result: Any) -> Any:
     """Wrap results that nobody else holds: the same objects, of the wrapped class."""
     if result.__class__ is Plain:
         if sys.getrefcount(result) <= _LIFT_COUNT and result.layout is torch.strided:
@@ -268,8 +269,8 @@ def _lifted(result: Any) -> Any:
     return result
 
 
-def _lifted_split(views: Any) -> Any:
-    """`_lifted` for the views of one tensor, which mostly have one Meta."""
+def lifted_split(views: Any) -> Any:
+    """`lifted` for the views of one tensor, which mostly have one Meta."""
     meta, shape, stride = None, None, None
     for view in views:
         if view.__class__ is Plain:
@@ -282,7 +283,7 @@ def _lifted_split(views: Any) -> Any:
 
 
 def _calibrate() -> int:
-    """The reference count that a fresh result shows inside `_lifted` at most."""
+    """The reference count that a fresh result shows inside `lifted` at most."""
 
     def probe(result: object) -> int:
         return sys.getrefcount(result)

@@ -179,7 +179,8 @@ def _generate(template: str, row: Op, func: Handler, rest: Handler | None = None
 
 
 # what choosers run into with arguments that they do not know
-_UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError)
+_UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError,
+                      RuntimeError)  # fmt: skip
 
 
 def _chosen(choose: Handler, args: Any, kwargs: Any) -> Any:
@@ -288,9 +289,9 @@ def _write_now(func: Handler, known: Known, target: Any, args: Any, kwargs: Any)
         if not is_alone():
             flush_readers(target, known.name, others=True)
         flush_thread(known.name)
-        counts.eager[known.reason] += 1
         with NoTorchFunction():
             result = func(target, *args, **kwargs)
+        counts.eager[known.reason] += 1
     finally:
         if not nested:
             writing.pop(ident, None)

@@ -26,6 +26,16 @@ _METHODS = (
 ).split()
 
 
+def _reading(base: Handler) -> Handler:
+    """A handler that asks the tensor itself, pending or not."""
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        with NoTorchFunction():
+            return base(*args, **kwargs)
+
+    return read
+
+
 def install_metadata() -> None:
     for name in _PROPERTIES:
         base = getattr(Plain, name, None)
@@ -48,15 +58,10 @@ def install_metadata() -> None:
         base = getattr(Plain, name, None)
         if base is None:
             continue
-
-        def method(self: Any, /, *args: Any, base: Handler = base, **kwargs: Any) -> Any:
-            with NoTorchFunction():
-                return base(self, *args, **kwargs)
-
-        override(name, method)
+        override(name, _reading(base))
     for place_name in ("is_floating_point", "is_complex", "numel", "is_signed"):
         func = getattr(torch, place_name)
-        HANDLERS[func] = OPTIONS[func] = getattr(Tensor, place_name)
+        HANDLERS[func] = OPTIONS[func] = _reading(func)
     for name in ("requires_grad", "is_leaf"):
         base = Tensor.__dict__[name]
         pending = _pending_grad(name == "is_leaf", base.fget)

@@ -8,29 +8,39 @@ from typing import Any
 
 from ..chain.shell import Tensor
 from ..torch_private import TensorBase
-from .eager import Plain, fed
+from .eager import Handler, Plain, fed, lifted, lifted_split
 from .handlers import HOT, PLACES, eagerly
-from .protocol import HANDLERS
-from .unrecorded import FEEDS, IN_C, known_of
+from .protocol import HANDLERS, OPTIONS
+from .unrecorded import IN_C, PASSED, known_of
 
 
 def install_methods() -> None:
-    """Every other C method of a tensor."""
-    for place in (*PLACES, Plain):
-        for name in FEEDS:
+    """Every other C method of a tensor, and the functions that stand beside chains."""
+    for place in PLACES:
+        for name in PASSED:
             func = getattr(place, name, None)
             if func is not None and func not in HANDLERS:
-                HANDLERS[func] = call = eagerly(func)
-                HOT.append(("feeding", call, (func, known_of(func), fed)))
-                if place is Plain:
-                    setattr(Tensor, name, call)
+                HANDLERS[func] = OPTIONS[func] = passing(func)
     for name in dir(TensorBase):
         func = getattr(Plain, name)
-        if name in ("__getitem__", "__matmul__", "__rmatmul__") or not name.startswith("_"):
+        if name in _OPERATORS or not name.startswith("_"):
             if func.__class__ in IN_C and name not in Tensor.__dict__:
-                setattr(Tensor, name, eagerly(func))
+                HANDLERS[func] = OPTIONS[func] = handler = passing(func)
+                setattr(Tensor, name, handler)
     if not _made_no_sequence(Tensor):
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
+
+
+_OPERATORS = ("__getitem__", "__matmul__", "__rmatmul__")
+
+
+def passing(func: Handler) -> Handler:
+    """A handler for `func`, which is not recorded."""
+    handler, known = eagerly(func), known_of(func)
+    if known.in_c and not known.writes:
+        wrap = fed if known.feeds else lifted_split if known.splits else lifted
+        HOT.append(("passing", handler, (func, known, wrap)))
+    return handler
 
 
 def _made_no_sequence(cls: type) -> bool:

@@ -18,6 +18,21 @@ _EXACT_CLASS = {"numpy", "tolist", "_make_subclass", "as_subclass"}
 # fresh results that usually begin a chain: their Meta is read at once, while that is cheap
 FEEDS = {"mm", "matmul", "bmm", "addmm", "linear", "__matmul__", "__rmatmul__", "conv1d", "conv2d",
           "layer_norm", "group_norm"}  # fmt: skip
+# other functions that stand between chains
+PASSED = FEEDS | set(
+    "adaptive_avg_pool1d adaptive_avg_pool2d addbmm addmv addr all amax amin any argmax argmin "
+    "avg_pool1d avg_pool2d avg_pool3d baddbmm bincount broadcast_to bucketize cat chain_matmul "
+    "chunk column_stack concat concatenate conv3d conv_transpose1d conv_transpose2d count_nonzero "
+    "cross cummax cummin cumprod cumsum diag diagonal diff dot einsum embedding flatten flip "
+    "fliplr flipud gather ger hstack index_add index_select inner instance_norm kron logcumsumexp "
+    "log_softmax logsumexp masked_select matrix_power max max_pool1d max_pool2d mean median min "
+    "moveaxis movedim mv narrow native_layer_norm norm outer permute pixel_shuffle prod "
+    "ravel repeat_interleave reshape roll rot90 scaled_dot_product_attention scatter scatter_add "
+    "searchsorted select slice_scatter softmax sort split squeeze stack std std_mean sum swapaxes "
+    "t take take_along_dim tensor_split tensordot tile topk trace transpose tril triu unbind "
+    "unflatten unsqueeze upsample_nearest2d var var_mean vdot view_as_complex view_as_real "
+    "vstack".split()
+)
 _SPLITS = {"chunk", "split", "unbind", "tensor_split"}
 # Python functions that only pass their tensors on to C
 _LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,

@@ -52,19 +52,21 @@ PyObject_GetAttr = C("word", 2)
 PyObject_RichCompareBool = C("int", 3)
 PyObject_Vectorcall = C("word", 4)
 PySet_Contains = C("int", 2)
+PyThreadState_Get = C("word", 0)
 PyThread_get_thread_ident = C("word", 0)
 PyTuple_New = C("word", 1)
 PyTuple_Size = C("word", 1)
 Py_DecRef = C("void", 1)
 Py_IncRef = C("void", 1)
+_PyObject_MakeTpCall = C("word", 5)  # (thread, function, args, count, names)
 
 COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
 ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python 3.14 on 32
 EQUAL = 2  # Py_EQ
 LISTED = 24  # where a list has the address of its first item
-AF, CURRENT, OBSERVER, WORDS, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, INPLACE = (
+AF, CURRENT, OBSERVER, WORDS, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, INPLACE, LAYOUT = (
     "_af", "current", "flushing", "words", "__class__", "flushes", "eager", "recorders", "",
-    "write", "inplace",
+    "write", "inplace", "layout",
 )  # fmt: skip
 
 # objects of `chain`, `record` and torch
@@ -81,6 +83,9 @@ others_writing: Any = GIVEN
 all_recorders: Any = GIVEN
 relieve: Any = GIVEN
 function_modes: Any = GIVEN  # how many are on
+TARGETS: Any = GIVEN  # keywords by which a function may write
+strided: Any = GIVEN  # the layout
+SIMPLE: Any = GIVEN  # classes of what no walk over arguments looks into
 increment_version: Any = GIVEN
 get_device: Any = GIVEN
 NoTorchFunction: Any = GIVEN
@@ -101,6 +106,9 @@ USERS_METHOD: Any = GIVEN
 GRAD_MODE: Any = GIVEN  # (): whether grad mode is on, in the lowest byte
 PEEK: Any = GIVEN  # (): the number of the next node of autograd
 TAKE: Any = GIVEN  # (): the same, used up
+DISABLED: Any = GIVEN  # (): whether torch functions are off, in the lowest byte
+MODES: Any = GIVEN  # (): how many modes of torch functions are on
+SKIPS: Any = GIVEN  # (): whether the next call asks for no overrides, in the lowest byte; or 0
 
 WEAKREFS: Any = GIVEN  # where a tensor has its weak references
 COUNTED: Any = GIVEN  # what a flush counts above an object's reference count

@@ -14,26 +14,34 @@ from .c import (
     CURRENT,
     INPLACE,
     ITEMS,
+    LAYOUT,
     PEEK,
-    Parameter,
+    SIMPLE,
+    TARGETS,
     Plain,
     Py_DecRef,
     Py_IncRef,
     PyDict_GetItemWithError,
     PyDict_Size,
+    PyErr_Clear,
     PyErr_Occurred,
+    PyList_GetItem,
     PyList_Size,
     PyLong_AsLong,
     PyObject_Call,
+    PyObject_CallOneArg,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyObject_Vectorcall,
+    PySet_Contains,
     PyThread_get_thread_ident,
     PyTuple_Size,
     call_pointer,
     function_modes,
     load,
+    load32,
     local,
+    strided,
 )
 from .flush import flush_now
 from .inputs import likely_meta
@@ -107,82 +115,133 @@ def are_none(options):
     return size == 0
 
 
-def feeding(entry, function, args, flags, names):
-    """`run_eager` for a function that begins chains.
+def passing(entry, function, args, flags, names):
+    """`run_eager` for a function of torch in C that writes nothing.
 
-    entry: the function, what is known of it, what wraps its result.
+    entry: by handlers, each one's function, what is known of that, what wraps its result.
     """
     count = flags & COUNT
-    if names == 0:
-        recorder: Recorder = PyObject_GetAttr(local, CURRENT)
-        if recorder == 0:
-            return 0
-        Py_DecRef(recorder)
-        if recorder is not None and is_everyday(recorder, load(entry + 8), args, count) != 0:
-            return fed(recorder, entry, load(entry + 8), args, count)
-        if PyErr_Occurred() != 0:
-            return 0
+    own = PyDict_GetItemWithError(load(entry), function)
+    if own == 0:
+        return 0
+    entry = own + ITEMS
+    recorder: Recorder = PyObject_GetAttr(local, CURRENT)
+    if recorder == 0:
+        return 0
+    Py_DecRef(recorder)
+    if recorder is not None and is_everyday(recorder, load(entry + 8), args, count, names) != 0:
+        return passed(recorder, entry, load(entry + 8), args, count, names)
+    if PyErr_Occurred() != 0:
+        return 0
     return python(function, args, flags, names)
 
 
-def is_everyday(recorder: Recorder, known: Known, args, count):
+def is_everyday(recorder: Recorder, known: Known, args, count, names):
     """Whether Python has nothing to do for these arguments; pending ones are flushed."""
-    chain: Chain = recorder.chain
-    tip: Node = chain.tip
     if recorder.guarded is True or are_watched() != 0:
         return 0
-    ordered = tip.holds_grad is True  # then the engine adds up gradients in the order of uses
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
+    if names != 0:
+        k = PyTuple_Size(names)
+        count += k
+        while k > 0:
+            k -= 1
+            if PySet_Contains(TARGETS, load(names + ITEMS + 8 * k)) != 0:
+                return 0
     k = 0
     while k < count:
         x = load(args + 8 * k)
         kind = class_of(x)
-        if ordered != 0 and slot_of(chain, x) != 0:
+        if kind is tuple or kind is list:
+            if are_concrete(recorder, known, x) == 0:
+                return 0
+        elif is_concrete(recorder, known, x) == 0:
             return 0
-        if kind is Tensor:
-            state: Node = state_of(x)
-            if class_of(state) is Node:
-                if state.recorder is not recorder:
-                    return 0
-                if flush_now(recorder, known.name) == 0:
-                    return 0
-                ordered = 0  # nothing is pending now, and the chain may be gone
-            elif class_of(state) is not Meta and state is not UNKNOWN:
-                return 0
-        elif kind is not Plain and kind is not Parameter and x is not None:
-            if kind is tuple:
-                if PyTuple_Size(x) != 0 and class_of(load(x + ITEMS)) is not int:
-                    return 0
-            elif kind is not int and kind is not float and kind is not bool:
-                return 0
         k += 1
     return 1
 
 
-def fed(recorder: Recorder, entry, known: Known, args, count):
-    """What the function returns, as a wrapped tensor; what is pending reads none of `args`."""
+def are_concrete(recorder: Recorder, known: Known, items):
+    """`is_concrete` for what is in a tuple or a list, which a flush may change."""
+    k = 0
+    while 1:
+        if class_of(items) is tuple:
+            if k >= PyTuple_Size(items):
+                return 1
+            x = load(items + ITEMS + 8 * k)
+        else:
+            if k >= PyList_Size(items):
+                return 1
+            x = PyList_GetItem(items, k)
+        if is_concrete(recorder, known, x) == 0:
+            return 0
+        k += 1
+
+
+def is_concrete(recorder: Recorder, known: Known, x):
+    """Whether `x` is concrete now, and no Input of a chain whose order of uses counts."""
+    kind = class_of(x)
+    if kind is not Tensor:
+        if kind is float or kind is int or kind is bool or x is None:
+            return 1
+        if PySet_Contains(SIMPLE, kind) != 1:
+            return 0
+    chain: Chain = recorder.chain
+    tip: Node = chain.tip
+    if tip.holds_grad is True and slot_of(chain, x) != 0:
+        return 0  # the engine adds up gradients in the order of uses
+    if kind is not Tensor:
+        return 1
+    state: Node = state_of(x)
+    if class_of(state) is Node:
+        return state.recorder is recorder and flush_now(recorder, known.name) != 0
+    return class_of(state) is Meta or state is UNKNOWN
+
+
+def passed(recorder: Recorder, entry, known: Known, args, count, names):
+    """What the function returns, wrapped; what is pending reads none of its arguments."""
     chain: Chain = recorder.chain
     tip: Node = chain.tip
     Py_IncRef(chain)
     pending = 0
     if tip.holds_grad is True:
         pending = call_pointer(PEEK) == PyLong_AsLong(chain.first) + PyList_Size(chain)
-    result = called(recorder, load(entry), known.reason, args, count, 0)
+    result = called(recorder, load(entry), known.reason, args, count, names)
     if pending != 0 and recorder.chain is chain:  # `record.pass_over`
         number_chain(chain, call_pointer(PEEK) - PyList_Size(chain))
     Py_DecRef(chain)
     if result == 0:
         return 0
     if class_of(result) is Plain:
-        meta = likely_meta(known.likely, result)
-        if meta != 0:
-            PyObject_GenericSetAttr(result, CLASS, Tensor)
-            PyObject_GenericSetAttr(result, AF, meta)
-            return result
-        if PyErr_Occurred() != 0:
+        if known.feeds is True:
+            meta = likely_meta(known.likely, result)
+            if meta != 0:
+                PyObject_GenericSetAttr(result, CLASS, Tensor)
+                PyObject_GenericSetAttr(result, AF, meta)
+                return result
+            if PyErr_Occurred() != 0:
+                Py_DecRef(result)
+                return 0
+            wrapped = ask2(load(entry + 16), result, known)
             Py_DecRef(result)
-            return 0
-    wrapped = ask2(load(entry + 16), result, known)
+            return wrapped
+        if load32(result) == 1 and is_strided(result) != 0:
+            PyObject_GenericSetAttr(result, CLASS, Tensor)
+        return result
+    kind = class_of(result)
+    if kind is Tensor or kind is float or kind is int or kind is bool:
+        return result
+    wrapped = PyObject_CallOneArg(load(entry + 16), result)
     Py_DecRef(result)
     return wrapped
+
+
+def is_strided(tensor):
+    """Whether its memory is laid out by strides."""
+    layout = PyObject_GetAttr(tensor, LAYOUT)
+    if layout == 0:
+        PyErr_Clear()
+        return 0
+    Py_DecRef(layout)
+    return layout is strided

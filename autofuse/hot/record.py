@@ -20,6 +20,7 @@ from .c import (
     Py_DecRef,
     Py_IncRef,
     PyDict_GetItemWithError,
+    PyErr_Clear,
     PyErr_Occurred,
     PyList_Append,
     PyList_Size,
@@ -252,11 +253,6 @@ def are_watched():
 
 def called(recorder: Recorder, function, reason, args, count, names):
     """What an eager function returns, with torch functions off; 0 after an error."""
-    eager = PyObject_GetAttr(counts, EAGER)
-    if eager == 0:
-        return 0
-    count_one(eager, reason)
-    Py_DecRef(eager)
     begun = PyObject_CallNoArgs(recorder.enter)
     if begun == 0:
         return 0
@@ -265,4 +261,11 @@ def called(recorder: Recorder, function, reason, args, count, names):
     result = PyObject_Vectorcall(function, args, count, names)
     recorder.guarded = False
     ended(recorder.exit)
+    if result != 0:
+        eager = PyObject_GetAttr(counts, EAGER)
+        if eager == 0:
+            PyErr_Clear()
+        else:
+            count_one(eager, reason)
+            Py_DecRef(eager)
     return result

@@ -190,9 +190,11 @@ def _by_hand(s: _State) -> Any:
 
 
 def _eager(s: _State) -> Any:
-    """Functions that flush, run eagerly and begin a chain."""
+    """Functions that flush, run eagerly and begin a chain; of plain tensors too."""
     x = torch.mm(s.w * 0.5, torch.t(s.v)) - 1.0
-    return torch.mm(x, s.w), torch.sum(x)
+    both = torch.cat([x, x * 2.0], dim=1)
+    some = torch.add(x, both[:, 2:6], alpha=2), torch.topk(both, 2), torch.chunk(x, 2)
+    return torch.mm(x, s.w), torch.sum(x), torch.sum(s.plain, dim=0), *some
 
 
 def _writes(s: _State) -> Any:
@@ -230,7 +232,7 @@ def _errors(s: _State) -> Any:
         lambda: torch.mm(s.w, s.w),
         lambda: Called(Tensor.add_)(s.w, torch.ones(5)),
         lambda: s.w + torch.ones(5),
-        lambda: torch.sin(s.w, None),
+        lambda: torch.sin(s.w, no=1),
     ):
         try:
             api.materialize(call())
@@ -272,7 +274,7 @@ def _stale(s: _State) -> Any:
 _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_operators, "handler record flush"),
     (_by_hand, "record flush torch_function ask_overrides handler"),
-    (_eager, "handler feeding flush"),
+    (_eager, "handler passing flush"),
     (_writes, "handler writing flush"),
     (_writes_by_hand, "record_inplace record_write handler flush"),
     (_gradients, "answer"),

@@ -1,0 +1,175 @@
+"""Ops that autofuse does not record: what they cost on wrapped tensors, above plain ones.
+
+    python bench/passing.py [--device cuda] [--rounds 15] [--iterations 300]
+
+us per call, medians of rounds in which plain and wrapped take turns; 64 x 256 float32, no grad, all
+concrete. `process` is plain tensors of a process that has not imported autofuse, in turns with this
+one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Row = Callable[[Any], object]
+
+
+def rows(device: str) -> dict[str, Row]:
+    """Calls by name, of a tensor [64, 256]."""
+    x = torch.randn(64, 256, device=device)
+    w, b = torch.randn(256, 256, device=device), torch.randn(256, device=device)
+    linear = torch.nn.Linear(256, 256, device=device)
+    norm = torch.nn.LayerNorm(256, device=device)
+    batch_norm = torch.nn.BatchNorm1d(256, device=device).eval()
+    first, mask = torch.zeros(64, 1, dtype=torch.long, device=device), x > 0
+    table = torch.randn(100, 16, device=device)
+    return {
+        "x[:, 3]": lambda x: x[:, 3],
+        "x[3]": lambda x: x[3],
+        "x[mask]": lambda x: x[mask],
+        "x[:, 3] = 0.5": lambda x: x.__setitem__((slice(None), 3), 0.5),
+        "x.view(-1)": lambda x: x.view(-1),
+        "x.t()": lambda x: x.t(),
+        "x.T": lambda x: x.T,
+        "x.permute(1, 0)": lambda x: x.permute(1, 0),
+        "x.reshape(-1)": lambda x: x.reshape(-1),
+        "x.unsqueeze(0)": lambda x: x.unsqueeze(0),
+        "x.transpose(0, 1)": lambda x: x.transpose(0, 1),
+        "torch.transpose(x, 0, 1)": lambda x: torch.transpose(x, 0, 1),
+        "x.chunk(4, 1)": lambda x: x.chunk(4, 1),
+        "x.contiguous()": lambda x: x.contiguous(),
+        "x.sum(-1)": lambda x: x.sum(-1),
+        "x.mean(-1, keepdim=True)": lambda x: x.mean(-1, keepdim=True),
+        "torch.sum(x)": torch.sum,
+        "x.argmax(1)": lambda x: x.argmax(1),
+        "torch.mm(x, w)": lambda x: torch.mm(x, w),
+        "x @ w": lambda x: x @ w,
+        "torch.bmm": lambda x: torch.bmm(x.view(1, 64, 256), w.view(1, 256, 256)),
+        "F.linear(x, w, b)": lambda x: F.linear(x, w, b),
+        "nn.Linear": linear,
+        "torch.cat([x, x])": lambda x: torch.cat([x, x]),
+        "torch.stack([x, x])": lambda x: torch.stack([x, x]),
+        "torch.gather(x, 1, first)": lambda x: torch.gather(x, 1, first),
+        "torch.roll(x, 1, 0)": lambda x: torch.roll(x, 1, 0),
+        "torch.softmax(x, -1)": lambda x: torch.softmax(x, -1),
+        "F.softmax(x, -1)": lambda x: F.softmax(x, -1),
+        "F.layer_norm": lambda x: F.layer_norm(x, (256,)),
+        "nn.LayerNorm": norm,
+        "nn.BatchNorm1d, eval": batch_norm,
+        "F.cross_entropy": lambda x: F.cross_entropy(x, first[:, 0]),
+        "F.dropout": lambda x: F.dropout(x, 0.5, True),
+        "F.embedding": lambda x: F.embedding(first, table),
+        "torch.einsum": lambda x: torch.einsum("ij,jk->ik", x, w),
+        "x.shape": lambda x: x.shape,
+        "x.size(0)": lambda x: x.size(0),
+        "x.dim()": lambda x: x.dim(),
+        "x.device": lambda x: x.device,
+        "x.dtype": lambda x: x.dtype,
+        "x.requires_grad": lambda x: x.requires_grad,
+        "bool(x[0, 0] > 9)": lambda x: bool(x[0, 0] > 9),
+        "x[0, 0].item()": lambda x: x[0, 0].item(),
+    }
+
+
+def plain_rows(device: str) -> dict[str, Row]:
+    """Calls by name of a plain tensor of one element, where only the host counts."""
+    t = torch.ones(1, device=device)
+    t.requires_grad_(False)
+    return {
+        "t.add_(1)": lambda _: t.add_(1),
+        "t.grad = None": lambda _: setattr(t, "grad", None),
+        "torch.sigmoid(t)": lambda _: torch.sigmoid(t),
+        "torch.add(t, t)": lambda _: torch.add(t, t),
+        "torch.add(t, t, alpha=2)": lambda _: torch.add(t, t, alpha=2),
+        "torch.sum(t, 0)": lambda _: torch.sum(t, 0),
+        "torch.cat([t, t])": lambda _: torch.cat([t, t]),
+        "F.relu(t)": lambda _: F.relu(t),
+        "F.linear(t, t[None])": lambda _: F.linear(t, t[None]),
+        "F.layer_norm(t, (1,))": lambda _: F.layer_norm(t, (1,)),
+    }
+
+
+def us_of(call: Row, x: Any, iterations: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(iterations):
+        call(x)
+    return (time.perf_counter() - begun) / iterations * 1e6
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def serve(device: str) -> None:
+    """Time plain rows of a process without autofuse, as told on standard input."""
+    torch.set_num_threads(1)
+    calls = plain_rows(device)
+    for line in sys.stdin:
+        name, iterations = line.rstrip("\n").split("\t")
+        synchronize(device)
+        print(us_of(calls[name], None, int(iterations)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        return serve(given.device)
+    import autofuse
+
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    device, n = given.device, given.iterations
+    plain = torch.randn(64, 256, device=device)
+    wrapped = autofuse.wrap(plain.clone())
+    autofuse.materialize(wrapped + 1)  # as after any chain
+    print(f"{'':26} plain us  wrapped, more")
+    for name, call in rows(device).items():
+        call(plain), call(wrapped)
+        synchronize(device)
+        pairs = []
+        for _ in range(given.rounds):
+            pairs.append((us_of(call, plain, n), us_of(call, wrapped, n)))
+            synchronize(device)
+        without = statistics.median(a for a, _ in pairs)
+        more = statistics.median(b - a for a, b in pairs)
+        print(f"{name:26} {without:8.2f} {more:+9.2f}", flush=True)
+    other = subprocess.Popen(
+        [sys.executable, __file__, "--serve", "--device", device],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert other.stdin is not None and other.stdout is not None
+    print(f"\n{'':26}  process  with autofuse, more")
+    for name, call in plain_rows(device).items():
+        pairs = []
+        for k in range(3 * given.rounds):
+            other.stdin.write(f"{name}\t{n}\n")
+            other.stdin.flush()
+            there = float(other.stdout.readline())
+            synchronize(device)
+            here = us_of(call, None, n)
+            if k > 2:
+                pairs.append((there, here))
+        without = statistics.median(a for a, _ in pairs)
+        more = statistics.median(b - a for a, b in pairs)
+        print(f"{name:26} {without:8.3f} {more:+9.3f}", flush=True)
+    other.stdin.close()
+    other.wait()
+
+
+if __name__ == "__main__":
+    main()
