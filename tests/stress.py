@@ -17,9 +17,11 @@ CUDA. With AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
 from __future__ import annotations
 
 import argparse
+import copy
 import faulthandler
 import gc
 import os
+import pickle
 import queue
 import random
 import signal
@@ -130,6 +132,12 @@ class World:
                 torch.sub(torch.abs(torch.add(self.w * 2.0, self.v)), self.w), self.chain, "torch.*"
             )
 
+    def copy(self) -> None:
+        value = (self.w * 2.0 + self.v).abs() - self.w
+        check(copy.deepcopy(value), self.chain, "copied")
+        check(copy.copy(value), self.chain, "copied at once")
+        check(pickle.loads(pickle.dumps(value)), self.chain, "pickled")
+
     def write(self) -> None:
         """The values stay what they are, the versions do not."""
         if threading.current_thread() is not threading.main_thread():
@@ -200,7 +208,8 @@ class World:
             failed(f"{action}: {''.join(traceback.format_exception(error))}")
 
 
-ACTIONS = 3 * ["record", "read", "function", "write", "count", "train", "flush"] + ["fail"]
+ACTIONS = 3 * ["record", "read", "function", "write", "count", "train", "flush"]
+ACTIONS += ["fail", "copy"]
 
 
 class Garbage:

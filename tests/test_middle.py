@@ -5,8 +5,11 @@ two steps of another one. Here a program runs again and again, each time with on
 the next place; whatever that function does, the program computes what eager PyTorch does.
 """
 
+import copy
 import functools
 import gc
+import io
+import pickle
 import signal
 
 import pytest
@@ -93,6 +96,17 @@ class World:
             for value in self.held[-1:]:
                 if not value.requires_grad:
                     value.mul_(1.0)
+
+    def copy_what_is_pending(self):
+        with torch.no_grad():
+            for value in self.held[-1:]:
+                value = value.detach()
+                saved = io.BytesIO()
+                torch.save(value, saved)
+                saved.seek(0)
+                copies = [copy.copy(value), copy.deepcopy(value), torch.load(saved),
+                          pickle.loads(pickle.dumps(value)), torch.from_dlpack(value)]  # fmt: skip
+                assert all(made.tolist() == value.tolist() for made in copies)
 
     def switch_modes(self):
         with torch.no_grad(), torch.enable_grad():

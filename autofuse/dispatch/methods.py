@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from types import FunctionType
 from typing import Any
 
 from ..chain.shell import Tensor
@@ -27,11 +28,22 @@ def install_methods() -> None:
             if func.__class__ in IN_C and name not in Tensor.__dict__:
                 HANDLERS[func] = OPTIONS[func] = handler = passing(func)
                 setattr(Tensor, name, handler)
+    for name, func in vars(Plain).items():
+        if name not in Tensor.__dict__ and _asks_for_overrides(func):
+            setattr(Tensor, name, eagerly(func))
     if not _made_no_sequence(Tensor):
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
 
 
 _OPERATORS = ("__getitem__", "__matmul__", "__rmatmul__")
+
+
+def _asks_for_overrides(method: Any) -> bool:
+    """Whether it asks itself, in Python: in the middle of a flush it would find them switched off,
+    and take a pending value for a tensor with memory."""
+    return isinstance(method, FunctionType) and any(
+        name.startswith("has_torch_function") for name in method.__code__.co_names
+    )
 
 
 def passing(func: Handler) -> Handler:
