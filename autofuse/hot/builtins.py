@@ -24,7 +24,7 @@ from .c import (
     call_pointer,
     load,
 )
-from .values import class_of
+from .values import class_of, has_target
 
 
 def builtin(entry, function, args, flags, names):
@@ -36,7 +36,7 @@ def builtin(entry, function, args, flags, names):
     k = 0
     while k < count and has_wrapped(load(args + 8 * k)) == 0:
         k += 1
-    if k < count:
+    if k < count and has_target(names) == 0:
         table = load(entry)
         values = count
         if names != 0:

@@ -17,7 +17,6 @@ from .c import (
     LAYOUT,
     PEEK,
     SIMPLE,
-    TARGETS,
     Plain,
     Py_DecRef,
     Py_IncRef,
@@ -46,7 +45,7 @@ from .c import (
 from .flush import flush_now
 from .inputs import likely_meta
 from .record import are_watched, called, number_chain
-from .values import ask2, class_of, is_ours, number_of, python, slot_of, state_of
+from .values import ask2, class_of, has_target, is_ours, number_of, python, slot_of, state_of
 
 
 def torch_function(entry, function, args, flags, names):
@@ -143,12 +142,9 @@ def is_everyday(recorder: Recorder, known: Known, args, count, names):
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
     if names != 0:
-        k = PyTuple_Size(names)
-        count += k
-        while k > 0:
-            k -= 1
-            if PySet_Contains(TARGETS, load(names + ITEMS + 8 * k)) != 0:
-                return 0
+        if has_target(names) != 0:
+            return 0
+        count += PyTuple_Size(names)
     k = 0
     while k < count:
         x = load(args + 8 * k)
@@ -230,7 +226,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
             PyObject_GenericSetAttr(result, CLASS, Tensor)
         return result
     kind = class_of(result)
-    if kind is Tensor or kind is float or kind is int or kind is bool:
+    if known.feeds is True or kind is Tensor or kind is float or kind is int or kind is bool:
         return result
     wrapped = PyObject_CallOneArg(load(entry + 16), result)
     Py_DecRef(result)

@@ -10,7 +10,9 @@ from .c import (
     CURRENT,
     EMPTY,
     GRAD_MODE,
+    ITEMS,
     PYTHON,
+    TARGETS,
     Parameter,
     Plain,
     Py_DecRef,
@@ -29,6 +31,8 @@ from .c import (
     PyObject_CallOneArg,
     PyObject_GetAttr,
     PyObject_Vectorcall,
+    PySet_Contains,
+    PyTuple_Size,
     call_pointer,
     is_foreign,
     load,
@@ -66,6 +70,18 @@ def state_of(x):
         return None
     Py_DecRef(state)
     return state
+
+
+def has_target(names):
+    """Whether a keyword says where to write; torch knows which functions take one."""
+    if names == 0:
+        return 0
+    k = PyTuple_Size(names)
+    while k > 0:
+        k -= 1
+        if PySet_Contains(TARGETS, load(names + ITEMS + 8 * k)) != 0:
+            return 1
+    return 0
 
 
 def slot_of(chain: Chain, x):

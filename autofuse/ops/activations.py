@@ -52,8 +52,8 @@ plain("log_sigmoid", "x", "(x if x < 0 else 0) - log1p(exp(-abs(x)))", "logsigmo
       contiguous="cpu", copies="f", eager=F.logsigmoid, grad="log_sigmoid_backward(g, x)")
 row("leaky_relu", "x s:opmath", "x if x > 0 else x * s", eager=F.leaky_relu,
     grad="leaky_relu_backward(x, g, s); none")
-row("prelu", "x w", "x if x > 0 else w * x", one_dtype=True, one_device=True, copies="f",
-    eager=torch._prelu_kernel, grad="where(x > 0, g, w * g); where(x > 0, 0, x * g)")
+row("prelu", "x w", "x if x > 0 else w * x", one_dtype=True, one_device=True, tensors_only=True,
+    copies="f", eager=torch._prelu_kernel, grad="where(x > 0, g, w * g); where(x > 0, 0, x * g)")
 row("softplus", "x b:opmath t:opmath", "x if x * b > t else log1p(exp(x * b)) / b",
     eager=F.softplus, grad="softplus_backward(g, x, b, t); none; none")
 row("elu", "x a:opmath s:opmath i:opmath", "x * s if x > 0 else expm1(x * i) * (a * s)",
