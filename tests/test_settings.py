@@ -4,14 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 import autofuse
 from autofuse import errors
 from autofuse.settings.config import SETTINGS, Config, changed, read, watch
-from autofuse.settings.fields import Choice, Choices, Flag, OptionalPath, Size, Whole
+from autofuse.settings.fields import Bytes, kind_of
 from autofuse.supply.disk import DiskCache
 
 CONFIG = sys.modules["autofuse.settings.config"]
@@ -39,13 +39,12 @@ def test_a_row_is_complete(setting):
 def test_every_field_is_a_row_with_its_type():
     hints = get_type_hints(Config)
     assert list(hints) == [setting.name for setting in FIELDS]
-    types = {Flag: bool, Whole: int, Size: int}
     for setting in FIELDS:
-        want = types.get(type(setting.kind))
-        if want is not None:
-            assert hints[setting.name] is want
-        if isinstance(setting.kind, Choice):
-            assert setting.kind.words == hints[setting.name].__args__
+        hint = hints[setting.name]
+        if hint in (bool, int):
+            assert type(setting.default) is hint
+        elif get_origin(hint) is Literal:
+            assert all(setting.check(word) == setting.read(word) == word for word in get_args(hint))
 
 
 def test_names_in_the_environment():
@@ -214,7 +213,7 @@ def test_what_differs_from_the_defaults():
 
 
 def test_sets_of_words():
-    kind = Choices(Literal["flush", "kernel", "cache"])
+    kind = kind_of(frozenset[Literal["flush", "kernel", "cache"]])
     assert kind.read("cache, flush,") == {"flush", "cache"} and kind.read("") == frozenset()
     assert kind.check(["kernel"]) == frozenset({"kernel"}) == kind.check("kernel")
     assert kind.show(frozenset({"cache", "flush"})) == "flush,cache"
@@ -225,7 +224,7 @@ def test_sets_of_words():
 
 
 def test_paths(tmp_path):
-    kind = OptionalPath()
+    kind = kind_of(Path | None)
     assert kind.read("") is None and kind.check(None) is None and kind.show(None) == ""
     assert kind.check(str(tmp_path)) == kind.check(tmp_path) == kind.read(kind.show(tmp_path))
     for wrong in (3, b"bytes"):
@@ -235,4 +234,5 @@ def test_paths(tmp_path):
 
 @pytest.mark.parametrize("nbytes, text", [(0, "0"), (1000, "1000"), (2048, "2K"), (3 << 30, "3G")])
 def test_sizes_are_shown_as_they_are_read(nbytes, text):
-    assert Size().show(nbytes) == text and Size().read(text) == nbytes
+    kind = kind_of(Bytes)
+    assert kind.show(nbytes) == text and kind.read(text) == nbytes

@@ -1,19 +1,19 @@
 """Settings: one typed table of what may be set, here or in the environment.
 
-A field of `Config` is a row: its type, default, kind and help. Its name in the environment is
-`AUTOFUSE_` and its own in capitals, but for `AUTOFUSE` itself.
+A field of `Config` is a row: its type, which says what it may be, default and help. Its name in the
+environment is `AUTOFUSE_` and its own in capitals, but for `AUTOFUSE` itself.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from ..errors import warn_once
-from .fields import Choice, Choices, Flag, Kind, OptionalPath, Size, Whole
+from .fields import Bytes, Kind, kind_of
 from .sizes import DEFAULT_MAXSIZE, parse_size
 
 
@@ -25,7 +25,7 @@ class Setting:
     kind: Kind
     default: Any
     help: str
-    field: bool = True  # of `Config`; otherwise what the environment says at the start stays
+    field: bool  # of `Config`; otherwise what the environment says at the start stays
 
     @property
     def variable(self) -> str:
@@ -53,13 +53,8 @@ class Setting:
             ) from None
 
 
-def _row(default: Any, kind: Kind, help: str) -> Any:
-    return field(default=default, metadata={"kind": kind, "help": " ".join(help.split())})
-
-
-_Recompute = Literal["free", "inputs"]
-_Compile = Literal["auto", "background", "now"]
-_Log = Literal["flush", "kernel", "cache"]
+def _row(default: Any, help: str, least: int = 1) -> Any:
+    return field(default=default, metadata={"help": " ".join(help.split()), "least": least})
 
 
 @dataclass
@@ -75,78 +70,81 @@ class Config:
             tell("config")
 
     # fmt: off
-    enabled: bool = _row(True, Flag(), "record ops at all; 0 is plain eager")
-    compile: _Compile = _row("auto", Choice(_Compile), """
+    enabled: bool = _row(True, "record ops at all; 0 is plain eager")
+    compile: Literal["auto", "background", "now"] = _row("auto", """
         where a chain's kernel is compiled. `background`: in processes of their own, while the chain
         runs as the eager ops it was recorded from; `now`: here, at once; `auto`: in the background
         for CUDA, where both give the same bits, now for the CPU, where they need not""")
-    compile_after: int = _row(2, Whole(1), """
+    compile_after: int = _row(2, """
         how often a chain has to run before it is worth a compile in the background""")
-    workers: int = _row(1, Whole(0), """
+    workers: int = _row(1, """
         processes that compile in the background, counted when the first kernel is asked for; with
-        0 this one does""")
-    max_kernels: int = _row(2048, Whole(1), """
+        0 this one does""", least=0)
+    max_kernels: int = _row(2048, """
         loaded kernels before all are forgotten; those still in use are loaded again""")
-    max_kernels_per_line: int = _row(64, Whole(1), """
+    max_kernels_per_line: int = _row(64, """
         kernels that one line of a program may ask for; further chains run as eager ops there""")
-    recompute: _Recompute = _row("free", Choice(_Recompute), """
+    recompute: Literal["free", "inputs"] = _row("free", """
         what backward computes again instead of keeping it. `free`: what follows from the tensors
         that eager would keep. `inputs`: everything, from the chain's Inputs alone, and gradients of
         one tensor's several uses are added up inside: less memory, but an Input that is written in
         place before backward is then an error, and a sum with gradients from elsewhere may round in
         another order than eager's""")
-    always_fuse: bool = _row(False, Flag(), """
+    always_fuse: bool = _row(False, """
         fuse chains of one op on CUDA, and short ones under grad, though eager ops cost less""")
-    relaxed: bool = _row(False, Flag(), """
+    relaxed: bool = _row(False, """
         let ops of a chain contract with each other, leave out the rounding of 16-bit values that
         are not stored, fuse ops that are not bit-identical to eager; results are nearer to the
         exact ones, and no longer eager's""")
-    max_nodes: int = _row(64, Whole(1), "a chain is cut at this many ops")
-    loop_nodes: int = _row(30, Whole(1), """
+    max_nodes: int = _row(64, "a chain is cut at this many ops")
+    loop_nodes: int = _row(30, """
         from this many ops on, a chain is cut where the op that began it comes again, so that an
         unrolled loop settles on one chain instead of one per phase""")
-    max_inputs: int = _row(30, Whole(1), """
+    max_inputs: int = _row(30, """
         a chain is cut at this many Inputs, long before the 4 KB that a kernel's parameters may
         have""")
-    pinned_bytes: int = _row(2 << 20, Size(), """
+    pinned_bytes: Bytes = _row(2 << 20, """
         Inputs that nobody but the chain may still hold are tolerated up to this size, or up to
         twice the largest of them, whichever is more""")
-    max_trie: int = _row(8192, Whole(1), """
+    max_trie: int = _row(8192, """
         recorded ops remembered per thread and device before the memory of them is dropped""")
-    logs: frozenset[_Log] = _row(frozenset(), Choices(_Log), """
+    logs: frozenset[Literal["flush", "kernel", "cache"]] = _row(frozenset(), """
         one line per event to the loggers `autofuse.flush` (a chain ran), `autofuse.kernel` (a
         kernel arrived), `autofuse.cache` (one was looked up)""")
-    check: bool = _row(False, Flag(), """
+    check: bool = _row(False, """
         run every chain and every backward that launches a kernel as eager ops too, compare, and
         raise `MismatchError` where they differ""")
-    dump_dir: Path | None = _row(None, OptionalPath(), """
+    dump_dir: Path | None = _row(None, """
         where the source and PTX (CPU: LLVM IR) of kernels are kept""")
-    native: bool = _row(True, Flag(), """
+    native: bool = _row(True, """
         record and launch by machine code, where everything is as expected; 0 is Python alone, for
         debuggers and profilers of Python""")
-    nvtx: bool = _row(False, Flag(), """
+    nvtx: bool = _row(False, """
         make every flush an NVTX range, as `torch.profiler` shows it, for Nsight Systems""")
     # fmt: on
 
 
-_CACHE = (  # read by `supply.disk`, which knows no config
-    Setting(
-        "cache_dir", OptionalPath(), None,
-        "where compiled kernels stay, if not in the user's cache directory (`~/.cache/autofuse` on "
-        "Linux); it must belong to you and be writable by nobody else",
-        field=False,
-    ),
-    Setting(
-        "cache_maxsize", Size(), parse_size(DEFAULT_MAXSIZE),
-        "how many bytes they may have, least recently used go first; 0 keeps nothing",
-        field=False,
-    ),
-)  # fmt: skip
-SETTINGS: tuple[Setting, ...] = (
-    *(Setting(row.name, row.metadata["kind"], row.default, row.metadata["help"])
-      for row in fields(Config)),
-    *_CACHE,
-)  # fmt: skip
+@dataclass
+class _Cache:
+    """What `supply.disk`, which knows no config, reads in the environment alone."""
+
+    # fmt: off
+    cache_dir: Path | None = _row(None, """
+        where compiled kernels stay, if not in the user's cache directory (`~/.cache/autofuse` on
+        Linux); it must belong to you and be writable by nobody else""")
+    cache_maxsize: Bytes = _row(parse_size(DEFAULT_MAXSIZE), """
+        how many bytes they may have, least recently used go first; 0 keeps nothing""")
+    # fmt: on
+
+
+def _settings(table: type[Config | _Cache]) -> Iterator[Setting]:
+    types = get_type_hints(table, include_extras=True)
+    for row in fields(table):
+        kind = kind_of(types[row.name], row.metadata["least"])
+        yield Setting(row.name, kind, row.default, row.metadata["help"], table is Config)
+
+
+SETTINGS = (*_settings(Config), *_settings(_Cache))
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 _watchers: list[Callable[[str], None]] = []  # called after a change
 
