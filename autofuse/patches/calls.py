@@ -3,57 +3,47 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from functools import partial
+from types import ClassMethodDescriptorType
 from typing import Any
 
 import torch
 
+from ..api import unwrap
 from ..chain.shell import Tensor
 from ..dispatch.eager import run_default, run_eager
 from ..dispatch.protocol import ask_overrides
 from ..record.flush import flush_thread
-from ..record.modes import regrade
-from .around import (
-    closed_between,
-    closed_during,
-    flush_first,
-    flushed_at_end,
-    flushed_when_called,
-    plain_of,
-    regraded_after,
-    reopened_after,
-    unwrapping,
-)
+from ..record.modes import closed, regrade
+from .around import around, unwrapping
 
 
 def patch_calls() -> None:
     import torch._functorch.utils as functorch_utils
-    from torch.autograd import forward_ad, function, graph
+    from torch.autograd import function, graph
 
-    closed_during(function.Function, "apply")
-    closed_during(function.BackwardCFunction, "apply")
-    for name in ("__init__", "__enter__", "__exit__"):
-        regraded_after(torch.set_grad_enabled, name)  # which no_grad calls
-    for name in ("__enter__", "__exit__"):
-        regraded_after(torch.enable_grad, name)
-    flushed_at_end(torch.no_grad)
-    closed_between(forward_ad, "enter_dual_level", "exit_dual_level")
-    # every autograd.Function.apply passes its arguments through this module attribute
+    for owner in (function.Function, function.BackwardCFunction):
+        _close_during_apply(owner)
     for owner, name in (
+        # every autograd.Function.apply passes its arguments through this module attribute
         (functorch_utils, "unwrap_dead_wrappers"),
         (torch._C.ScriptFunction, "__call__"),
         (torch._C.ScriptMethod, "__call__"),
         (torch.nn.parallel.DistributedDataParallel, "_post_forward"),
     ):
-        flush_first(owner, name, name, flush_thread)
+        around(owner, name, partial(flush_thread, name))
     for name in ("UndefinedGrad", "DelayedError"):  # which gradcheck calls
-        flushed_when_called(torch._C._functions, name)  # type: ignore[attr-defined]
-    for name in ("trace", "trace_module"):
-        setattr(torch.jit, name, unwrapping(getattr(torch.jit, name), "jit"))
-    for owner in (torch, torch.utils.dlpack):
-        owner.to_dlpack = unwrapping(owner.to_dlpack, "to_dlpack")
+        _flush_when_called(torch._C._functions, name)  # type: ignore[attr-defined]
+    for owner, name, reason in (
+        (torch.jit, "trace", "jit"),
+        (torch.jit, "trace_module", "jit"),
+        (torch, "to_dlpack", "to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack", "to_dlpack"),
+    ):
+        setattr(owner, name, unwrapping(getattr(owner, name), reason))
     for owner in (graph, torch.autograd):  # hooks run in grad modes that the engine sets
-        reopened_after(owner, "_engine_run_backward", "backward", lambda reason: regrade(),
-                        flush=flush_thread)  # fmt: skip
+        around(owner, "_engine_run_backward", partial(flush_thread, "backward"), regrade)
 
     default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
@@ -71,7 +61,7 @@ def patch_calls() -> None:
 
     def new(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data, Tensor):
-            data = plain_of(data)
+            data = unwrap(data).detach()
         return make(cls, data, *args, **kwargs)
 
     torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[assignment]
@@ -83,3 +73,34 @@ def patch_calls() -> None:
         return run_eager(variable, (cls, *args), kwargs)
 
     torch.autograd.Variable.__new__ = staticmethod(new_variable)  # type: ignore[assignment]
+
+
+def _close_during_apply(owner: Any) -> None:
+    """Record nothing while the class or instance method `apply` runs."""
+    original = owner.__dict__["apply"]
+    of_class = isinstance(original, (classmethod, ClassMethodDescriptorType))  # C's, torch 2.14
+
+    @functools.wraps(getattr(original, "__func__", original))
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with closed("apply"):
+            bound = original.__get__(None, self) if of_class else original.__get__(self)
+            return bound(*args, **kwargs)
+
+    owner.apply = classmethod(apply) if of_class else apply
+
+
+def _flush_when_called(owner: Any, name: str) -> None:
+    """Flush before what `owner.name` makes, a function of tensors in C++, is called."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def make(*args: Any) -> Callable[..., Any]:
+        function = original(*args)
+
+        def call(*tensors: Any) -> Any:
+            flush_thread(name)
+            return function(*tensors)
+
+        return call
+
+    setattr(owner, name, make)

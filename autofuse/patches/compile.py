@@ -24,7 +24,7 @@ def patch_compile() -> None:
         _skip_tracing()
         if isinstance(compiled, torch.nn.Module):
             cls = type(compiled)
-            if "__call__" not in cls.__dict__ or not hasattr(cls.__call__, "_autofuse"):
+            if not hasattr(cls.__dict__.get("__call__"), "_autofuse"):
                 cls.__call__ = unwrapping(cls.__call__, "compile")  # type: ignore[method-assign]
             return compiled
         return unwrapping(compiled, "compile")

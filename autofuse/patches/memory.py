@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..dispatch.unrecorded import EXPORTS
 from ..record.flush import flush_all, flush_tensor, flush_thread
 from ..record.writes import flush_readers
 from ..torch_private import TensorBase, function_modes, torch_functions_are_on
-from .around import flush_first, replace
+from .around import around, replace
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -46,9 +47,9 @@ def patch_inplace() -> None:
     for name in dir(torch._C._VariableFunctions):  # by which torch.nn.functional has some of them
         if name.endswith("_") and not name.startswith("_"):
             setattr(torch._VF, name, getattr(torch, name))
-    flush_first(torch.utils, "swap_tensors", "swap_tensors", flush_all)
+    around(torch.utils, "swap_tensors", partial(flush_all, "swap_tensors"))
     for name in ("batch_norm", "instance_norm", "native_batch_norm"):  # write running statistics
-        flush_first(torch, name, name, flush_thread)
+        around(torch, name, partial(flush_thread, name))
 
 
 def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:

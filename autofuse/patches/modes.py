@@ -2,31 +2,80 @@
 
 from __future__ import annotations
 
+import functools
+from functools import partial
+from typing import Any
+
 import torch
 
-from ..record.flush import flush_thread
-from ..record.modes import reopen, reopen_all
-from .around import closed_between, closed_inside, reopened_after
+from ..record.flush import flush_all, flush_thread
+from ..record.modes import regrade, reopen, reopen_all
+from ..torch_private import set_grad_enabled
+from .around import around, closed_between
 
 
 def patch_modes() -> None:
     """Inside these nothing is recorded: they see, or change, every single op."""
     from torch._functorch import eager_transforms, vmap
+    from torch.autograd import forward_ad
     from torch.overrides import TorchFunctionMode
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    for owner in (
-        TorchFunctionMode,
-        TorchDispatchMode,
-        torch.autocast,
-        torch.autograd.graph.saved_tensors_hooks,
-    ):
-        closed_inside(owner, keep=DeviceContext)
-    for name in ("__enter__", "__exit__"):
-        reopened_after(torch.inference_mode, name, "inference mode", reopen, flush=flush_thread)
-    reopened_after(torch, "set_default_dtype", "default dtype", reopen_all)
-    reopened_after(torch, "set_anomaly_enabled", "anomaly mode", reopen_all)
+    saved = torch.autograd.graph.saved_tensors_hooks
+    for owner in (TorchFunctionMode, TorchDispatchMode, torch.autocast, saved):
+        closed_between(owner, "__enter__", "__exit__", "mode", but=DeviceContext)
     for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
         for kind in ("grad", "jvp", "vmap", "func"):
-            closed_between(module, f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting")
+            start, end = f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting"
+            closed_between(module, start, end, "torch.func")
+    closed_between(forward_ad, "enter_dual_level", "exit_dual_level", "torch.func")
+    for owner, name, reason, flush, open_ in (
+        (torch.inference_mode, "__enter__", "inference mode", flush_thread, reopen),
+        (torch.inference_mode, "__exit__", "inference mode", flush_thread, reopen),
+        (torch, "set_default_dtype", "default dtype", flush_all, reopen_all),
+        (torch, "set_anomaly_enabled", "anomaly mode", flush_all, reopen_all),
+    ):
+        around(owner, name, partial(flush, reason), partial(open_, reason))
+    for name in ("__init__", "__enter__", "__exit__"):
+        _regrade_after(torch.set_grad_enabled, name)  # which no_grad calls
+    for name in ("__enter__", "__exit__"):
+        _regrade_after(torch.enable_grad, name)
+    _flush_at_end_of_no_grad()
+
+
+def _regrade_after(owner: Any, name: str) -> None:
+    """Grad mode may be another one after `owner.name`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        was = torch.is_grad_enabled()
+        result = original(*args, **kwargs)
+        if was is not torch.is_grad_enabled():
+            try:
+                regrade()
+            except BaseException:
+                if name != "__exit__":  # the block is not entered
+                    set_grad_enabled(was)
+                raise
+        return result
+
+    setattr(owner, name, call)
+
+
+def _flush_at_end_of_no_grad() -> None:
+    """Flush where the block ends with another grad mode; it ends also if that fails."""
+    original = torch.no_grad.__exit__
+
+    @functools.wraps(original)
+    def leave(self: Any, *args: Any) -> None:
+        try:
+            if self.prev is not torch.is_grad_enabled():
+                flush_thread("grad mode")
+        except BaseException:
+            set_grad_enabled(self.prev)
+            raise
+        original(self, *args)
+
+    torch.no_grad.__exit__ = leave

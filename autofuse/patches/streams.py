@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..errors import warn_once
@@ -10,7 +12,7 @@ from ..record.ranges import annotate
 from ..settings.config import config, watch
 from ..supply import kernels
 from ..supply.load import keep_modules
-from .around import flush_first
+from .around import around
 
 # --- collectives ---------------------------------------------------------------------------------
 
@@ -27,7 +29,7 @@ def patch_distributed() -> None:
     """Collectives write to memory and do not count it as a write."""
     if torch.distributed.is_available():
         for name in _COLLECTIVES:
-            flush_first(torch.distributed.ProcessGroup, name, "collective", flush_thread)
+            around(torch.distributed.ProcessGroup, name, partial(flush_thread, "collective"))
 
 
 # --- streams, events, graphs ---------------------------------------------------------------------
@@ -36,26 +38,22 @@ def patch_distributed() -> None:
 def patch_cuda() -> None:
     """Work that is pending when a stream, an event or a graph is used belongs before it."""
     cuda = torch.cuda
-    for owner, names in (
-        (cuda, ("set_stream", "synchronize")),
-        (cuda.StreamContext, ("__enter__",)),
-        (cuda.Event, ("record", "wait", "synchronize", "query", "elapsed_time")),
-        (cuda.Stream, ("wait_event", "wait_stream", "record_event", "synchronize", "query")),
-        (cuda.CUDAGraph, ("capture_begin", "replay")),
-        (cuda, ("set_device",)),
+    for owner, names, ends in (
+        (cuda, "set_stream synchronize set_device", False),
+        (cuda.StreamContext, "__enter__", False),
+        (cuda.Event, "record wait synchronize query elapsed_time", False),
+        (cuda.Stream, "wait_event wait_stream record_event synchronize query", False),
+        (cuda.CUDAGraph, "capture_begin replay", False),
+        (cuda.StreamContext, "__exit__", True),
+        (cuda.CUDAGraph, "capture_end", True),
+        (cuda.graph, "__exit__", True),
     ):
-        for name in names:
-            flush_first(owner, name, "stream", flush_thread)
-    for owner, name in (
-        (cuda.StreamContext, "__exit__"),
-        (cuda.CUDAGraph, "capture_end"),
-        (cuda.graph, "__exit__"),
-    ):
-        flush_first(owner, name, "stream", flush_thread, anyway=True)
-    flush_first(cuda.CUDAGraph, "capture_begin", "capture", _begin_capture)
+        for name in names.split():
+            around(owner, name, partial(flush_thread, "stream"), anyway=ends)
+    around(cuda.CUDAGraph, "capture_begin", _begin_capture)
 
 
-def _begin_capture(reason: str) -> None:
+def _begin_capture() -> None:
     """A graph holds its kernels; a chain that still waits for one asks again, to say so."""
     keep_modules()
     kernels.stir()
@@ -69,9 +67,7 @@ def patch_profiler() -> None:
     from torch.autograd import profiler
 
     for name, on in (("_run_on_profiler_start", True), ("_run_on_profiler_stop", False)):
-        flush_first(
-            profiler, name, "profiler", lambda reason, on=on: annotate(profiler.record_function, on)
-        )
+        around(profiler, name, partial(annotate, profiler.record_function, on))
     watch(_follow_nvtx)
     _follow_nvtx()
 
