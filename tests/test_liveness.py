@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -119,6 +120,25 @@ def test_a_weak_reference_of_cpp(device):
         assert ref.expired()
     stats = autofuse.stats()
     assert stats.kernels_launched == 8 and sum(stats.flushes.values()) == 8
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Items(list):
+    pass
+
+
+@pytest.mark.parametrize("make", [Pair, lambda *xs: Items(xs), lambda *xs: list(xs)])
+def test_a_value_beside_its_shell_in_a_container(make, device):
+    x = wrapped(device, 6)
+    y = x * 2
+    ref = torch._C._WeakTensorRef(y)
+    values = make(y, x)
+    assert_same(torch.cat(values), torch.cat([autofuse.unwrap(x) * 2, autofuse.unwrap(x)]), None)
+    assert values[0] is y and not ref.expired()
 
 
 def test_identity_and_attributes_survive_the_flush(device):

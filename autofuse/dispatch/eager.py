@@ -21,7 +21,7 @@ from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
 from ..record.policy import SKIPS
 from ..record.record import pass_over
 from ..torch_private import NoTorchFunction, has_torch_function, peek
-from .nested import SIMPLE, flattened
+from .nested import SIMPLE, flattened, mapped
 from .unrecorded import Known, known_of
 
 Plain = torch.Tensor
@@ -239,17 +239,15 @@ def released(value: Any, stood: dict[int, Tensor]) -> Any:
 
     stood: takes what each of these, by id, stands for.
     """
-    if value.__class__ is Tensor:
-        real = beside(value)
+
+    def release(tensor: Plain) -> Plain:
+        real = beside(tensor) if tensor.__class__ is Tensor else None
         if real is None:
-            return value
-        stood[id(real)] = value
+            return tensor
+        stood[id(real)] = tensor
         return real
-    if value.__class__ in (tuple, list):
-        return value.__class__([released(item, stood) for item in value])
-    if value.__class__ is dict:
-        return {key: released(item, stood) for key, item in value.items()}
-    return value
+
+    return mapped(value, release)
 
 
 def _handed_back(result: Any, stood: dict[int, Tensor]) -> Any:

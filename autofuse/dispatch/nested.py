@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -54,15 +55,15 @@ def mapped(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
         return value
     if cls is torch.Tensor or cls is Tensor or isinstance(value, torch.Tensor):
         return leaf(value)
-    if cls is list or isinstance(value, tuple):
+    if isinstance(value, (list, tuple)):
         return rebuilt(value, lambda item: mapped(item, leaf))
     if isinstance(value, dict):
         items = {key: mapped(item, leaf) for key, item in value.items()}
         if all(items[key] is item for key, item in value.items()):
             return value
-        copy = value.copy()
-        copy.update(items)
-        return copy
+        copied = value.copy()
+        copied.update(items)
+        return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         items = {name: mapped(item, leaf) for name, item in fields.items()}
@@ -108,4 +109,8 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     items = [change(item) for item in value]
     if all(a is b for a, b in zip(items, value, strict=True)):
         return value
+    if isinstance(value, list):
+        copied = copy(value)
+        copied[:] = items
+        return copied
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
