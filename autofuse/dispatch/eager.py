@@ -157,7 +157,8 @@ def run_any(
     if any(map(_is_apart, wrapped)):
         stood: dict[int, Tensor] = {}
         args, kwargs = released(args, stood), released(kwargs or {}, stood)
-        return _handed_back(run_eager(func, args, kwargs), stood)
+        result = run_eager(func, args, kwargs)
+        return stood.get(id(result), result)  # in-place functions return an argument
     if name in _COPIES:
         for tensor in wrapped:
             tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
@@ -240,7 +241,7 @@ def released(value: Any, stood: dict[int, Tensor]) -> Any:
     stood: takes what each of these, by id, stands for.
     """
 
-    def release(tensor: Plain) -> Plain:
+    def release(tensor: Any) -> Any:
         real = beside(tensor) if tensor.__class__ is Tensor else None
         if real is None:
             return tensor
@@ -248,11 +249,6 @@ def released(value: Any, stood: dict[int, Tensor]) -> Any:
         return real
 
     return mapped(value, release)
-
-
-def _handed_back(result: Any, stood: dict[int, Tensor]) -> Any:
-    """The result of a function that returns an argument, such as an in-place one."""
-    return stood.get(id(result), result)
 
 
 def lifted(result: Any) -> Any:

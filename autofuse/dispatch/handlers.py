@@ -7,6 +7,7 @@ of every row is found by name and gets a handler.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from functools import cache
 from threading import get_ident
 from types import CodeType
@@ -165,13 +166,13 @@ def _handler_code(template: str) -> CodeType:
     return compile(template, "<autofuse handler>", "exec")
 
 
-def _generate(template: str, row: Op, func: Handler, rest: Handler | None = None) -> Handler:
+def _generate(row: Op, func: Handler, rest: Handler | None = None) -> Handler:
     """A handler for `func`, which computes `row`.
 
     rest: what knows calls with other arguments than the operands, and wrong ones; or eager PyTorch.
     """
     space = {**_NAMES, "OP": row, "FUNC": func, "REST": rest or eagerly(func)}
-    exec(_handler_code(template), space)
+    exec(_handler_code(_UNARY if len(row.names) == 1 else _BINARY), space)
     handler = space["handler"]
     handler.__name__ = getattr(func, "__name__", row.name)
     HOT.append(("handler", handler, (row, len(row.names), func)))
@@ -314,7 +315,7 @@ def eagerly(func: Handler) -> Handler:
 def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handler:
     """`other <operator> self`; without a row for scalars, as `torch.Tensor` defines it."""
     forward = getattr(torch, tensor_row)
-    scalar = None if scalar_row is None else _generate(_BINARY, OPS[scalar_row], func)
+    scalar = None if scalar_row is None else _generate(OPS[scalar_row], func)
 
     def reflected(self: Any, /, *args: Any, **options: Any) -> Any:
         if not _is_operand(args, options):
@@ -361,53 +362,51 @@ def install_ops() -> None:
         _install(name, choose)
         _install(name + "_", choose, inplace=True)
     for name, compose in rows.COMPOSITES.items():
-        for place in (*PLACES, Plain):
-            func = getattr(place, name, None)
-            if callable(func) and func not in HANDLERS:
-                HANDLERS[func] = OPTIONS[func] = handler = _composite(compose, func)
-                if place is Plain:
-                    setattr(Tensor, name, handler)
-    for table in (operators.BINARY_OPERATORS, operators.UNARY_OPERATORS):
-        for name, row in table.items():
-            template = _UNARY if len(OPS[row].names) == 1 else _BINARY
-            override(name, _generate(template, OPS[row], getattr(Plain, name)))
+        for place, func in unhandled(name):
+            handle(place, name, _composite(compose, func))
+    for name, row in (operators.BINARY_OPERATORS | operators.UNARY_OPERATORS).items():
+        handle(Plain, name, _generate(OPS[row], getattr(Plain, name)))
     for name, row in operators.SPELLED_OPERATORS.items():
-        override(name, _spelled(rows.SPELLINGS[row], getattr(Plain, name), method=True))
+        handle(Plain, name, _spelled(rows.SPELLINGS[row], getattr(Plain, name), method=True))
     for name, row in operators.INPLACE_OPERATORS.items():
         if hasattr(Plain, name):
-            override(name, _inplace(choices[row], getattr(Plain, name), rows.PLAIN.get(row)))
+            handle(Plain, name, _inplace(choices[row], getattr(Plain, name), rows.PLAIN.get(row)))
     for name, dtype in operators.CAST_METHODS.items():
-        override(name, _cast(dtype, getattr(Plain, name)))
+        handle(Plain, name, _cast(dtype, getattr(Plain, name)))
     for name, (tensor_row, scalar_row) in operators.REFLECTED_OPERATORS.items():
-        override(name, _reflected(tensor_row, scalar_row, getattr(Plain, name)))
-    override("__rpow__", _rpow)
-    override("__hash__", Plain.__hash__)
+        handle(Plain, name, _reflected(tensor_row, scalar_row, getattr(Plain, name)))
+    handle(Plain, "__rpow__", _rpow)
+    handle(Plain, "__hash__", Plain.__hash__)
 
 
 def _install(name: str, choose: Handler, inplace: bool = False) -> None:
     """Handlers for the functions and the method called `name`."""
     plain = rows.PLAIN.get(name.removesuffix("_") if inplace else name)
+    for place, func in unhandled(name):
+        if place is Plain:
+            choose = rows.METHODS.get(name.rstrip("_"), choose)
+        if inplace:
+            handle(place, name, _inplace(choose, func, plain))
+            continue
+        options = _spelled(choose, func, method=place is Plain)
+        handler = options if plain is None else _generate(plain, func, options)
+        handle(place, name, handler, options)
+
+
+def unhandled(name: str) -> Iterator[tuple[Any, Handler]]:
+    """Functions of torch called `name`, and the method, that have no handler, by their places."""
     for place in (*PLACES, Plain):
         func = getattr(place, name, None)
-        if not callable(func) or func in HANDLERS:
-            continue
-        choose = rows.METHODS.get(name.rstrip("_"), choose) if place is Plain else choose
-        with_options = (
-            _inplace(choose, func, plain) if inplace else _spelled(choose, func, place is Plain)
-        )
-        handler = with_options
-        if plain is not None and not inplace:
-            template = _UNARY if len(plain.names) == 1 else _BINARY
-            handler = _generate(template, plain, func, with_options)
-        HANDLERS[func], OPTIONS[func] = handler, with_options
-        if place is Plain:
-            setattr(Tensor, name, handler)
+        if callable(func) and func not in HANDLERS:
+            yield place, func
 
 
-def override(name: str, handler: Handler) -> None:
-    func = getattr(Plain, name)
-    HANDLERS[func] = OPTIONS[func] = handler
-    setattr(Tensor, name, handler)
+def handle(place: Any, name: str, handler: Handler, options: Handler | None = None) -> None:
+    """Have `handler` called in place of `place.name`; with keywords `options`, if given."""
+    func = getattr(place, name)
+    HANDLERS[func], OPTIONS[func] = handler, options or handler
+    if place is Plain:
+        setattr(Tensor, name, handler)
 
 
 def _cast(dtype: torch.dtype, func: Handler) -> Handler:

@@ -12,7 +12,7 @@ from ..chain.shell import Tensor
 from ..record.writes import pending_version
 from ..torch_private import NoTorchFunction
 from .eager import Handler, Plain, run_eager
-from .handlers import override
+from .handlers import handle
 from .protocol import HANDLERS, OPTIONS
 
 _PROPERTIES = (
@@ -51,22 +51,21 @@ def install_metadata() -> None:
         def set_(self: Any, value: Any, setter: Any = setter) -> None:
             run_eager(setter, (self, value))
 
-        read = _from_meta(name, get) if name in ("dtype", "device") else get
+        read = get
+        if name in ("dtype", "device"):
+            read = _from_meta(name, get)
+        elif name in ("requires_grad", "is_leaf"):
+            read = _pending_grad(name == "is_leaf", get)
         HANDLERS[getter] = read  # type: ignore[index]
         setattr(Tensor, name, property(read, set_ if setter is not None else None))
     for name in _METHODS:
         base = getattr(Plain, name, None)
         if base is None:
             continue
-        override(name, _reading(base))
+        handle(Plain, name, _reading(base))
     for place_name in ("is_floating_point", "is_complex", "numel", "is_signed"):
         func = getattr(torch, place_name)
         HANDLERS[func] = OPTIONS[func] = _reading(func)
-    for name in ("requires_grad", "is_leaf"):
-        base = Tensor.__dict__[name]
-        pending = _pending_grad(name == "is_leaf", base.fget)
-        setattr(Tensor, name, property(pending, base.fset))
-        HANDLERS[getattr(Plain, name).__get__] = pending
     Tensor._version = property(pending_version)  # type: ignore[assignment]
     HANDLERS[Plain._version.__get__] = pending_version  # type: ignore[attr-defined]
 

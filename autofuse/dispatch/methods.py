@@ -10,27 +10,23 @@ from typing import Any
 from ..chain.shell import Tensor
 from ..torch_private import TensorBase
 from .eager import Handler, Plain, fed, lifted, lifted_split
-from .handlers import HOT, PLACES, eagerly
-from .protocol import HANDLERS, OPTIONS
+from .handlers import HOT, eagerly, handle, unhandled
 from .unrecorded import IN_C, PASSED, known_of
 
 
 def install_methods() -> None:
     """Every other C method of a tensor, and the functions that stand beside chains."""
-    for place in PLACES:
-        for name in PASSED:
-            func = getattr(place, name, None)
-            if func is not None and func not in HANDLERS:
-                HANDLERS[func] = OPTIONS[func] = passing(func)
+    for name in PASSED:
+        for place, func in unhandled(name):
+            handle(place, name, passing(func))
     for name in dir(TensorBase):
         func = getattr(Plain, name)
         if name in _OPERATORS or not name.startswith("_"):
             if func.__class__ in IN_C and name not in Tensor.__dict__:
-                HANDLERS[func] = OPTIONS[func] = handler = passing(func)
-                setattr(Tensor, name, handler)
+                handle(Plain, name, passing(func))
     for name, func in vars(Plain).items():
         if name not in Tensor.__dict__ and _asks_for_overrides(func):
-            setattr(Tensor, name, eagerly(func))
+            handle(Plain, name, eagerly(func))
     if not _made_no_sequence(Tensor):
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
 
