@@ -11,12 +11,12 @@ from typing import Any, TypeVar, overload
 import torch
 
 from . import hooks
-from .api import unwrap, wrappable
+from .api import wrappable
 from .chain import state as _state
 from .chain.meta import Meta, learned, met
 from .chain.shell import Tensor, set_attribute
 from .chain.state import this_thread
-from .dispatch.nested import ATOMS, exchange, is_container, items_of, mapped, rebuilt
+from .dispatch.nested import ATOMS, exchange, is_container, items_of, rebuilt
 from .inside import whatever_interrupts
 from .record.flush import beside, flush_tensor, flush_thread
 from .record.policy import ASIDE, ASIDE_CALLS, BARREN, launches, rests
@@ -24,11 +24,6 @@ from .settings.config import config
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _M = TypeVar("_M", bound=torch.nn.Module)
-
-
-def plain_arguments(value: Any) -> Any:
-    """`value` with every wrapped tensor replaced by its plain one."""
-    return mapped(value, unwrap)
 
 
 class _Place:
@@ -256,24 +251,12 @@ def _fused_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """A subclass of `cls` with a fused forward; instances pickle as `cls` made fused again."""
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-        return (
-            _rebuild,
-            (cls,),
-            self.__getstate__() if hasattr(self, "__getstate__") else vars(self),
-        )
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return _rebuild, (cls,), state
 
-    return type(
-        cls.__name__,
-        (cls,),
-        {
-            "forward": _fused(cls.forward),
-            "__reduce_ex__": reduce,
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-            "_autofuse_fused": True,
-        },
-    )
+    named = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = {"forward": _fused(cls.forward), "__reduce_ex__": reduce, "_autofuse_fused": True}
+    return type(cls.__name__, (cls,), named | own)
 
 
 def _rebuild(cls: type[torch.nn.Module]) -> torch.nn.Module:

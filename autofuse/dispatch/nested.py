@@ -57,24 +57,20 @@ def mapped(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
         return leaf(value)
     if isinstance(value, (list, tuple)):
         return rebuilt(value, lambda item: mapped(item, leaf))
+    if not is_container(value):
+        return value
+    items = items_of(value)
+    changed = {key: mapped(item, leaf) for key, item in items}
+    if all(changed[key] is item for key, item in items):
+        return value
     if isinstance(value, dict):
-        items = {key: mapped(item, leaf) for key, item in value.items()}
-        if all(items[key] is item for key, item in value.items()):
-            return value
         copied = value.copy()
-        copied.update(items)
+        copied.update(changed)
         return copied
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        items = {name: mapped(item, leaf) for name, item in fields.items()}
-        changed = {name: item for name, item in items.items() if item is not fields[name]}
-        if not changed:
-            return value
-        copied = object.__new__(cls)
-        for name in fields:
-            object.__setattr__(copied, name, items[name])
-        return copied
-    return value
+    copied = object.__new__(cls)
+    for name, item in changed.items():
+        object.__setattr__(copied, name, item)
+    return copied
 
 
 def is_container(value: Any) -> bool:

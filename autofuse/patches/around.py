@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..fused import plain_arguments
+from ..api import unwrap
+from ..dispatch.nested import mapped
 from ..record.modes import close_thread, closed, reopen_thread
 
 
@@ -87,7 +88,7 @@ def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        args, kwargs = plain_arguments((args, kwargs))
+        args, kwargs = mapped((args, kwargs), unwrap)
         with closed(reason):
             return function(*args, **kwargs)
 
