@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def around(
     if original is None:
         return
 
-    @functools.wraps(original)
+    @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             if before is not None:
@@ -46,31 +46,11 @@ def around(
     replace(owner, name, call)
 
 
-def closed_between(owner: Any, start: str, end: str, reason: str, but: Any = ()) -> None:
-    """Record nothing from `owner.start` to `owner.end`, where there are both.
-
-    but: a class whose objects, as first argument, do not count.
-    """
-    begin, finish = getattr(owner, start, None), getattr(owner, end, None)
-    if begin is None or finish is None:
-        return
-
-    @functools.wraps(begin)
-    def begun(*args: Any, **kwargs: Any) -> Any:
-        if not (args and isinstance(args[0], but)):
-            close_thread(reason)
-        return begin(*args, **kwargs)
-
-    @functools.wraps(finish)
-    def finished(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return finish(*args, **kwargs)
-        finally:
-            if not (args and isinstance(args[0], but)):
-                reopen_thread()
-
-    setattr(owner, start, begun)
-    setattr(owner, end, finished)
+def closed_between(owner: Any, start: str, end: str, reason: str) -> None:
+    """Record nothing from `owner.start` to `owner.end`, where there are both."""
+    if hasattr(owner, start) and hasattr(owner, end):
+        around(owner, start, partial(close_thread, reason))
+        around(owner, end, after=reopen_thread)
 
 
 def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -84,7 +64,7 @@ def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
 def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """`function` of plain tensors, with nothing recorded while it runs."""
 
-    @functools.wraps(function)
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import ClassMethodDescriptorType
 from typing import Any
 
@@ -47,7 +46,7 @@ def patch_calls() -> None:
 
     default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
-    @functools.wraps(default)
+    @wraps(default)
     def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if Tensor in types:
             return run_default(default, cls, func, types, args, kwargs)
@@ -80,7 +79,7 @@ def _close_during_apply(owner: Any) -> None:
     original = owner.__dict__["apply"]
     of_class = isinstance(original, (classmethod, ClassMethodDescriptorType))  # C's, torch 2.14
 
-    @functools.wraps(getattr(original, "__func__", original))
+    @wraps(getattr(original, "__func__", original))
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         with closed("apply"):
             bound = original.__get__(None, self) if of_class else original.__get__(self)
@@ -93,7 +92,7 @@ def _flush_when_called(owner: Any, name: str) -> None:
     """Flush before what `owner.name` makes, a function of tensors in C++, is called."""
     original = getattr(owner, name)
 
-    @functools.wraps(original)
+    @wraps(original)
     def make(*args: Any) -> Callable[..., Any]:
         function = original(*args)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from threading import get_ident
 from typing import Any
 
@@ -56,7 +55,7 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     recorders = _state.all_recorders.refs
     handler = OPTIONS.get(original)
 
-    @functools.wraps(original)
+    @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not recorders:
             return original(*args, **kwargs)

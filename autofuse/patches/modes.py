@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -15,16 +14,18 @@ from .around import around, closed_between
 
 
 def patch_modes() -> None:
-    """Inside these nothing is recorded: they see, or change, every single op."""
+    """Inside these nothing is recorded: they see, or change, every single op.
+
+    A default device is a mode too, which enters itself another way: recording goes on inside.
+    """
     from torch._functorch import eager_transforms, vmap
     from torch.autograd import forward_ad
     from torch.overrides import TorchFunctionMode
-    from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode
 
     saved = torch.autograd.graph.saved_tensors_hooks
     for owner in (TorchFunctionMode, TorchDispatchMode, torch.autocast, saved):
-        closed_between(owner, "__enter__", "__exit__", "mode", but=DeviceContext)
+        closed_between(owner, "__enter__", "__exit__", "mode")
     for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
         for kind in ("grad", "jvp", "vmap", "func"):
             start, end = f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting"
@@ -48,7 +49,7 @@ def _regrade_after(owner: Any, name: str) -> None:
     """Grad mode may be another one after `owner.name`."""
     original = getattr(owner, name)
 
-    @functools.wraps(original)
+    @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         was = torch.is_grad_enabled()
         result = original(*args, **kwargs)
@@ -68,7 +69,7 @@ def _flush_at_end_of_no_grad() -> None:
     """Flush where the block ends with another grad mode; it ends also if that fails."""
     original = torch.no_grad.__exit__
 
-    @functools.wraps(original)
+    @wraps(original)
     def leave(self: Any, *args: Any) -> None:
         try:
             if self.prev is not torch.is_grad_enabled():
