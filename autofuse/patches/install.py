@@ -9,6 +9,7 @@ Each patch is one test of an empty list where nothing is pending (0.1 us).
 from __future__ import annotations
 
 import os
+from functools import cache
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -22,15 +23,10 @@ from .memory import patch_attributes, patch_inplace
 from .modes import patch_modes
 from .streams import patch_cuda, patch_distributed, patch_profiler
 
-_installed = False
 
-
+@cache
 def install() -> None:
     """Patch PyTorch's boundaries; a second call does nothing."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     patch_inplace()
     patch_attributes()
     patch_calls()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from .sizes import parse_size
+from .sizes import exact_size, parse_size
 
 Bytes = Annotated[int, "in the environment as the disk cache reads them: 1000, 64K, 256M, 1G"]
 
@@ -35,7 +35,7 @@ def kind_of(annotation: Any, least: int = 1) -> Kind:
     if annotation == Bytes:
         texts = "a number of bytes, also with the suffix K, M or G (powers of 1024)"
         check = _checked(int, lambda n: n >= 0)
-        return Kind(texts, "a number of bytes, 0 or more", parse_size, check, _show_size)
+        return Kind(texts, "a number of bytes, 0 or more", parse_size, check, exact_size)
     if annotation == Path | None:
         return Kind("a path", "a path or None", _path, _path, lambda path: str(path or ""))
     if get_origin(annotation) is Literal:
@@ -60,13 +60,6 @@ def _checked(cls: type, valid: Callable[[Any], bool] = lambda value: True) -> Ca
 
 def _read_flag(text: str) -> bool:
     return ("0", "1").index(text) == 1
-
-
-def _show_size(value: int) -> str:
-    for shift, suffix in ((30, "G"), (20, "M"), (10, "K")):
-        if value and not value % (1 << shift):
-            return f"{value >> shift}{suffix}"
-    return str(value)
 
 
 def _path(value: Any) -> Path | None:

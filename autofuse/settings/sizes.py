@@ -15,3 +15,11 @@ def parse_size(text: str) -> int:
             f"(powers of 1024) as in {DEFAULT_MAXSIZE}"
         )
     return int(match[1]) * _SUFFIXES[match[2]]
+
+
+def exact_size(nbytes: int) -> str:
+    """The shortest text of which `parse_size` makes `nbytes`."""
+    for suffix, unit in reversed(_SUFFIXES.items()):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit}{suffix}"
+    return "0"
