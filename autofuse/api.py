@@ -10,7 +10,7 @@ from .chain.meta import UNKNOWN, Meta
 from .chain.shell import Tensor, alias
 from .dispatch import install as _install  # noqa: F401 - puts what dispatch defines on the class
 from .dispatch.nested import wrapped_in
-from .record.flush import beside, flush, flush_tensor
+from .record.flush import flush, flush_tensor, value_of
 from .record.modes import closed
 
 
@@ -53,10 +53,9 @@ def unwrap(x: torch.Tensor) -> torch.Tensor:
     """The plain tensor that `x` stands for, over the same memory; a plain one is returned as is."""
     if not isinstance(x, Tensor):
         return x
-    flush_tensor(x, "unwrap")
-    apart = beside(x)
-    if apart is not None:
-        return apart
+    value = value_of(x, "unwrap")
+    if value is not x:
+        return value
     plain = alias(x)
     plain.__class__ = torch.Tensor
     return plain

@@ -18,7 +18,7 @@ from .chain.shell import Tensor, set_attribute
 from .chain.state import this_thread
 from .dispatch.nested import ATOMS, exchange, is_container, items_of, rebuilt
 from .inside import whatever_interrupts
-from .record.flush import beside, flush_tensor, flush_thread
+from .record.flush import flush_thread, value_of
 from .record.policy import ASIDE, ASIDE_CALLS, BARREN, launches, rests
 from .settings.config import config
 
@@ -142,13 +142,11 @@ class _Entry:
 
 
 def _become_plain(tensor: Tensor) -> torch.Tensor:
-    flush_tensor(tensor, "fuse")
-    apart = beside(tensor)
-    if apart is not None:
-        return apart
-    tensor.__dict__.pop("_af", None)
-    set_attribute(tensor, "__class__", torch.Tensor)  # 0.4 us less than by our own __setattr__
-    return tensor
+    value = value_of(tensor, "fuse")
+    if value is tensor:
+        tensor.__dict__.pop("_af", None)
+        set_attribute(tensor, "__class__", torch.Tensor)  # 0.4 us less than by our own __setattr__
+    return value
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -374,9 +374,9 @@ def flush_tensor(tensor: Tensor, reason: str) -> None:
         raise state.error
 
 
-def value_of(tensor: Tensor) -> torch.Tensor:
+def value_of(tensor: Tensor, reason: str = "attribute") -> torch.Tensor:
     """Make `tensor` concrete; returns what has its value."""
-    flush_tensor(tensor, "attribute")
+    flush_tensor(tensor, reason)
     apart = beside(tensor)
     return tensor if apart is None else apart
 
