@@ -22,9 +22,8 @@ from ..record.policy import SKIPS
 from ..record.record import pass_over
 from ..torch_private import NoTorchFunction, has_torch_function, peek
 from .nested import SIMPLE, flattened, mapped
-from .unrecorded import Known, known_of
+from .unrecorded import Known, Plain, known_of
 
-Plain = torch.Tensor
 Parameter = torch.nn.Parameter
 Handler = Callable[..., Any]
 OURS = (Tensor, Plain, Parameter)  # classes of tensors that autofuse reads and writes

@@ -57,6 +57,7 @@ def _row(default: Any, help: str, least: int = 1) -> Any:
     return field(default=default, metadata={"help": " ".join(help.split()), "least": least})
 
 
+# fmt: off
 @dataclass
 class Config:
     """Settings of this process; assign to a field of `autofuse.config` to change one.
@@ -69,7 +70,6 @@ class Config:
         for tell in _watchers:
             tell("config")
 
-    # fmt: off
     enabled: bool = _row(True, "record ops at all; 0 is plain eager")
     compile: Literal["auto", "background", "now"] = _row("auto", """
         where a chain's kernel is compiled. `background`: in processes of their own, while the chain
@@ -121,20 +121,18 @@ class Config:
         debuggers and profilers of Python""")
     nvtx: bool = _row(False, """
         make every flush an NVTX range, as `torch.profiler` shows it, for Nsight Systems""")
-    # fmt: on
 
 
 @dataclass
 class _Cache:
     """What `supply.disk`, which knows no config, reads in the environment alone."""
 
-    # fmt: off
     cache_dir: Path | None = _row(None, """
         where compiled kernels stay, if not in the user's cache directory (`~/.cache/autofuse` on
         Linux); it must belong to you and be writable by nobody else""")
     cache_maxsize: Bytes = _row(parse_size(DEFAULT_MAXSIZE), """
         how many bytes they may have, least recently used go first; 0 keeps nothing""")
-    # fmt: on
+# fmt: on
 
 
 def _settings(table: type[Config | _Cache]) -> Iterator[Setting]:
