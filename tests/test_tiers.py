@@ -443,6 +443,10 @@ def ask(service, source, target="cpu", patience=60.0):
     return answers[0]
 
 
+def processes(service):
+    return [worker.process for worker in service.running]
+
+
 @pytest.fixture
 def service(tmp_path):
     made = Service(1, DiskCache(tmp_path / "own"))
@@ -470,7 +474,7 @@ def test_an_error_of_the_compiler_is_told(service):
 def test_a_lost_worker_is_replaced(service, how, monkeypatch):
     first, second, third = jobs(3)
     assert ask(service, first).built
-    (process,) = service.processes
+    (process,) = processes(service)
     if how == "idle":  # nothing is lost with it
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -483,16 +487,16 @@ def test_a_lost_worker_is_replaced(service, how, monkeypatch):
             threading.Timer(0.3, process.kill).start()
         assert "died or did not answer" in ask(service, second).error
         monkeypatch.undo()
-    assert ask(service, third).built and service.processes[0].pid != process.pid
+    assert ask(service, third).built and processes(service)[0].pid != process.pid
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_an_interrupt_at_the_terminal_is_not_the_workers(service):
     first, second = jobs(2)
     assert ask(service, first).built
-    (process,) = service.processes
+    (process,) = processes(service)
     os.kill(process.pid, signal.SIGINT)
-    assert ask(service, second).built and service.processes == [process]
+    assert ask(service, second).built and processes(service) == [process]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -500,7 +504,7 @@ def test_a_chain_whose_worker_died_stays_eager(capsys):
     x = torch.randn(64)
     autofuse.materialize(autofuse.wrap(x) * 2 + 1)
     assert autofuse.wait()
-    (process,) = background._service.processes
+    (process,) = processes(background._service)
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped, which takes a moment
     run(x)
@@ -522,7 +526,7 @@ def test_workers_that_keep_dying_are_given_up(service, monkeypatch):
     sources = jobs(5)
     for source in sources:
         assert ask(service, source).error
-    assert not service.processes and not service.unavailable
+    assert not service.running and not service.unavailable
     assert "keep dying" in ask(service, sources[0]).error
 
 
@@ -711,9 +715,9 @@ def test_the_interpreter_ends_while_compiling(tmp_path):
             for _ in range(k + 1):
                 y = y * 1.5
             autofuse.materialize(y)
-        while not background._service.processes:
+        while not background._service.running:
             time.sleep(0.001)
-        print(background._service.processes[0].pid, autofuse.wait(timeout=0))
+        print(background._service.running[0].process.pid, autofuse.wait(timeout=0))
         """,
         tmp_path,
     )
@@ -728,7 +732,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path):
         """
         autofuse.materialize(x * 2 + 1)
         autofuse.wait()
-        print(background._service.processes[0].pid, flush=True)
+        print(background._service.running[0].process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
         tmp_path,
@@ -752,7 +756,7 @@ def test_fork_after_use(tmp_path):
                 assert (x * 4 - 1).tolist() == [3.0] * 8
                 assert autofuse.wait(timeout=60)
             stats = autofuse.stats()
-            print(stats.kernels_launched, len(background._service.processes), flush=True)
+            print(stats.kernels_launched, len(background._service.running), flush=True)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert autofuse.wait(timeout=60)

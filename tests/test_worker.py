@@ -145,7 +145,7 @@ def test_an_answer_that_is_none_fails_its_job_alone(service, name, monkeypatch):
             patch.setattr(background, "HANG_SECONDS", 0.5)
         answer = ask(service, first)
     assert "died or did not answer" in answer.error and not answer.binary
-    assert sum(background.lost.values()) == 1 and not service.processes
+    assert sum(background.lost.values()) == 1 and not service.running
     assert ask(service, second).built and service.lost == 0
 
 

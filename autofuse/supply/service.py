@@ -79,7 +79,7 @@ class Worker:
         inherited = {key: text for key, text in os.environ.items() if not key.startswith(ours)}
         errors: IO[bytes] | None = None
         with suppress(OSError):  # no room: nobody will know what it writes
-            errors = tempfile.TemporaryFile()
+            errors = tempfile.TemporaryFile(buffering=0)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-S", "-c", *command],
@@ -108,11 +108,7 @@ class Worker:
             watch.start()
             send(process.stdin, question)  # type: ignore[arg-type]
             frame = receive(process.stdout)  # type: ignore[arg-type]
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # a broken pipe, other bytes, no thread
+        except (OSError, ValueError, RuntimeError) as error:  # a broken pipe, no frame, no thread
             raise LostError(self._fate(f"its answer cannot be read: {error}")) from None
         finally:
             watch.cancel()
@@ -182,7 +178,7 @@ class Service:
         self.reason = ""  # what became of the last of these
         self.until = 0.0  # when another may be started
         self.idle = 0  # threads that wait for a job
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.running: list[Worker] = []
         self.threads: list[threading.Thread] = []
         self.lock = threading.RLock()  # a signal handler may need a kernel in the middle of it
         self.closing = threading.Event()
@@ -223,20 +219,12 @@ class Service:
                 worker = worker or self._start()
                 answer = self._ask(worker, job)
                 self.lost = 0
-            except RefusedError as error:
-                answer = Built(error=str(error), refused=bool(self.unavailable))
-            except LostError as error:
+            except BaseException as error:  # it is this job's, and the thread goes on
                 self._drop(worker)
                 worker = None
                 if self.closing.is_set():
                     return
-                self._count(str(error))
-                answer = Built(error=f"the compiler's process died or did not answer: {error}")
-            # no memory, an error of our own: it is this job's, and the thread goes on
-            except BaseException as error:
-                self._drop(worker)
-                worker = None
-                answer = Built(error=f"the background compiler failed: {error!r}")
+                answer = self._failure(error)
             try:
                 job.done(answer)
             except BaseException as error:
@@ -246,6 +234,15 @@ class Service:
             job = answer = None  # not kept while there is nothing to do
             if once:
                 return
+
+    def _failure(self, error: BaseException) -> Built:
+        """The answer to a job that `error` has ended."""
+        if isinstance(error, RefusedError):
+            return Built(error=str(error), refused=bool(self.unavailable))
+        if isinstance(error, LostError):
+            self._count(str(error))
+            return Built(error=f"the compiler's process died or did not answer: {error}")
+        return Built(error=f"the background compiler failed: {error!r}")  # no memory, or our own
 
     def _count(self, reason: str) -> None:
         """One worker more was lost."""
@@ -264,19 +261,12 @@ class Service:
         if self.lost >= FAILURES and time.monotonic() < self.until:
             raise RefusedError(f"the compiler's processes keep dying: {self.reason}")
         for pause in (*PAUSES, None):
-            worker, reason = None, ""
             try:
-                worker = self._begin()
-                worker.ask(self._settings(), START_SECONDS)
-                return worker
+                return self._begin()
             except OSError as error:
                 reason = f"no process can be started: {error}"
             except LostError as error:
-                self._drop(worker)
                 reason = f"the compiler's process does not start: {error}"
-            except BaseException:
-                self._drop(worker)
-                raise
             if self.closing.is_set():
                 break
             lost[reason] += 1
@@ -288,27 +278,24 @@ class Service:
 
     def trial(self) -> str:
         """Start a worker and end it: "" or why that does not work."""
-        worker = None
         try:
-            worker = self._begin()
-            worker.ask(self._settings(), START_SECONDS)
+            self._drop(self._begin())
         except (OSError, LostError) as error:
             return str(error)
-        finally:
-            self._drop(worker)
         return ""
 
-    def _settings(self) -> dict[str, Any]:
-        directory = self.cache.directory
-        return {
-            "path": packages(),
-            "maxsize": self.cache.maxsize,
-            "directory": directory and str(directory),
-        }
-
     def _begin(self) -> Worker:
+        """A worker that has said that it is ready. Raises OSError or LostError."""
+        directory, maxsize = self.cache.directory, self.cache.maxsize
         worker = Worker.begin([BOOT, str(Path(__file__).parents[1])], {})
-        self.processes.append(worker.process)
+        try:
+            self.running.append(worker)
+            settings = {"path": packages(), "maxsize": maxsize,
+                        "directory": directory and str(directory)}  # fmt: skip
+            worker.ask(settings, START_SECONDS)
+        except BaseException:
+            self._drop(worker)
+            raise
         return worker
 
     def _ask(self, worker: Worker, job: Job) -> Built:
@@ -329,14 +316,14 @@ class Service:
             return
         worker.drop()
         with self.lock:
-            if worker.process in self.processes:
-                self.processes.remove(worker.process)
+            if worker in self.running:
+                self.running.remove(worker)
 
     def close(self) -> None:
         """End the workers, whatever they are doing; their jobs are forgotten."""
         self.closing.set()
-        for process in list(self.processes):
-            process.kill()
+        for worker in list(self.running):
+            worker.process.kill()
         for _ in self.threads:
             self.jobs.put(None)
         for thread in self.threads:
@@ -344,11 +331,9 @@ class Service:
 
     def abandon(self) -> None:
         """After a fork: the workers are the parent's, and so is what they are doing."""
-        for process in self.processes:
-            for stream in (process.stdin, process.stdout):
-                assert stream is not None
-                stream.close()
-            process.returncode = 0  # not ours to wait for
+        for worker in self.running:
+            worker.release()
+            worker.process.returncode = 0  # not ours to wait for
 
 
 _service: Service | None = None
