@@ -143,7 +143,7 @@ def forget_threads() -> None:
 
 watch(wake)
 watch(reopen_all)
-compiling.on_news(wake)
-compiling.on_evict(forget_kernels)
+compiling.on_news.append(wake)
+compiling.on_evict.append(forget_kernels)
 hooks.thread_ended = end
 hooks.thread_ends = leave_thread

@@ -13,7 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from threading import get_ident
 from typing import Any, Protocol
@@ -39,7 +39,6 @@ from .toolchain import compilers
 class Kernel:
     """A compiled Plan, loaded on one device."""
 
-    plan: Plan
     source: Source
     parameters: Parameters
     module: Module  # stays loaded as long as this is held
@@ -50,13 +49,19 @@ class Kernel:
         return self.module.entry
 
 
+Wanted = tuple[Plan, torch.device]
+
+
 class Request:
     """A kernel that is not there yet; hashed by identity."""
 
-    __slots__ = ("asked", "begun", "device", "error", "key", "plan", "position", "source", "state")
+    __slots__ = ("asked", "begun", "device", "error", "key", "position", "source", "state",
+                 "wanted")  # fmt: skip
 
-    def __init__(self, plan: Plan, source: Source, key: str, device: torch.device) -> None:
-        self.plan, self.source, self.key, self.device = plan, source, key, device
+    def __init__(self, wanted: Wanted) -> None:
+        plan, self.device = self.wanted = wanted
+        self.source = source_of(plan, target_of(self.device))
+        self.key = key_of(self.source, self.device)
         self.asked = 0  # chains that would have used it
         self.begun = time.perf_counter()  # when it was asked for
         self.position: Position | None = None  # where, if somebody listens
@@ -64,16 +69,16 @@ class Request:
         self.error = ""
 
 
-_kernels: dict[tuple[Plan, torch.device], Kernel] = {}
-_requests: dict[tuple[Plan, torch.device], Request] = {}
+_kernels: dict[Wanted, Kernel] = {}
+_requests: dict[Wanted, Request] = {}
 _lock = threading.RLock()
 _done = threading.Condition(_lock)
 _news = 0
 _queued: set[Request] = set()  # that are with the background compiler
 _forbidden = 0  # `no_compile` blocks that are open
 positions: dict[Position, list[Source]] = defaultdict(list)  # asked for, by user's line
-_on_news: list[Callable[[], None]] = []
-_on_evict: list[Callable[[], None]] = []
+on_news: list[Callable[[], None]] = []  # called whenever it is worth asking again, in any thread
+on_evict: list[Callable[[], None]] = []  # called to let go of kernels where there are too many
 counts: Counter[str] = Counter()  # kernels: compiled, loaded (from disk), found (in memory)
 
 
@@ -99,10 +104,10 @@ listeners: list[Listener] = []  # empty unless somebody observes
 class Order:
     """The kernels that something needs, asked for again and again until they are there."""
 
-    __slots__ = ("counted", "device", "plans", "seen")
+    __slots__ = ("counted", "seen", "wanted")
 
     def __init__(self, plans: list[Plan], device: torch.device, counted: bool = True) -> None:
-        self.plans, self.device = plans, device
+        self.wanted = [(plan, device) for plan in plans]
         self.counted = counted  # among the kernels that a line of the program may ask for
         self.seen = -1  # `_news` when there was nothing left to ask for
 
@@ -114,8 +119,12 @@ class Order:
     @property
     def refused(self) -> bool:
         """Whether the line that needs them has had its share of kernels."""
-        requests = (_requests.get((plan, self.device)) for plan in self.plans)
-        return any(request is not None and request.state == "refused" for request in requests)
+        return "refused" in self._states()
+
+    def _states(self) -> list[str]:
+        """Of the requests for those that are not there."""
+        requests = map(_requests.get, self.wanted)
+        return [request.state for request in requests if request is not None]
 
     def filled(self) -> list[Kernel] | None:
         """The kernels; None while some are not there, which are then asked for.
@@ -126,14 +135,14 @@ class Order:
             return None
         now = _news
         look_up = _told if listeners else _kernel_for
-        found = [look_up(plan, self.device, self.counted)[0] for plan in self.plans]
-        if _BUSY in found:
+        try:
+            found = [look_up(wanted, self.counted)[0] for wanted in self.wanted]
+        except BusyError:
             return None
         ready = [kernel for kernel in found if kernel is not None]
         if len(ready) == len(found):
             return ready
-        requests = (_requests.get((plan, self.device)) for plan in self.plans)
-        if all(request is None or request.state in ("queued", "refused") for request in requests):
+        if all(state in ("queued", "refused") for state in self._states()):
             self.seen = now
         return None
 
@@ -142,8 +151,8 @@ def stir(*reason: object) -> None:
     """What was waited for may be there, or is to be had in another way; called without locks."""
     global _news
     _news += 1
-    for listener in _on_news:
-        listener()
+    for tell in on_news:
+        tell()
 
 
 def news() -> int:
@@ -156,30 +165,26 @@ def outstanding() -> int:
     return len(_queued)
 
 
-def on_news(listener: Callable[[], None]) -> None:
-    """Call `listener` whenever it is worth asking again, in any thread."""
-    _on_news.append(listener)
-
-
-_BUSY: Any = object()  # another thread is at it, and this one has waited long enough: ask again
 _WAIT_SECONDS = 5.0
 _HIT, _SOFT, _HARD = "hit", "soft miss", "hard miss"
 
 
-def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
-    """The kernel if it is to be had now, or `_BUSY`; and where it was, see `Listener`."""
+def _kernel_for(wanted: Wanted, counted: bool) -> tuple[Kernel | None, str]:
+    """The kernel if it is to be had now; and where it was, see `Listener`.
+
+    Raises BusyError where another thread is at it, and this one has waited long enough: ask again.
+    """
     ident, lock = get_ident(), _lock
     nested, owned = ident in inside, is_owned(lock)
     leave = int if owned else lock.release
     try:
         inside[ident] = True  # by no context manager, whose own steps may be interrupted
-        taken = owned or lock.acquire(False) or lock.acquire(timeout=patience(_WAIT_SECONDS))
-        return _looked_up(plan, device, counted) if taken else (_BUSY, _HARD)
-    except BusyError:
-        return _BUSY, _HARD
+        if not (owned or lock.acquire(False) or lock.acquire(timeout=patience(_WAIT_SECONDS))):
+            raise BusyError
+        return _looked_up(wanted, counted)
     finally:
         try:
-            leave()  # at once: an interrupt may have come before `taken` was told
+            leave()  # at once: an interrupt may have come before it was told whether it was taken
         except RuntimeError as error:
             if is_foreign(error):
                 raise  # otherwise the lock was not taken
@@ -188,44 +193,38 @@ def _kernel_for(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel
                 inside.pop(ident, None)
 
 
-def _looked_up(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
+def _looked_up(wanted: Wanted, counted: bool) -> tuple[Kernel | None, str]:
     """`_kernel_for` with the lock held."""
-    kernel = _kernels.get((plan, device))
+    kernel = _kernels.get(wanted)
     if kernel is not None:
         counts["found"] += 1
         return kernel, _HIT
-    request = _requests.get((plan, device))
-    if request is None:
-        source = source_of(plan, target_of(device))
-        request = Request(plan, source, key_of(source, device), device)
-        binary = _cache().get(request.key)
-        if binary is not None:
-            counts["loaded"] += 1
-            return _publish(request, binary), _SOFT
-        if _forbidden:
-            raise ColdKernelError(_cold(request, "no_compile() is active"))
+    known = _requests.get(wanted)
+    request = known or Request(wanted)
+    binary = None if known else _cache().get(request.key)
+    if binary is not None:
+        return _publish(request, binary, built=False), _SOFT
+    if _forbidden:
+        raise ColdKernelError(_cold(request, "no_compile() is active"))
+    if not known:
         if len(_requests) >= 4 * config.max_kernels:
             for key in [key for key, old in _requests.items() if old not in _queued]:
                 del _requests[key]
-        _requests[plan, device] = request
-    elif _forbidden:
-        raise ColdKernelError(_cold(request, "no_compile() is active"))
+        _requests[wanted] = request
     return _advance(request, counted)
 
 
-def _told(plan: Plan, device: torch.device, counted: bool) -> tuple[Kernel | None, str]:
+def _told(wanted: Wanted, counted: bool) -> tuple[Kernel | None, str]:
     """`_kernel_for`, and the listeners are told how it went."""
+    plan, device = wanted
     begun, outcome = time.perf_counter(), _HARD
-    kernel, request = None, _requests.get((plan, device))
+    kernel, request = None, _requests.get(wanted)
     try:
-        kernel, outcome = found = _kernel_for(plan, device, counted)
+        kernel, outcome = found = _kernel_for(wanted, counted)
         return found
     finally:
         now = time.perf_counter()
-        if kernel is None or kernel is _BUSY:
-            kernel, source = None, source_of(plan, target_of(device))
-        else:
-            source = kernel.source
+        source = source_of(plan, target_of(device)) if kernel is None else kernel.source
         asked = begun if request is None else request.begun
         for listener in list(listeners):
             if kernel is not None and outcome is not _HIT:
@@ -240,29 +239,38 @@ def _advance(request: Request, counted: bool) -> tuple[Kernel | None, str]:
         raise KernelError(request.error)
     if request.state == "refused":
         return None, _HARD
+    compiler = _compiler(request.device)
+    worth = compiler is None or request.asked >= config.compile_after
+    due = request.state == "rare" and worth
+    if due and counted and _too_many(request):
+        return None, _HARD
+    if compiler is None:
+        if capturing(request.device):
+            raise ColdKernelError(_cold(request, "a CUDA graph is being captured"))
+        return _compile_now(request)
+    if due:
+        _submit(request, compiler)
+    if capturing(request.device):
+        warn_once(
+            f"autofuse: a CUDA graph has captured {request.source.name} as eager ops, for "
+            f"its kernel is not there yet. Run the chain {config.compile_after} times "
+            "before the capture and call autofuse.wait()."
+        )
+    return None, _HARD
+
+
+def _compiler(device: torch.device) -> Service | None:
+    """What compiles for `device` in the background; None where this process does, at once."""
     mode = config.compile
     if mode == "auto":
-        mode = "background" if request.device.type == "cuda" else "now"
-    if mode == "background" and config.workers > 0:
-        compiler = service(config.workers, _cache())
-        if not compiler.unavailable:
-            if request.state == "rare" and request.asked >= config.compile_after:
-                if counted and _too_many(request):
-                    return None, _HARD
-                _submit(request, compiler)
-            if capturing(request.device):
-                warn_once(
-                    f"autofuse: a CUDA graph has captured {request.source.name} as eager ops, for "
-                    "its kernel is not there yet. Run the chain "
-                    f"{config.compile_after} times before the capture and call autofuse.wait()."
-                )
-            return None, _HARD
-        warn_once(f"autofuse: kernels are compiled in this process: {compiler.unavailable}")
-    if request.state == "rare" and counted and _too_many(request):
-        return None, _HARD
-    if capturing(request.device):
-        raise ColdKernelError(_cold(request, "a CUDA graph is being captured"))
-    return _compile_now(request)
+        mode = "background" if device.type == "cuda" else "now"
+    if mode == "now" or config.workers == 0:
+        return None
+    compiler = service(config.workers, _cache())
+    if not compiler.unavailable:
+        return compiler
+    warn_once(f"autofuse: kernels are compiled in this process: {compiler.unavailable}")
+    return None
 
 
 def capturing(device: torch.device) -> bool:
@@ -275,21 +283,16 @@ def _compile_now(request: Request) -> tuple[Kernel, str]:
 
     with progress(f"compiling {request.source.name}"):
         made = build_once(request.source, target_of(request.device), request.key, _cache())
-    counts["compiled" if made.built else "loaded"] += 1
     if made.unsaved:
         say_unsaved(made.unsaved)
-    return _publish(request, made.binary), _HARD if made.built else _SOFT
+    return _publish(request, made.binary, made.built), _HARD if made.built else _SOFT
 
 
 def _submit(request: Request, compiler: Service) -> None:
-    source = request.source.to_json()
-    facts = compilers(request.device.type)
-    queued = _queued
-
-    def done(answer: Built) -> None:
-        _deliver(request, answer, queued)
-
-    job = Job(source, target_of(request.device), request.key, facts, done)
+    queued, device = _queued, request.device
+    source, facts = request.source.to_json(), compilers(device.type)
+    done = partial(_deliver, request, queued)
+    job = Job(source, target_of(device), request.key, facts, done)
     request.begun, request.position = time.perf_counter(), user_position() if listeners else None
     request.state = "queued"
     queued.add(request)
@@ -301,7 +304,7 @@ def _submit(request: Request, compiler: Service) -> None:
         raise
 
 
-def _deliver(request: Request, answer: Built, queued: set[Request]) -> None:
+def _deliver(request: Request, queued: set[Request], answer: Built) -> None:
     """Take what the background compiler has made; in its thread. Whatever fails, `wait` returns."""
     module, error = None, answer.error
     if not error:
@@ -311,7 +314,7 @@ def _deliver(request: Request, answer: Built, queued: set[Request]) -> None:
             error = f"{request.source.name}: {failure}"
     try:
         if module is not None and queued is _queued:  # before `wait` returns
-            outcome = "hard miss" if answer.built else "soft miss"
+            outcome = _HARD if answer.built else _SOFT
             us = (time.perf_counter() - request.begun) * 1e6
             for listener in list(listeners):
                 listener.made(request.source, request.device, outcome, us, request.position)
@@ -332,8 +335,7 @@ def _took(
         request.state, request.error = "failed", error or "no memory for it"
         try:
             if module is not None:
-                counts["compiled" if answer.built else "loaded"] += 1
-                _keep(request, module)
+                _keep(request, module, answer.built)
             elif answer.refused:
                 request.state = "rare"  # compiled in this process, when it is needed next
         finally:
@@ -342,29 +344,20 @@ def _took(
     return True
 
 
-def _publish(request: Request, binary: bytes) -> Kernel:
-    return _keep(request, load(binary, request.source, request.device))
+def _publish(request: Request, binary: bytes, built: bool) -> Kernel:
+    return _keep(request, load(binary, request.source, request.device), built)
 
 
-def _keep(request: Request, module: Module) -> Kernel:
+def _keep(request: Request, module: Module, built: bool) -> Kernel:
+    counts["compiled" if built else "loaded"] += 1
     if len(_kernels) >= config.max_kernels:
-        _evict()
-    source, key = request.source, (request.plan, request.device)
-    kernel = _kernels[key] = Kernel(request.plan, source, Parameters.of(source), module)
-    _requests.pop(key, None)
+        _kernels.clear()  # unloaded unless somebody holds them; they come back from disk
+        for forget in on_evict:
+            forget()
+    source = request.source
+    kernel = _kernels[request.wanted] = Kernel(source, Parameters.of(source), module)
+    _requests.pop(request.wanted, None)
     return kernel
-
-
-def _evict() -> None:
-    """Forget every kernel; those that nobody holds are unloaded, the others come back from disk."""
-    _kernels.clear()
-    for forget in _on_evict:
-        forget()
-
-
-def on_evict(forget: Callable[[], None]) -> None:
-    """Call `forget` when there are too many kernels, to let go of those it holds."""
-    _on_evict.append(forget)
 
 
 @cache
@@ -412,14 +405,8 @@ def wait(timeout: float | None = None) -> bool:
 
     Kernels are asked for when a chain has run `config.compile_after` times.
     """
-    end = None if timeout is None else time.monotonic() + timeout
     with progress(f"waiting for {outstanding()} kernels"), _done:
-        while _queued:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            _done.wait(left)
-    return True
+        return _done.wait_for(lambda: not _queued, timeout)
 
 
 class no_compile:  # noqa: N801 - used like a function
