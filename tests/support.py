@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 import autofuse
 from autofuse.dispatch.nested import mapped
+from autofuse.kernel.plan import Piece, make_pieces
+from autofuse.program.program import Output, Program
 
 HAS_CUDA = torch.cuda.is_available()
 NO_GPU = "needs a CUDA device; torch.cuda.is_available() is False here"
@@ -101,6 +104,11 @@ def kernels_made() -> int:
     """Kernels that were not in memory since the last reset of the counters."""
     stats = autofuse.stats()
     return stats.kernels_compiled + stats.kernels_loaded
+
+
+def pieces_of(program: Program, device: str, *steps: int) -> tuple[Piece, ...]:
+    """The Pieces of `program` where `steps` have memory of their own."""
+    return make_pieces(replace(program, outputs=tuple(map(Output, steps))), device)
 
 
 def copied(value: Any) -> Any:

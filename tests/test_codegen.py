@@ -9,10 +9,11 @@ import torch
 from autofuse import layout
 from autofuse.dtypes import CODES
 from autofuse.kernel.cuda import assemble, capability_of, compile_ptx
-from autofuse.kernel.plan import make_pieces, unvectorised
+from autofuse.kernel.plan import unvectorised
 from autofuse.kernel.text import render, source_of
 from autofuse.ops.arithmetic import CASTS, OPS
 from autofuse.program.program import CONST, Program, Spec, Step
+from support import pieces_of
 
 CAPABILITY = (9, 0)
 STAND_INS = {name for name in OPS if name.endswith("_by_scalar")}
@@ -50,7 +51,7 @@ def single(op, dtype):
 
 
 def ptx_of(program, live=(0,), target="sm_90"):
-    pieces = make_pieces(program.giving(*live), "cuda")
+    pieces = pieces_of(program, "cuda", *live)
     sources = [source_of(piece.plan, target) for piece in pieces]
     return [compile_ptx(source, capability_of(target)) for source in sources]
 
@@ -65,7 +66,7 @@ def test_ptx_of_every_op(name, dtype):
     if program is None:
         pytest.skip(f"{name} takes no {dtype}")
     (ptx,) = ptx_of(program)
-    assert f".entry {make_pieces(program.giving(0), 'cuda')[0].plan.name}(" in ptx
+    assert f".entry {pieces_of(program, 'cuda', 0)[0].plan.name}(" in ptx
     if name not in ("to_f64", *DOUBLE_INSIDE):
         arithmetic = re.findall(r"\b(?:add|sub|mul|fma|div|cvt)\S*\.f64\S*", ptx)
         slow_path = name in SLOW_PATH  # Payne-Hanek reduction of huge arguments
@@ -126,7 +127,7 @@ APPROXIMATE = re.compile(r"(?:ex2|rcp|sqrt|lg2)\.approx|div\.full")
 
 
 def text_of(program, target="sm_90", device="cuda"):
-    (piece,) = make_pieces(program.giving(len(program.steps) - 1), device)
+    (piece,) = pieces_of(program, device, len(program.steps) - 1)
     return source_of(piece.plan, target).text
 
 
@@ -196,7 +197,7 @@ def test_a_row_broadcast_keeps_wide_accesses():
     program = Program(
         (Step(OPS["add"], (~0, ~1), "f32", view("f32")),), (view("f32"), view("f32", 256)), ()
     )
-    (piece,) = make_pieces(program.giving(0), "cuda")
+    (piece,) = pieces_of(program, "cuda", 0)
     assert piece.plan.lanes == 4 and piece.plan.rank == 2
     assert compile_ptx(source_of(piece.plan), CAPABILITY).count("ld.global.v4.f32") == 2
 
@@ -207,7 +208,7 @@ def test_neighbours_that_are_near_are_read_by_one_thread():
     for step, lanes in ((2, 4), (8, 4), (9, 1)):
         gapped = view("f32", 64, 128, stride=(128 * step, step))
         program = Program((Step(OPS["add"], (~0, ~1), "f32", out),), (gapped, out), ())
-        (piece,) = make_pieces(program.giving(0), "cuda")
+        (piece,) = pieces_of(program, "cuda", 0)
         assert piece.plan.lanes == lanes
         ptx = compile_ptx(source_of(piece.plan), CAPABILITY)
         assert ("st.global.v4.f32" in ptx) == ("ld.global.v4.f32" in ptx) == (lanes == 4)
@@ -216,14 +217,14 @@ def test_neighbours_that_are_near_are_read_by_one_thread():
 def test_64_bit_indices_where_they_are_needed():
     big = view("f32", 1 << 16, 1 << 16)
     program = Program((Step(OPS["neg"], (~0,), "f32", big),), (big,), ())
-    (piece,) = make_pieces(program.giving(0), "cuda")
+    (piece,) = pieces_of(program, "cuda", 0)
     assert piece.plan.wide
-    small = make_pieces(chain_of("neg").giving(0), "cuda")[0]
+    small = pieces_of(chain_of("neg"), "cuda", 0)[0]
     assert not small.plan.wide
 
 
 def test_source_is_deterministic_and_readable():
-    (piece,) = make_pieces(chain_of("mul", "tanh").giving(1), "cuda")
+    (piece,) = pieces_of(chain_of("mul", "tanh"), "cuda", 1)
     assert render(piece.plan) == render(piece.plan)
     assert render(piece.plan) == (
         "def af_mul_tanh(x0: f32, x1: f32):  # cuda, 4 lanes, 32-bit index\n"
@@ -234,7 +235,7 @@ def test_source_is_deterministic_and_readable():
 
 
 def test_the_scalar_variant_is_the_same_kernel_with_one_lane():
-    (piece,) = make_pieces(chain_of("mul").giving(0), "cuda")
+    (piece,) = pieces_of(chain_of("mul"), "cuda", 0)
     scalar = unvectorised(piece)
     assert scalar.plan.lanes == 1 and scalar.plan.lines == piece.plan.lines
     assert "v4" not in compile_ptx(source_of(scalar.plan), CAPABILITY)
@@ -242,7 +243,7 @@ def test_the_scalar_variant_is_the_same_kernel_with_one_lane():
 
 @pytest.mark.parametrize("arch", [(7, 5), (8, 0), (9, 0), (10, 0)], ids=str)
 def test_cubins_for_other_architectures(arch):
-    (piece,) = make_pieces(chain_of("mul", "sigmoid", code="bf16").giving(1), "cuda")
+    (piece,) = pieces_of(chain_of("mul", "sigmoid", code="bf16"), "cuda", 1)
     cubin = assemble(compile_ptx(source_of(piece.plan), arch), arch)
     assert cubin[:4] == b"\x7fELF"
 

@@ -27,7 +27,7 @@ from autofuse.record import flush as flushing
 from autofuse.record import modes
 from autofuse.supply import build
 from autofuse.supply import kernels as compile
-from support import elsewhere, random_tensor
+from support import elsewhere, pieces_of, random_tensor
 
 HERE = Path(__file__).name
 
@@ -285,12 +285,11 @@ def test_ptx_is_dumped_for_cuda(tmp_path):
 
 
 def cuda_plan():
-    from autofuse.kernel.plan import make_pieces
     from autofuse.program.program import Program, Spec, Step
 
     view = Spec("f32", (8,), (1,))
     program = Program((Step(op.OPS["neg"], (~0,), "f32", view),), (view,), ())
-    return make_pieces(program.giving(0), "cuda")[0].plan
+    return pieces_of(program, "cuda", 0)[0].plan
 
 
 def test_a_directory_that_cannot_be_written(settings, tmp_path, capsys):

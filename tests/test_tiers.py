@@ -17,7 +17,6 @@ import torch
 
 import autofuse
 from autofuse import config
-from autofuse.kernel.plan import make_pieces
 from autofuse.kernel.source import Source
 from autofuse.kernel.text import source_of
 from autofuse.ops.row import OPS as ROWS
@@ -29,7 +28,7 @@ from autofuse.supply import service as background
 from autofuse.supply.disk import DiskCache
 from autofuse.supply.service import Job, Service
 from autofuse.supply.toolchain import compilers
-from support import DEVICES, assert_same
+from support import DEVICES, assert_same, pieces_of
 
 both = pytest.mark.parametrize("device", DEVICES)
 
@@ -70,7 +69,7 @@ def jobs(count):
     sources = []
     for k in range(count):
         program = Program(steps[: k + 1], (view,), (float,) * (k + 1))
-        (piece,) = make_pieces(program.giving(k), "cpu")
+        (piece,) = pieces_of(program, "cpu", k)
         sources.append(source_of(piece.plan))
     return sources
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..layout import Ints
 from ..ops.row import Op
@@ -61,7 +61,3 @@ class Program:
     def live(self) -> Ints:
         """The steps whose values get memory, ascending."""
         return tuple(output.step for output in self.outputs)
-
-    def giving(self, *steps: int) -> Program:
-        """The same where these steps have memory of their own."""
-        return replace(self, outputs=tuple(map(Output, steps)))
