@@ -6,11 +6,6 @@ from sys import getrefcount
 from typing import Any
 
 
-def _dead_count() -> int:
-    """The count that `counts_of` reports for an object that only the list holds."""
-    return counts_of([object()])[0]
-
-
 def counts_of(shells: list[Any]) -> tuple[int, ...]:
     return tuple(map(getrefcount, shells))
 
@@ -21,6 +16,6 @@ def _held_here() -> int:
     return getrefcount(held)
 
 
-ALONE = _dead_count()
+ALONE = counts_of([object()])[0]  # of an object that only the list holds
 HELD_HERE = _held_here()
 DEAD = ALONE + 1  # its trie node holds it too

@@ -334,7 +334,6 @@ def recorder_for(device: torch.device) -> Recorder:
         device = same_device(device)
         recorder = Recorder(device, get_ident(), this_thread.closed > 0)
         all_recorders.add(recorder)
-        recorder = this_thread.recorders.setdefault(
-            device, recorder
-        )  # made in the middle, it may be
+        # made in the middle, it may be
+        recorder = this_thread.recorders.setdefault(device, recorder)
     return recorder
