@@ -37,7 +37,7 @@ import torch
 
 import autofuse
 from autofuse.kernel import text as codegen
-from autofuse.supply.keys import target_of
+from autofuse.supply.load import target_of
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]

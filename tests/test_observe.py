@@ -314,7 +314,9 @@ def broken(monkeypatch):
         return real(replace(source, text=source.text.replace(" * ", " - ")), target)
 
     monkeypatch.setattr(build, "build", wrong)
-    monkeypatch.setattr("autofuse.supply.keys.compilers", lambda kind: (f"broken {time.time()}",))
+    monkeypatch.setattr(
+        "autofuse.supply.toolchain.compilers", lambda kind: (f"broken {time.time()}",)
+    )
     compile.clear_kernels()
     yield
     compile.clear_kernels()
@@ -396,7 +398,9 @@ def test_a_broken_backward_is_caught(settings, monkeypatch, fresh_trie, tmp_path
     autofuse.materialize(y)
     with monkeypatch.context() as patched:
         patched.setattr(build, "build", wrong)
-        patched.setattr("autofuse.supply.keys.compilers", lambda kind: (f"broken {time.time()}",))
+        patched.setattr(
+            "autofuse.supply.toolchain.compilers", lambda kind: (f"broken {time.time()}",)
+        )
         y = step()
         with pytest.raises(autofuse.MismatchError) as caught:
             y.sum().backward()

@@ -11,7 +11,7 @@ from autofuse.dtypes import CODES
 from autofuse.kernel.text import PROVEN, source_of
 from autofuse.ops.arithmetic import OPS
 from autofuse.supply.kernels import _kernels, clear_kernels
-from autofuse.supply.keys import target_of
+from autofuse.supply.load import target_of
 from cases import (
     ARITHMETIC,
     FLOAT_CALLS,

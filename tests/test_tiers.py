@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,11 +24,11 @@ from autofuse.ops.row import OPS as ROWS
 from autofuse.program.program import CONST, Program, Spec, Step
 from autofuse.record.modes import forget_all
 from autofuse.supply import kernels as compile
-from autofuse.supply import keys
 from autofuse.supply import service as background
 from autofuse.supply.disk import DiskCache
+from autofuse.supply.load import target_of
 from autofuse.supply.service import Job, Service
-from autofuse.supply.toolchain import compilers
+from autofuse.supply.toolchain import compilers, key_of
 from support import DEVICES, assert_same, pieces_of
 
 both = pytest.mark.parametrize("device", DEVICES)
@@ -427,8 +428,7 @@ def test_loaded_kernels_are_bounded(device, monkeypatch):
 
 
 def job(source, done, target="cpu"):
-    key = keys.key_of(source, torch.device("cpu"))
-    return Job(source.to_json(), target, key, compilers(source.device), done)
+    return Job(source.to_json(), target, key_of(source, target), done)
 
 
 def ask(service, source, target="cpu", patience=60.0):
@@ -454,14 +454,14 @@ def service(tmp_path):
 
 
 def test_a_worker_builds_for_a_gpu_without_one(service):
-    source = Source(**{**{k: getattr(jobs(1)[0], k) for k in Source.__slots__}, "device": "cuda"})
+    source = replace(jobs(1)[0], device="cuda")
     answer = ask(service, source, "sm_90")
     assert answer.built and not answer.error and answer.binary[:4] == b"\x7fELF"
     assert b"af_add" in answer.binary
 
 
 def test_an_error_of_the_compiler_is_told(service):
-    source = Source(**{**{k: getattr(jobs(1)[0], k) for k in Source.__slots__}, "text": "nonsense"})
+    source = replace(jobs(1)[0], text="nonsense")
     answer = ask(service, source)
     assert "Error" in answer.error and not answer.binary
     assert ask(service, jobs(1)[0]).built  # by the same worker
@@ -556,7 +556,7 @@ def test_an_odd_path_does_not_stop_the_service(monkeypatch):
 def test_packages_that_changed_since_the_start_compile_nothing(service):
     (source,) = jobs(1)
     answers = []
-    service.submit(Job(source.to_json(), "cpu", "0" * 64, ("another",), answers.append))
+    service.submit(Job(source.to_json(), "cpu", "0" * 64, answers.append))
     while not answers:
         time.sleep(0.005)
     assert "have changed" in answers[0].error
@@ -648,23 +648,23 @@ def test_a_damaged_entry_is_built_again():
 @both
 def test_what_a_key_on_disk_holds(device, monkeypatch):
     """Structure, target, compilers and options; not sizes, scalars or names of variables."""
-    (one,) = jobs(1)
-    place = torch.zeros(0, device=device).device
-    key = keys.key_of(one, place)
-    assert key == keys.key_of(Source.from_json(one.to_json()), place)
+    one = replace(jobs(1)[0], device=device)
+    target = target_of(torch.zeros(0, device=device).device)
+    key = key_of(one, target)
+    assert key == key_of(Source.from_json(one.to_json()), target)
+    assert key != key_of(one, "sm_75")
     for change in ({"lanes": 8}, {"wide": True}, {"relaxed": True}, {"text": one.text + " "},
                    {"name": "af_other"}, {"consts": ()}, {"rank": 2}):  # fmt: skip
-        fields = {name: getattr(one, name) for name in Source.__slots__} | change
-        assert keys.key_of(Source(**fields), place) != key
+        assert key_of(replace(one, **change), target) != key
     compilers.cache_clear()
     generator = autofuse.supply.toolchain._GENERATOR
     monkeypatch.setattr(autofuse.supply.toolchain, "_GENERATOR", generator.with_name("run"))
-    assert keys.key_of(one, place) != key
+    assert key_of(one, target) != key
     compilers.cache_clear()
     monkeypatch.undo()
     if device == "cuda":
         monkeypatch.setenv("NUMBA_OPT", "1")
-        assert keys.key_of(one, place) != key
+        assert key_of(one, target) != key
         compilers.cache_clear()
 
 

@@ -16,7 +16,6 @@ from autofuse.supply import service as background
 from autofuse.supply import worker
 from autofuse.supply.disk import DiskCache
 from autofuse.supply.service import FAILURES, Built, Job, Service
-from autofuse.supply.toolchain import compilers
 from support import assert_same
 
 STDLIB = (
@@ -258,7 +257,7 @@ def test_pauses_end_when_the_service_does(service, monkeypatch):
     monkeypatch.setattr(background, "PAUSES", (60.0, 60.0))
     monkeypatch.setattr(background, "BOOT", "raise SystemExit(3)")
     (source,) = jobs(1)
-    service.submit(Job(source.to_json(), "cpu", "0" * 64, compilers("cpu"), lambda answer: None))
+    service.submit(Job(source.to_json(), "cpu", "0" * 64, lambda answer: None))
     while not background.lost:
         time.sleep(0.01)
     begun = time.monotonic()

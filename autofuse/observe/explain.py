@@ -17,7 +17,7 @@ from ..chain.state import Chain, Node, all_recorders
 from ..fused import call_fused
 from ..lines import user_position
 from ..run.runner import Runner
-from ..supply.keys import target_of
+from ..supply.load import target_of
 from . import counters, events, reads
 from .events import Flush, Lookup, Observer, spelled
 from .findings import Findings, KernelUse, LiveOut, Sync

@@ -21,7 +21,8 @@ from ..errors import warn_once
 from ..kernel.source import Source
 from ..lines import shown
 from ..settings.config import config, watch
-from ..supply.keys import key_of, target_of
+from ..supply.load import target_of
+from ..supply.toolchain import key_of
 from . import events
 from .events import Flush, Lookup, Observer, spelled, walked
 
@@ -121,11 +122,12 @@ class Dump(Observer):
 
     def write(self, source: Source, device: torch.device) -> None:
         """Write the files of one kernel; what cannot be written is said once."""
-        stem = f"{source.name}-{key_of(source, device)[:12]}"
+        target = target_of(device)
+        stem = f"{source.name}-{key_of(source, target)[:12]}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / f"{stem}.py").write_text(source.text)
-            suffix, text = assembly(source, target_of(device))
+            suffix, text = assembly(source, target)
             (self.directory / f"{stem}{suffix}").write_text(text)
         except Exception as error:  # a missing compiler, a full disk: the program goes on
             warn_once(f"autofuse: cannot write {stem} to {self.directory}: {error}")

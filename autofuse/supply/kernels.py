@@ -29,10 +29,9 @@ from ..lines import Position, user_position
 from ..progress import progress
 from ..settings.config import config, watch
 from .disk import DiskCache
-from .keys import key_of, target_of
-from .load import Module, load
+from .load import Module, load, target_of
 from .service import Built, Job, Service, forget_service, say_unsaved, service
-from .toolchain import compilers
+from .toolchain import key_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,12 +55,13 @@ class Request:
     """A kernel that is not there yet; hashed by identity."""
 
     __slots__ = ("asked", "begun", "device", "error", "key", "position", "source", "state",
-                 "wanted")  # fmt: skip
+                 "target", "wanted")  # fmt: skip
 
     def __init__(self, wanted: Wanted) -> None:
         plan, self.device = self.wanted = wanted
-        self.source = source_of(plan, target_of(self.device))
-        self.key = key_of(self.source, self.device)
+        self.target = target_of(self.device)
+        self.source = source_of(plan, self.target)
+        self.key = key_of(self.source, self.target)
         self.asked = 0  # chains that would have used it
         self.begun = time.perf_counter()  # when it was asked for
         self.position: Position | None = None  # where, if somebody listens
@@ -282,17 +282,16 @@ def _compile_now(request: Request) -> tuple[Kernel, str]:
     from .build import build_once
 
     with progress(f"compiling {request.source.name}"):
-        made = build_once(request.source, target_of(request.device), request.key, _cache())
+        made = build_once(request.source, request.target, request.key, _cache())
     if made.unsaved:
         say_unsaved(made.unsaved)
     return _publish(request, made.binary, made.built), _HARD if made.built else _SOFT
 
 
 def _submit(request: Request, compiler: Service) -> None:
-    queued, device = _queued, request.device
-    source, facts = request.source.to_json(), compilers(device.type)
+    queued = _queued
     done = partial(_deliver, request, queued)
-    job = Job(source, target_of(device), request.key, facts, done)
+    job = Job(request.source.to_json(), request.target, request.key, done)
     request.begun, request.position = time.perf_counter(), user_position() if listeners else None
     request.state = "queued"
     queued.add(request)

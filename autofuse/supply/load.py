@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,17 @@ from ..kernel.source import Parameters, Source
 if torch.cuda.is_available():  # 28 ms, which a first iteration would feel
     with suppress(ImportError):
         import cuda.bindings.driver  # noqa: F401
+
+
+def target_of(device: torch.device) -> str:
+    """What kernels are compiled for: sm_90, or cpu."""
+    return _capability(device) if device.type == "cuda" else "cpu"
+
+
+@cache
+def _capability(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 _retired: list[tuple[Any, torch.device]] = []

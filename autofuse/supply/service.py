@@ -46,8 +46,7 @@ class Job:
 
     source: str  # as JSON
     target: str
-    key: str
-    compilers: tuple[str, ...]  # which the worker must have too
+    key: str  # to the worker too: it must have the same compilers
     done: Callable[[Built], None]
 
 
@@ -300,8 +299,7 @@ class Service:
 
     def _ask(self, worker: Worker, job: Job) -> Built:
         """The worker's answer. Raises LostError."""
-        question = {"source": job.source, "target": job.target, "key": job.key,
-                    "compilers": job.compilers}  # fmt: skip
+        question = {"source": job.source, "target": job.target, "key": job.key}
         header, binary = worker.ask(question, HANG_SECONDS)
         answer = Built(
             binary, header.get("built", False), header.get("unsaved", ""), header.get("error", "")

@@ -7,6 +7,8 @@ import os
 from functools import cache
 from pathlib import Path
 
+from ..kernel.source import Source
+
 _PACKAGES = (
     "llvmlite", "numba", "numba-cuda", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit",
     "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc", "nvidia-nvvm-cu12",
@@ -42,3 +44,9 @@ def compilers(device_type: str) -> tuple[str, ...]:
             facts.append(f"{name}={os.path.realpath(place)}")
     numba = (f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_"))
     return (*facts, *numba)
+
+
+def key_of(source: Source, target: str) -> str:
+    """The name of a kernel on disk: what it computes, for what, and with which compilers."""
+    facts = (source.to_json(), target, *compilers(source.device))
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()

@@ -119,12 +119,12 @@ def _serve(request: dict[str, Any], cache: Any) -> tuple[dict[str, Any], bytes]:
     try:
         from ..kernel.source import Source
         from .build import build_once
-        from .toolchain import compilers
+        from .toolchain import key_of
 
-        source = Source.from_json(request["source"])
-        if list(compilers(source.device)) != request["compilers"]:
+        source, target = Source.from_json(request["source"]), request["target"]
+        if key_of(source, target) != request["key"]:
             return {"error": "the packages that compile have changed since Python started"}, b""
-        made = build_once(source, request["target"], request["key"], cache)
+        made = build_once(source, target, request["key"], cache)
         if len(made.binary) > MOST_BYTES:
             return {"error": f"the binary has {len(made.binary)} bytes"}, b""
         return {"built": made.built, "unsaved": made.unsaved}, made.binary
