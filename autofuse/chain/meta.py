@@ -91,14 +91,8 @@ def plain_meta(tensor: torch.Tensor) -> Meta | None:
 
 def fresh_meta(tensor: torch.Tensor) -> Meta | None:
     """`plain_meta` for the result of an op that makes dense tensors."""
-    key = (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.device,
-        requires_grad_of(tensor),
-        tensor.is_inference(),
-    )
+    key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, requires_grad_of(tensor),
+           tensor.is_inference())  # fmt: skip
     meta = _metas.get(key)
     return _new_meta(key) if meta is None else meta
 
@@ -173,12 +167,8 @@ _READERS = tuple(
     getattr(torch.Tensor, name).__get__ for name in ("layout", "dtype", "shape", "device",
                                                      "requires_grad")
 )  # fmt: skip
-_stride_of, _is_neg, _is_zero, _is_inference = (
-    torch.Tensor.stride,
-    torch.Tensor.is_neg,
-    torch.Tensor._is_zerotensor,
-    torch.Tensor.is_inference,
-)
+_stride_of, _is_inference = torch.Tensor.stride, torch.Tensor.is_inference
+_is_neg, _is_zero = torch.Tensor.is_neg, torch.Tensor._is_zerotensor
 
 
 def concrete_meta(tensor: torch.Tensor) -> Meta | None:

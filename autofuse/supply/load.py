@@ -117,13 +117,8 @@ def _unload_retired(driver: Any) -> None:
             driver.cuModuleUnload(module)
 
 
-_CTYPES = {
-    "u64": ctypes.c_uint64,
-    "i64": ctypes.c_int64,
-    "i32": ctypes.c_int32,
-    "f32": ctypes.c_float,
-    "f64": ctypes.c_double,
-}
+_CTYPES = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32,
+           "f32": ctypes.c_float, "f64": ctypes.c_double}  # fmt: skip
 
 
 def _load_cpu(binary: bytes, source: Source) -> Module:

@@ -66,7 +66,7 @@ class Worker:
     """A process that compiles, and where its stderr goes."""
 
     process: subprocess.Popen[bytes]
-    errors: IO[bytes] | None
+    errors: IO[bytes]
 
     @staticmethod
     def begin(command: list[str], environment: dict[str, str]) -> Worker:
@@ -76,19 +76,19 @@ class Worker:
         """
         ours = ("PYTHONPATH", "AUTOFUSE")
         inherited = {key: text for key, text in os.environ.items() if not key.startswith(ours)}
-        errors: IO[bytes] | None = None
-        with suppress(OSError):  # no room: nobody will know what it writes
+        errors: IO[bytes]
+        try:
             errors = tempfile.TemporaryFile(buffering=0)
+        except OSError:  # no room: nobody will know what it writes
+            errors = open(os.devnull, "r+b", buffering=0)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-S", "-c", *command],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-                stderr=subprocess.DEVNULL if errors is None else errors,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0,
                 env={**inherited, "CUDA_VISIBLE_DEVICES": "", **_ONE_THREAD, **environment},
             )  # fmt: skip
         except BaseException:
-            if errors is not None:
-                errors.close()
+            errors.close()
             raise
         return Worker(process, errors)
 
@@ -124,13 +124,11 @@ class Worker:
         except subprocess.TimeoutExpired:
             return otherwise
         text = f"it was ended by signal {-status}" if status < 0 else f"it ended with {status}"
-        if self.errors is None:
-            return text
         with suppress(OSError):
             size = self.errors.seek(0, os.SEEK_END)
             self.errors.seek(max(0, size - 2000))
-            lines = self.errors.read().decode(errors="replace").split("\n")
-            return ": ".join([text, *[line.strip() for line in lines if line.strip()][-1:]])
+            *_, last = self.errors.read().decode(errors="replace").strip().split("\n")
+            return f"{text}: {last.strip()}" if last else text
         return text
 
     def drop(self) -> None:
