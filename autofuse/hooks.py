@@ -18,6 +18,11 @@ thread_ends: Callable[[], None] = lambda: None  # noqa: E731
 # observe.events, while somebody looks: before a flush, of its recorder, chain, last node, reference
 # counts and reason; gives what is told how it went, a `record.flush.Watch`
 flushing: Callable[..., Any] | None = None
+# observe.events, while somebody looks: a kernel is needed (`made` is False) or has arrived; given
+# made, Source, device, where it was ("hit": in memory, "soft miss": on disk, "hard miss": to be
+# compiled), for how many us who needs it was held up or had asked for it, and the user's line
+# where that asked for it, if it was noted; called without the locks of supply.kernels
+looked_up: Callable[..., None] | None = None
 # observe.check, in check mode: of an autograd node, what a kernel has made of the gradients that
 # came in, the saved tensors and the Consts, before the engine takes it
 differentiated: Callable[..., None] | None = None

@@ -42,7 +42,7 @@ def settings(monkeypatch):
 
     yield set_
     monkeypatch.undo()
-    assert hooks.flushing is None and not compile.listeners
+    assert hooks.flushing is None and hooks.looked_up is None
 
 
 def line_of(text: str, function) -> int:
@@ -145,7 +145,7 @@ def test_code_in_no_file_is_shown(settings, caplog):
 
 
 @pytest.mark.parametrize("where", ["now", "background"])
-def test_listeners_are_told_without_locks(settings, where):
+def test_observers_are_told_without_locks(settings, where):
     free = []
 
     class Ours(observe.Observer):

@@ -10,6 +10,7 @@ import torch
 from test_tiers import ask, cold, jobs, run  # noqa: F401
 
 import autofuse
+from autofuse import hooks
 from autofuse.cli.diagnose import facts
 from autofuse.supply import kernels as compile
 from autofuse.supply import service as background
@@ -192,8 +193,7 @@ def test_wait_returns_whatever_fails_in_taking_a_kernel(where, monkeypatch, caps
         raise MemoryError("nothing left")
 
     if where == "listener":
-        listener = type("Listener", (), {"needed": lambda *args: None, "made": broken})()
-        monkeypatch.setattr(compile, "listeners", [listener])
+        monkeypatch.setattr(hooks, "looked_up", lambda made, *args: made and broken())
     else:
         monkeypatch.setattr(compile, where, broken)
     x = torch.randn(64)

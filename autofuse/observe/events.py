@@ -1,6 +1,6 @@
 """Observation: what runs, told as events to whoever looks. Nothing is done while nobody does.
 
-An Observer is added and removed. While there is one, `hooks.flushing` and `kernels.listeners` lead
+An Observer is added and removed. While there is one, `hooks.flushing` and `hooks.looked_up` lead
 here, and `counts.eager` is a counter that tells. Observers are for the whole process, as the
 counters are: other threads, and those of a backward, are seen too.
 """
@@ -111,11 +111,10 @@ def _connect() -> None:
     counts = _state.counts
     if _observers and hooks.flushing is None:
         hooks.flushing = _Watch
-        kernels.listeners.append(_listener)
+        hooks.looked_up = _looked_up
         counts.eager = _Telling(counts.eager)
     elif not _observers and hooks.flushing is not None:
-        hooks.flushing = None
-        kernels.listeners.remove(_listener)
+        hooks.flushing = hooks.looked_up = None
         counts.eager = Counter(counts.eager)
 
 
@@ -232,27 +231,19 @@ def _why_eager(runner: Runner) -> str:
     return "gradients would add up in another order"
 
 
-class _Listener:
-    """Tells of kernels; what a flush has to wait for becomes its outcome."""
-
-    def needed(self, source: Source, device: torch.device, outcome: str, us: float) -> None:
-        flush = _running.flush
-        if flush is not None:
-            flush.outcome = max(flush.outcome, outcome, key=OUTCOMES.index)
-        _tell(Lookup(False, source, device, outcome, us, _place(flush, source), flush))
-
-    def made(
-        self, source: Source, device: torch.device, outcome: str, us: float, asked: Position | None
-    ) -> None:
-        flush = _running.flush
-        position = asked or _place(flush, source)
-        _tell(Lookup(True, source, device, outcome, us, position, flush))
-
-
-_listener = _Listener()
-
-
-def _tell(lookup: Lookup) -> None:
+def _looked_up(
+    made: bool,
+    source: Source,
+    device: torch.device,
+    outcome: str,
+    us: float,
+    asked: Position | None = None,
+) -> None:
+    """Tell of a kernel; what a flush has to wait for becomes its outcome."""
+    flush = _running.flush
+    if flush is not None and not made:
+        flush.outcome = max(flush.outcome, outcome, key=OUTCOMES.index)
+    lookup = Lookup(made, source, device, outcome, us, asked or _place(flush, source), flush)
     for observer in list(_observers):
         observer.looked_up(lookup)
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from .. import hooks
 from ..errors import ColdKernelError, KernelError, warn_once
 from ..inside import BusyError, inside, is_foreign, is_owned, patience
 from ..kernel.plan import Plan
@@ -82,25 +83,6 @@ on_evict: list[Callable[[], None]] = []  # called to let go of kernels where the
 counts: Counter[str] = Counter()  # kernels: compiled, loaded (from disk), found (in memory)
 
 
-class Listener(Protocol):
-    """Who is told of kernels: `needed` when one is looked up, `made` when one has arrived.
-
-    outcome: "hit" (in memory), "soft miss" (on disk) or "hard miss" (to be compiled).
-    us: how long the caller was held up; for `made`, since the kernel was asked for.
-    asked: the user's line that asked for it, if it was noted.
-    Called without the locks of this module.
-    """
-
-    def needed(self, source: Source, device: torch.device, outcome: str, us: float) -> None: ...
-
-    def made(
-        self, source: Source, device: torch.device, outcome: str, us: float, asked: Position | None
-    ) -> None: ...
-
-
-listeners: list[Listener] = []  # empty unless somebody observes
-
-
 class Order:
     """The kernels that something needs, asked for again and again until they are there."""
 
@@ -134,7 +116,7 @@ class Order:
         if self.quiet:
             return None
         now = _news
-        look_up = _told if listeners else _kernel_for
+        look_up = _kernel_for if hooks.looked_up is None else _told
         try:
             found = [look_up(wanted, self.counted)[0] for wanted in self.wanted]
         except BusyError:
@@ -170,7 +152,7 @@ _HIT, _SOFT, _HARD = "hit", "soft miss", "hard miss"
 
 
 def _kernel_for(wanted: Wanted, counted: bool) -> tuple[Kernel | None, str]:
-    """The kernel if it is to be had now; and where it was, see `Listener`.
+    """The kernel if it is to be had now; and where it was, see `hooks.looked_up`.
 
     Raises BusyError where another thread is at it, and this one has waited long enough: ask again.
     """
@@ -215,7 +197,7 @@ def _looked_up(wanted: Wanted, counted: bool) -> tuple[Kernel | None, str]:
 
 
 def _told(wanted: Wanted, counted: bool) -> tuple[Kernel | None, str]:
-    """`_kernel_for`, and the listeners are told how it went."""
+    """`_kernel_for`, and who looks is told how it went."""
     plan, device = wanted
     begun, outcome = time.perf_counter(), _HARD
     kernel, request = None, _requests.get(wanted)
@@ -226,10 +208,11 @@ def _told(wanted: Wanted, counted: bool) -> tuple[Kernel | None, str]:
         now = time.perf_counter()
         source = source_of(plan, target_of(device)) if kernel is None else kernel.source
         asked = begun if request is None else request.begun
-        for listener in list(listeners):
+        tell = hooks.looked_up
+        if tell is not None:
             if kernel is not None and outcome is not _HIT:
-                listener.made(source, device, outcome, (now - asked) * 1e6, None)
-            listener.needed(source, device, outcome, (now - begun) * 1e6)
+                tell(True, source, device, outcome, (now - asked) * 1e6)
+            tell(False, source, device, outcome, (now - begun) * 1e6)
 
 
 def _advance(request: Request, counted: bool) -> tuple[Kernel | None, str]:
@@ -292,7 +275,8 @@ def _submit(request: Request, compiler: Service) -> None:
     queued = _queued
     done = partial(_deliver, request, queued)
     job = Job(request.source.to_json(), request.target, request.key, done)
-    request.begun, request.position = time.perf_counter(), user_position() if listeners else None
+    request.begun = time.perf_counter()
+    request.position = None if hooks.looked_up is None else user_position()
     request.state = "queued"
     queued.add(request)
     try:
@@ -312,11 +296,11 @@ def _deliver(request: Request, queued: set[Request], answer: Built) -> None:
         except Exception as failure:
             error = f"{request.source.name}: {failure}"
     try:
-        if module is not None and queued is _queued:  # before `wait` returns
+        tell = hooks.looked_up
+        if module is not None and tell is not None and queued is _queued:  # before `wait` returns
             outcome = _HARD if answer.built else _SOFT
             us = (time.perf_counter() - request.begun) * 1e6
-            for listener in list(listeners):
-                listener.made(request.source, request.device, outcome, us, request.position)
+            tell(True, request.source, request.device, outcome, us, request.position)
     finally:
         if _took(request, module, error, answer, queued):
             stir()
