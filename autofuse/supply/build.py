@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 from ..kernel.cuda import assemble, capability_of, compile_ptx
 from ..kernel.llvm import compile_object, undisturbed
 from ..kernel.source import Source
 from .disk import DiskCache
+from .toolchain import Built
 
 compiler_lock = threading.RLock()  # numba's typing and LLVM's contexts are not made for threads
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A binary and where it came from."""
-
-    binary: bytes
-    built: bool  # here and now; otherwise it was on disk
-    unsaved: str = ""  # why it is not on disk
-
-
 @undisturbed
-def build_once(source: Source, target: str, key: str, cache: DiskCache) -> Made:
+def build_once(source: Source, target: str, key: str, cache: DiskCache) -> Built:
     """The binary of `source`; of many processes that want it at a time one builds."""
     with cache.building(key):
         binary = cache.get(key)
         if binary is not None:
-            return Made(binary, False)
+            return Built(binary)
         binary = build(source, target)
         about = {"name": source.name, "target": target, "source": source.text}
-        return Made(binary, True, cache.put(key, binary, about))
+        return Built(binary, True, cache.put(key, binary, about))
 
 
 def build(source: Source, target: str) -> bytes:

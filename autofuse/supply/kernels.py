@@ -31,8 +31,8 @@ from ..progress import progress
 from ..settings.config import config, watch
 from .disk import DiskCache
 from .load import Module, load, target_of
-from .service import Built, Job, Service, forget_service, say_unsaved, service
-from .toolchain import key_of
+from .service import Job, Service, forget_service, say_unsaved, service
+from .toolchain import Built, key_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,6 +27,7 @@ from typing import IO, Any
 from ..errors import warn_once
 from ..inside import being_inside
 from .disk import DiskCache
+from .toolchain import Built
 from .worker import BOOT, receive, send
 
 HANG_SECONDS = 120.0  # for one kernel; the largest take 2
@@ -48,17 +49,6 @@ class Job:
     target: str
     key: str  # to the worker too: it must have the same compilers
     done: Callable[[Built], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """What became of a job: a binary, or an error."""
-
-    binary: bytes = b""
-    built: bool = False  # here and now; otherwise another process had done it
-    unsaved: str = ""  # why it is not on disk
-    error: str = ""
-    refused: bool = False  # there is no service: nothing was tried
 
 
 @dataclass(frozen=True, slots=True, eq=False)

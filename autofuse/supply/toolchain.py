@@ -1,9 +1,13 @@
-"""The toolchain: what decides a binary besides its Source. Imports no compiler to say so."""
+"""The toolchain: what decides a binary besides its Source, how it is called, what becomes of it.
+
+Imports no compiler to say so, and no torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +19,17 @@ _PACKAGES = (
     "nvidia-nvjitlink-cu12", "nvidia-cuda-nvcc-cu12",
 )  # fmt: skip
 _GENERATOR = Path(__file__).parents[1] / "kernel"  # what makes a binary of a Source
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What became of a Source: a binary, or an error."""
+
+    binary: bytes = b""
+    built: bool = False  # here and now; otherwise it was on disk
+    unsaved: str = ""  # why it is not on disk
+    error: str = ""
+    refused: bool = False  # there is no service: nothing was tried
 
 
 @cache
