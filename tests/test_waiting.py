@@ -20,7 +20,7 @@ from autofuse.record import flush as flushing
 from autofuse.record.modes import forget_all
 from autofuse.supply import build
 from autofuse.supply import kernels as compiling
-from autofuse.supply.load import Module
+from autofuse.supply.load import Kernel
 from support import kernels_made
 
 LONG = 60.0
@@ -225,8 +225,8 @@ def test_an_interrupt_while_it_waits():
 
 
 def test_what_was_not_made_goes_without_an_error():
-    module = Module.__new__(Module)
-    del module
+    kernel = Kernel.__new__(Kernel)
+    del kernel
 
 
 def test_libraries_go_with_the_next_one(held):

@@ -21,8 +21,8 @@ from ..errors import KernelError, NotReadyError
 from ..kernel.plan import UNIT, Piece, unvectorised
 from ..kernel.source import THREADS_PER_BLOCK, Parameters
 from ..program.program import Ref
-from ..supply.kernels import Kernel, Order
-from ..supply.load import enter_context
+from ..supply.kernels import Order
+from ..supply.load import Kernel, enter_context
 from ..torch_private import (
     NoTorchFunction,
     address_of,

@@ -19,7 +19,7 @@ from ..chain.state import Chain, Node
 from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
 from ..program.program import COPY, NEW, WRITE, Output, Ref
-from ..supply.kernels import Kernel
+from ..supply.load import Kernel
 from ..torch_private import NoTorchFunction, address_of, version_of
 from .words import Words
 

@@ -12,11 +12,9 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from threading import get_ident
-from typing import Any
 
 import torch
 
@@ -24,30 +22,15 @@ from .. import hooks
 from ..errors import ColdKernelError, KernelError, warn_once
 from ..inside import BusyError, inside, is_foreign, is_owned, patience
 from ..kernel.plan import Plan
-from ..kernel.source import Parameters, Source, difference, nearest
+from ..kernel.source import Source, difference, nearest
 from ..kernel.text import source_of
 from ..lines import Position, user_position
 from ..progress import progress
 from ..settings.config import config, watch
 from .disk import DiskCache
-from .load import Module, load, target_of
+from .load import Kernel, load, target_of
 from .service import Job, Service, forget_service, say_unsaved, service
 from .toolchain import Built, key_of
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kernel:
-    """A compiled Plan, loaded on one device."""
-
-    source: Source
-    parameters: Parameters
-    module: Module  # stays loaded as long as this is held
-
-    @property
-    def entry(self) -> Any:
-        """A CUfunction on CUDA; a callable on the CPU."""
-        return self.module.entry
-
 
 Wanted = tuple[Plan, torch.device]
 
@@ -289,36 +272,36 @@ def _submit(request: Request, compiler: Service) -> None:
 
 def _deliver(request: Request, queued: set[Request], answer: Built) -> None:
     """Take what the background compiler has made; in its thread. Whatever fails, `wait` returns."""
-    module, error = None, answer.error
+    kernel, error = None, answer.error
     if not error:
         try:
-            module = load(answer.binary, request.source, request.device)
+            kernel = load(answer.binary, request.source, request.device)
         except Exception as failure:
             error = f"{request.source.name}: {failure}"
     try:
         tell = hooks.looked_up
-        if module is not None and tell is not None and queued is _queued:  # before `wait` returns
+        if kernel is not None and tell is not None and queued is _queued:  # before `wait` returns
             outcome = _HARD if answer.built else _SOFT
             us = (time.perf_counter() - request.begun) * 1e6
             tell(True, request.source, request.device, outcome, us, request.position)
     finally:
-        if _took(request, module, error, answer, queued):
+        if _took(request, kernel, error, answer, queued):
             stir()
     if answer.unsaved:
         say_unsaved(answer.unsaved)
 
 
 def _took(
-    request: Request, module: Module | None, error: str, answer: Built, queued: set[Request]
+    request: Request, kernel: Kernel | None, error: str, answer: Built, queued: set[Request]
 ) -> bool:
-    """Keep the module, or what became of it; False if it was forgotten meanwhile."""
+    """Keep the kernel, or what became of it; False if it was forgotten meanwhile."""
     with _lock:
         if queued is not _queued:
             return False
         request.state, request.error = "failed", error or "no memory for it"
         try:
-            if module is not None:
-                _keep(request, module, answer.built)
+            if kernel is not None:
+                _keep(request, kernel, answer.built)
             elif answer.refused:
                 request.state = "rare"  # compiled in this process, when it is needed next
         finally:
@@ -331,14 +314,13 @@ def _publish(request: Request, binary: bytes, built: bool) -> Kernel:
     return _keep(request, load(binary, request.source, request.device), built)
 
 
-def _keep(request: Request, module: Module, built: bool) -> Kernel:
+def _keep(request: Request, kernel: Kernel, built: bool) -> Kernel:
     counts["compiled" if built else "loaded"] += 1
     if len(_kernels) >= config.max_kernels:
         _kernels.clear()  # unloaded unless somebody holds them; they come back from disk
         for forget in on_evict:
             forget()
-    source = request.source
-    kernel = _kernels[request.wanted] = Kernel(source, Parameters.of(source), module)
+    _kernels[request.wanted] = kernel
     _requests.pop(request.wanted, None)
     return kernel
 

@@ -1,8 +1,8 @@
 """Loading: from a binary to something that can be launched, and back when nothing can launch it.
 
-A `Module` owns what the driver or LLVM has loaded. A CUDA module is unloaded some time after the
-last kernel that uses it has gone, when another one is loaded: after a synchronize, because launches
-may still be running, and never once a CUDA graph was captured, because a graph may hold it.
+A Kernel owns what the driver or LLVM has loaded. A CUDA module is unloaded some time after its
+kernel has gone, when another one is loaded: after a synchronize, because launches may still be
+running, and never once a CUDA graph was captured, because a graph may hold it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ def _capability(device: torch.device) -> str:
 _retired: list[tuple[Any, torch.device]] = []
 
 
-class Module:
-    """A loaded binary; `entry` is a CUfunction on CUDA, a callable on the CPU."""
+class Kernel:
+    """A compiled Source, which is loaded on one device as long as this is held.
+
+    entry: a CUfunction on CUDA, a callable on the CPU.
+    """
 
     device = torch.device("cpu")  # where an interrupt has come before it was told
 
-    def __init__(self, entry: Any, handle: Any, device: torch.device) -> None:
+    def __init__(self, source: Source, entry: Any, handle: Any, device: torch.device) -> None:
         self.entry, self.handle, self.device = entry, handle, device
+        self.source, self.parameters = source, Parameters.of(source)
 
     def __del__(self, retired: list[tuple[Any, torch.device]] = _retired) -> None:
         if self.device.type == "cuda":
@@ -58,7 +62,7 @@ def keep_modules() -> None:
     _captured = True
 
 
-def load(binary: bytes, source: Source, device: torch.device) -> Module:
+def load(binary: bytes, source: Source, device: torch.device) -> Kernel:
     """The kernel of `source`, ready to be launched on `device`."""
     return _load_cpu(binary, source) if device.type == "cpu" else _load_cuda(binary, source, device)
 
@@ -82,7 +86,7 @@ def enter_context(device: torch.device) -> None:
         raise KernelError(f"no CUDA context on {device}: {error}")
 
 
-def _load_cuda(binary: bytes, source: Source, device: torch.device) -> Module:
+def _load_cuda(binary: bytes, source: Source, device: torch.device) -> Kernel:
     from cuda.bindings import driver
 
     # another thread may be capturing a graph, which forbids the others what is not relaxed
@@ -100,7 +104,7 @@ def _load_cuda(binary: bytes, source: Source, device: torch.device) -> Module:
             driver.cuThreadExchangeStreamCaptureMode(before)
     if error:
         raise KernelError(f"cannot load {source.name}: {error}")
-    return Module(function, module, device)
+    return Kernel(source, function, module, device)
 
 
 def _unload_retired(driver: Any) -> None:
@@ -121,7 +125,7 @@ _CTYPES = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32,
            "f32": ctypes.c_float, "f64": ctypes.c_double}  # fmt: skip
 
 
-def _load_cpu(binary: bytes, source: Source) -> Module:
+def _load_cpu(binary: bytes, source: Source) -> Kernel:
     from ..kernel.llvm import link
 
     try:
@@ -131,4 +135,4 @@ def _load_cpu(binary: bytes, source: Source) -> Module:
     kinds = [_CTYPES[code] for code in Parameters.of(source).codes]
     bounds = (ctypes.c_int64, ctypes.c_int64)
     entry = ctypes.CFUNCTYPE(None, *bounds, *kinds)(address)  # gives the GIL up while it runs
-    return Module(entry, linked, torch.device("cpu"))
+    return Kernel(source, entry, linked, torch.device("cpu"))
