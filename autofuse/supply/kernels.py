@@ -206,8 +206,8 @@ def _advance(request: Request, counted: bool) -> tuple[Kernel | None, str]:
     if request.state == "refused":
         return None, _HARD
     compiler = _compiler(request.device)
-    worth = compiler is None or request.asked >= config.compile_after
-    due = request.state == "rare" and worth
+    early = compiler is not None and request.asked < config.compile_after
+    due = request.state == "rare" and not early
     if due and counted and _too_many(request):
         return None, _HARD
     if compiler is None:
@@ -423,10 +423,11 @@ def clear_kernels() -> None:
         positions.clear()
         _queued = set()  # an answer to a request of the old one is dropped
         _cache.cache_clear()
-        close = forget_service()
+        old = forget_service()
         _done.notify_all()
     stir()
-    close()
+    if old is not None:
+        old.close()
 
 
 def forget_threads() -> None:
@@ -437,7 +438,9 @@ def forget_threads() -> None:
     for request in _queued:
         request.state = "rare"
     _queued = set()
-    forget_service(forked=True)
+    old = forget_service()
+    if old is not None:
+        old.abandon()
     for name in ("autofuse.supply.build", "autofuse.kernel.llvm"):  # each may be there alone
         if name in sys.modules:
             sys.modules[name].forget_threads()

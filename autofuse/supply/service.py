@@ -316,7 +316,7 @@ class Service:
             thread.join(5.0)
 
     def abandon(self) -> None:
-        """After a fork: the workers are the parent's, and so is what they are doing."""
+        """After a fork: threads and workers are the parent's, and so is what they are doing."""
         for worker in self.running:
             worker.release()
             worker.process.returncode = 0  # not ours to wait for
@@ -334,19 +334,13 @@ def service(workers: int, cache: DiskCache) -> Service:
     return _service
 
 
-def forget_service(forked: bool = False) -> Callable[[], None]:
-    """Start anew with the next job; gives what closes the old one.
-
-    forked: in a child, which has none of the threads and lets go of the processes.
-    """
+def forget_service() -> Service | None:
+    """Start anew with the next job; gives the old one, which is to be closed or abandoned."""
     global _service
     old, _service = _service, None
-    if old is None:
-        return lambda: None
-    atexit.unregister(old.close)
-    if forked:
-        old.abandon()
-    return old.close
+    if old is not None:
+        atexit.unregister(old.close)
+    return old
 
 
 def say_unsaved(reason: str) -> None:
