@@ -1,10 +1,9 @@
 """The trie of recorded ops: recording walks it, and a node of it is a whole program.
 
-Every thread and device has its own trie. An edge is (op, operands): a pending operand as its
-index, a known Input as ~k, a new Input as its Meta, a Python scalar as its class. Sizes are part of
-a Meta, so a node knows every shape, stride and dtype exactly and a flush has nothing left to
-compute; sizes and scalar values are not part of a kernel, so that a new size costs a few new nodes
-and no compile.
+An edge is (op, operands): a pending operand as its index, a known Input as ~k, a new Input as its
+Meta, a Python scalar as its class. Sizes are part of a Meta, so a node knows every shape, stride
+and dtype exactly and a flush has nothing left to compute; sizes and scalar values are not part of a
+kernel, so that a new size costs a few new nodes and no compile.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ def eager_node(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:
 def extend(
     recorder: Recorder, tip: Node, op: Op, operands: Sequence[int | Meta | type], metas: list[Meta]
 ) -> Node:
-    """The node for `op` after `tip`; not yet an edge of it.
-
-    operands: as in an edge. metas: the Metas of the program's pending values, by index.
-    """
+    """The node for `op` after `tip`; not yet an edge of it. operands, metas: see `infer`."""
     found = infer(
         op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode, tip.relaxed
     )
