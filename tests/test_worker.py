@@ -16,7 +16,8 @@ from autofuse.supply import kernels as compile
 from autofuse.supply import service as background
 from autofuse.supply import worker
 from autofuse.supply.disk import DiskCache
-from autofuse.supply.service import FAILURES, Built, Job, Service
+from autofuse.supply.service import FAILURES, Job, Service
+from autofuse.supply.toolchain import Built
 from support import assert_same
 
 STDLIB = (

@@ -29,7 +29,7 @@ from ..progress import progress
 from ..settings.config import config, watch
 from .disk import DiskCache
 from .load import Kernel, load, target_of
-from .service import Job, Service, forget_service, say_unsaved, service
+from .service import Job, Service, forget_service, service
 from .toolchain import Built, key_of
 
 Wanted = tuple[Plan, torch.device]
@@ -249,9 +249,14 @@ def _compile_now(request: Request) -> tuple[Kernel, str]:
 
     with progress(f"compiling {request.source.name}"):
         made = build_once(request.source, request.target, request.key, _cache())
-    if made.unsaved:
-        say_unsaved(made.unsaved)
+    _say_unsaved(made)
     return _publish(request, made.binary, made.built), _HARD if made.built else _SOFT
+
+
+def _say_unsaved(made: Built) -> None:
+    """Say once why kernels do not stay on disk."""
+    if made.unsaved:
+        warn_once(f"autofuse: compiled kernels are not kept on disk: {made.unsaved}")
 
 
 def _submit(request: Request, compiler: Service) -> None:
@@ -287,8 +292,7 @@ def _deliver(request: Request, queued: set[Request], answer: Built) -> None:
     finally:
         if _took(request, kernel, error, answer, queued):
             stir()
-    if answer.unsaved:
-        say_unsaved(answer.unsaved)
+    _say_unsaved(answer)
 
 
 def _took(

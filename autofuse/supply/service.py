@@ -341,8 +341,3 @@ def forget_service() -> Service | None:
     if old is not None:
         atexit.unregister(old.close)
     return old
-
-
-def say_unsaved(reason: str) -> None:
-    """Say once why kernels do not stay on disk."""
-    warn_once(f"autofuse: compiled kernels are not kept on disk: {reason}")
