@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -45,9 +46,7 @@ class Meta:
         self.requires_grad, self.inference = requires_grad, inference
         self.ndim = len(shape)
         self.flat = stride == contiguous(shape)
-        self.nbytes = dtype.itemsize
-        for size in shape:
-            self.nbytes *= size
+        self.nbytes = dtype.itemsize * math.prod(shape)
         self.spec = Spec(CODES[dtype], tuple(shape), tuple(stride))
         self.ungraded: Meta | None = None  # the same of a result made under no_grad, once needed
         self.checks: dict[type, Check | None] = {}  # tests for this content, see `_check`
