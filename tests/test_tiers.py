@@ -629,6 +629,19 @@ def test_a_kernel_that_cannot_be_kept_works_all_the_same(mode, monkeypatch, tmp_
     assert capsys.readouterr().err.count("not kept on disk") == 1
 
 
+def test_a_kernel_that_cannot_be_loaded_is_not_counted(monkeypatch):
+    def broken(*args):
+        raise autofuse.KernelError("cannot be loaded")
+
+    monkeypatch.setattr(config, "compile", "now")
+    monkeypatch.setattr(compile, "load", broken)
+    for _ in range(2):  # compiled, and from disk
+        run(torch.randn(64))
+        forget()
+    stats = autofuse.stats()
+    assert (stats.kernels_compiled, stats.kernels_loaded, stats.replays) == (0, 0, 2)
+
+
 def test_a_damaged_entry_is_built_again():
     x = torch.randn(64)
     run(x)
