@@ -17,7 +17,8 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from itertools import cycle
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -32,7 +33,7 @@ from ..grad.rules import Torch
 from ..kernel.text import parse
 from ..lines import shown, user_position
 from ..ops.row import Op
-from ..program.program import CONST
+from ..program.program import CONST, Ref
 from ..program.walk import needed
 from ..record.flush import without_modes
 from ..settings.config import config, watch
@@ -41,46 +42,41 @@ from ..torch_private import NoTorchFunction, set_grad_enabled
 from . import events
 from .events import Flush, Observer, spelled
 
-Known = list[tuple[torch.Tensor, str]]  # with the expression that code has for each
-# (op, type it computes in, what it gives, its operands, a number of it) -> what it is to give
-Nudge = Callable[[Op, str, torch.Tensor, list[Any], int], torch.Tensor]
 
-
-class _Case(Protocol):
+class _Case:
     """What a kernel has computed, and how eager computes it."""
 
-    recorder: Recorder
-    consts: list[Any]
-    into: torch.Tensor | None  # memory that takes the last result, however it lies there
-    inputs: list[torch.Tensor]  # as they are saved
-    known: Known  # what the ops read: `inputs` or parts of them
     what: list[str]  # each result in words
     want: list[torch.Tensor]
+    into: torch.Tensor | None = None  # memory that takes the last result, however it lies there
 
-    def eager(self, nudge: Nudge | None = None) -> list[torch.Tensor]:
-        """The results by torch's ops; nudge: changes what an op gives."""
-        ...
+    def __init__(
+        self, recorder: Recorder, inputs: list[torch.Tensor], consts: Sequence[Any]
+    ) -> None:
+        self.recorder, self.inputs, self.consts = recorder, inputs, list(consts)
+
+    def eager(self, algebra: Torch) -> list[torch.Tensor]:
+        """The results by torch's ops, each applied by `algebra`."""
+        raise NotImplementedError
 
     def about(self) -> str:
         """What the kernel is there for, in words."""
-        ...
+        raise NotImplementedError
 
 
-class _Forward:
+class _Forward(_Case):
     """What one flush is compared with."""
 
     def __init__(self, flush: Flush, chain: Chain, node: Node) -> None:
-        self.recorder, self.flush = node.recorder, flush
-        self.nodes, self.live, self.into = node.path(), flush.live, chain.into
+        self.flush, self.into, self.nodes = flush, chain.into, node.path()
         self.shells = [chain[index] for index in flush.live]
-        self.consts = list(chain.consts)
-        self.what = [f"the result of op {index}, {flush.ops[index]}" for index in flush.live]
-        self.inputs = [
-            x.clone() if self.into is not None and source is self.into else x
+        inputs = [
+            x.clone() if source is self.into else x
             for x, source in zip(map(_plain, chain.inputs), chain.inputs, strict=True)
         ]
-        self.known = [(x, f"inputs[{k}]") for k, x in enumerate(self.inputs)]
-        self.want = self.eager()
+        super().__init__(node.recorder, inputs, chain.consts)
+        self.what = [f"the result of op {index}, {flush.ops[index]}" for index in flush.live]
+        self.want = self.eager(Torch(self.consts))
 
     def got(self) -> list[torch.Tensor]:
         """What the flush has left in the live-outs."""
@@ -91,22 +87,14 @@ class _Forward:
             reals[-1] = self.into
         return [_plain(real) for real in reals]
 
-    def eager(self, nudge: Nudge | None = None) -> list[torch.Tensor]:
-        wanted = needed([node.args for node in self.nodes], self.live)
-        values: dict[int, torch.Tensor] = {}
-        for node in self.nodes:
-            if node.index in wanted:
-                op = node.op
-                assert op is not None and op.eager is not None
-                operands = [
-                    self.consts[ref - CONST] if ref >= CONST
-                    else values[ref] if ref >= 0 else self.inputs[~ref] for ref in node.args
-                ]  # fmt: skip
-                value = op.eager(*operands)
-                if nudge is not None:
-                    value = nudge(op, node.common, value, operands, node.index)
-                values[node.index] = value
-        return [values[index] for index in self.live]
+    def eager(self, algebra: Torch) -> list[torch.Tensor]:
+        values: dict[Ref, Any] = {~k: x for k, x in enumerate(self.inputs)}
+        values |= {CONST + k: number for k, number in enumerate(self.consts)}
+        for index in needed([node.args for node in self.nodes], self.flush.live):
+            node = self.nodes[index]
+            assert node.op is not None
+            values[index] = algebra.apply(node.op, tuple([values[ref] for ref in node.args]))
+        return [values[index] for index in self.flush.live]
 
     def about(self) -> str:
         flush = self.flush
@@ -116,7 +104,7 @@ class _Forward:
         )
 
 
-class _Backward:
+class _Backward(_Case):
     """What the kernel of one autograd node is compared with."""
 
     def __init__(
@@ -124,19 +112,18 @@ class _Backward:
         backward: Backward,
         grads: Sequence[Any],
         saved: Sequence[torch.Tensor],
-        consts: list[Any],
+        consts: Sequence[Any],
         result: Sequence[torch.Tensor | None],
     ) -> None:
-        self.recorder, self.backward, self.consts = backward.recorder, backward, consts
-        segment = self.segment = backward.segment
-        self.into: torch.Tensor | None = None
+        self.backward, self.segment = backward, backward.segment
         self.grads = [None if g is None else _plain(g) for g in grads]
         self.saved = [_plain(x) for x in saved]
-        self.inputs = [*(g for g in self.grads if g is not None), *self.saved]
-        self.known = [(x, f"inputs[{k}]") for k, x in enumerate(self.inputs)]
+        inputs = [*(g for g in self.grads if g is not None), *self.saved]
+        super().__init__(backward.recorder, inputs, consts)
         self.given = [k for k, gradient in enumerate(result) if gradient is not None]
-        self.what = [f"gradient {k}, for {self._operand(segment.slots[k])}" for k in self.given]
-        self.want = self.eager()
+        slots = self.segment.slots
+        self.what = [f"gradient {k}, for {self._operand(slots[k])}" for k in self.given]
+        self.want = self.eager(Torch(self.consts))
 
     def _operand(self, ref: int) -> str:
         return f"Input {~ref}" if ref < 0 else f"the result of op {ref}, {self._names([ref])}"
@@ -145,8 +132,7 @@ class _Backward:
         ops = (self.segment.nodes[index].op for index in indices)
         return ", ".join(op.name for op in ops if op is not None)
 
-    def eager(self, nudge: Nudge | None = None) -> list[torch.Tensor]:
-        algebra = Torch(self.consts) if nudge is None else _Nudging(self.consts, nudge)
+    def eager(self, algebra: Torch) -> list[torch.Tensor]:
         gradients = self.backward.by_torch(algebra, self.grads, self.saved)
         assert [k for k, g in enumerate(gradients) if g is not None] == self.given
         return [gradients[k] for k in self.given]
@@ -156,23 +142,6 @@ class _Backward:
             f"for the backward of {self._names(self.segment.steps)} over {_listed(self.inputs)}, "
             f"run at {shown(user_position())}"
         )
-
-
-class _Nudging(Torch):
-    """Applies rules, with what their ops give changed."""
-
-    def __init__(self, consts: list[Any], nudge: Nudge) -> None:
-        super().__init__(consts)
-        self.nudge, self.count = nudge, 0
-
-    def apply(self, op: Op, operands: tuple[Any, ...]) -> torch.Tensor:
-        value = super().apply(op, operands)
-        resolved = op.resolve(tuple(
-            (x.dtype, x.ndim) if isinstance(x, torch.Tensor) else (type(x), 0) for x in operands
-        ))  # fmt: skip
-        assert resolved is not None  # or there would be no kernel
-        self.count += 1
-        return self.nudge(op, CODES[resolved[0]], value, [*operands], self.count)
 
 
 class Check(Observer):
@@ -250,7 +219,7 @@ def _compare(case: _Case, got: list[torch.Tensor]) -> None:
 
 def _difference(case: _Case, got: list[torch.Tensor]) -> str:
     """What differs from eager, in words; empty if nothing does."""
-    allowed: list[list[torch.Tensor]] | None = None
+    moved: list[list[torch.Tensor]] = []
     for k, (what, ours, theirs) in enumerate(zip(case.what, got, case.want, strict=True)):
         if ours.dtype is not theirs.dtype or ours.shape != theirs.shape:
             return f"{what}, is {_spelled(ours)}, in eager {_spelled(theirs)}"
@@ -261,8 +230,8 @@ def _difference(case: _Case, got: list[torch.Tensor]) -> str:
         if bool(same.all()):
             continue
         if ours.device.type == "cpu":
-            allowed = _nudged_runs(case) if allowed is None else allowed
-            same |= _within(ours, theirs, [run[k] for run in allowed])
+            moved = moved or [case.eager(_Nudging(case.consts, signs)) for signs in _SIGNS]
+            same |= _within(ours, theirs, [run[k] for run in moved])
         if not bool(same.all()):
             where = tuple((~same).nonzero()[0].tolist())
             return (
@@ -296,6 +265,7 @@ _EXACT = {"abs", "floor", "ceil", "trunc", "round", "copysign", "fmax", "fmin", 
 _CANCELLING = {"lgamma", "digamma", "logaddexp", "logaddexp2", "ndtr", "log_ndtr", "tanhshrink",
                "gelu", "gelu_tanh", "logit", "logit_clamped"}  # fmt: skip
 
+_SIGNS = ((1,), (-1,), (1, -1), (-1, 1))  # which way ops are moved: up, down, and by turns
 _TWO_ORDERS = {"smooth_l1_loss_backward"}  # in torch's vector body and in its scalar tail
 
 
@@ -313,35 +283,32 @@ def _is_exact(op: Op, common: str) -> bool:
     return common not in ("f16", "bf16") and called <= _EXACT
 
 
-def _nudged_runs(case: _Case) -> list[list[torch.Tensor]]:
-    """Eager, with the result of every inexact op moved: up, down, and by turns."""
-    runs = []
-    for move in (lambda k: 1, lambda k: -1, lambda k: (-1) ** k, lambda k: -((-1) ** k)):
+class _Nudging(Torch):
+    """Applies ops, and moves the result of every inexact one: by turns as `signs` say."""
 
-        def nudge(
-            op: Op, common: str, value: torch.Tensor, operands: list[Any], k: int, move: Any = move
-        ) -> torch.Tensor:
-            return _nudged(op, common, value, operands, move(k))
+    def __init__(self, consts: list[Any], signs: tuple[int, ...]) -> None:
+        super().__init__(consts)
+        self.signs = cycle(signs)
 
-        runs.append(case.eager(nudge))
-    return runs
-
-
-def _nudged(
-    op: Op, common: str, value: torch.Tensor, operands: list[Any], sign: int
-) -> torch.Tensor:
-    if not value.dtype.is_floating_point or _is_exact(op, common):
-        return value
-    info = torch.finfo(value.dtype)
-    size = value.double().abs() + (1 if op.name in _CANCELLING else info.tiny)
-    if op.name.endswith("_backward"):  # a gradient times a derivative, which is such a difference
-        size = size + operands[0].double().abs()
-    ulp = _ULP * info.eps
-    if common in ("f16", "bf16"):
-        ulp = _ULP_NARROW * torch.finfo(torch.float16 if common == "f16" else torch.bfloat16).eps
-        for operand in operands:
-            size = size + abs(operand.double() if isinstance(operand, torch.Tensor) else operand)
-    return (value.double() + sign * ulp * size).to(value.dtype)
+    def apply(self, op: Op, operands: tuple[Any, ...]) -> torch.Tensor:
+        value, sign = super().apply(op, operands), next(self.signs)
+        resolved = op.resolve(tuple(
+            (x.dtype, x.ndim) if isinstance(x, torch.Tensor) else (type(x), 0) for x in operands
+        ))  # fmt: skip
+        assert resolved is not None  # or there would be no kernel
+        common = CODES[resolved[0]]
+        if not value.dtype.is_floating_point or _is_exact(op, common):
+            return value
+        info = torch.finfo(value.dtype)
+        size = value.double().abs() + (1 if op.name in _CANCELLING else info.tiny)
+        if op.name.endswith("_backward"):  # a gradient times a derivative: such a difference
+            size = size + operands[0].double().abs()
+        ulp = _ULP * info.eps
+        if common in ("f16", "bf16"):
+            ulp = _ULP_NARROW * torch.finfo(resolved[0]).eps
+            for x in operands:
+                size = size + abs(x.double() if isinstance(x, torch.Tensor) else x)
+        return (value.double() + sign * ulp * size).to(value.dtype)
 
 
 def _within(ours: torch.Tensor, theirs: torch.Tensor, runs: list[torch.Tensor]) -> torch.Tensor:
@@ -365,10 +332,19 @@ def _message(case: _Case, got: list[torch.Tensor], found: str) -> str:
     os.close(handle)
     saved = {"inputs": case.inputs, "consts": case.consts, "eager": case.want, "fused": got}
     torch.save(saved, path)
+    program = [
+        "import torch",
+        "",
+        f"saved = torch.load({path!r})",
+        'inputs = saved["inputs"]',
+        *eager_code(case),
+        'fused = saved["fused"]  # what the kernel gave',
+        "",
+    ]
     return (
         f"{found}. A kernel on {case.recorder.device} {case.about()}, computes something else than "
         "eager PyTorch. Please report it with this code and the file that it reads; until then run "
-        f"those lines inside autofuse.disabled().\n\n{_program(path, eager_code(case))}"
+        "those lines inside autofuse.disabled().\n\n" + "\n".join(program)
     )
 
 
@@ -376,25 +352,13 @@ def _listed(inputs: list[torch.Tensor]) -> str:
     return ", ".join(map(spelled, inputs))
 
 
-def _program(path: str, code: list[str]) -> str:
-    lines = [
-        "import torch",
-        "",
-        f"saved = torch.load({path!r})",
-        'inputs = saved["inputs"]',
-        *code,
-        'fused = saved["fused"]  # what the kernel gave',
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def eager_code(case: _Case) -> list[str]:
     """Lines of PyTorch that compute `results` from `inputs`.
 
     The ops are run, and the calls of torch functions that this makes written down.
     """
-    with _Writer(case.known) as writer:
-        values = case.eager()
+    with _Writer([(x, f"inputs[{k}]") for k, x in enumerate(case.inputs)]) as writer:
+        values = case.eager(Torch(case.consts))
     results = ", ".join(map(writer.spelled, values))
     return [*writer.lines, f"results = [{results}]"]
 
@@ -417,9 +381,9 @@ def _name_of(func: Any) -> str:
 class _Writer(TorchFunctionMode):
     """Writes calls of torch functions down."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Sequence[tuple[object, str]]) -> None:
         self.lines: list[str] = []
-        self.known: list[tuple[object, str]] = [*known]
+        self.known = [*known]  # values, with the expression that code has for each
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
