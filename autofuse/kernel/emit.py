@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
 from .lower import Element
 from .source import BROADCAST, ITEMSIZE, THREADS_PER_BLOCK, UNIT, Operand, Parameters, Source
-from .targets import CARRIED, I32, I64, STORED, VOID, Cpu, Cuda, Value, special_register
+from .targets import CARRIED, I32, I64, STORED, VOID, Cpu, Cuda, Value, joined, special_register
 
 
 def emit_cuda(
@@ -76,6 +77,20 @@ def _loop(builder: ir.IRBuilder, start: Any, stop: Any) -> Iterator[Any]:
     builder.position_at_end(after)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one thread finds an operand."""
+
+    operand: Operand
+    pointer: Any
+    offset: Any  # of its first lane, in elements
+    distance: Any  # of its lanes
+
+    @property
+    def kind(self) -> Any:
+        return STORED[self.operand.code]
+
+
 class _Emitter:
     def __init__(
         self, source: Source, builder: ir.IRBuilder, target: Cuda | Cpu, params: list[Any]
@@ -100,55 +115,47 @@ class _Emitter:
     def work(self, walks: list[Any], group: Any) -> None:
         """The work at one position of the loop, given per axis and as the number of the group."""
         source, builder = self.source, self.builder
-        operands = [*source.loads, *source.stores]
-        places = [self._offset(operand, walks) for operand in operands]
+        operands = zip([*source.loads, *source.stores], self.pointers, strict=True)
+        places = [self._place(operand, pointer, walks) for operand, pointer in operands]
+        reads, writes = places[: len(source.loads)], places[len(source.loads) :]
         function = ast.parse(source.text).body[0]
         assert isinstance(function, ast.FunctionDef)
         consts = [Value(*const) for const in zip(self.consts, source.consts, strict=True)]
-        partial = source.lanes > 1 and source.rank == 1
         start = builder.mul(group, self.word(source.lanes))
-        if partial:
-            full = builder.icmp_unsigned(
-                "<=", builder.add(start, self.word(source.lanes)), self.count
-            )
-        else:
-            full = None
-        reads = [
-            (operand, pointer, *place)
-            for operand, pointer, place in zip(source.loads, self.pointers, places, strict=False)
-        ]
-        lanes = self._guarded(full, reads, start)
-        lanes = [[*lane, *consts] for lane in lanes]
+        full = None  # whether the group is, where the last one need not be
+        if source.lanes > 1 and source.rank == 1:
+            end = builder.add(start, self.word(source.lanes))
+            full = builder.icmp_unsigned("<=", end, self.count)
+        lanes = [[*lane, *consts] for lane in self._guarded(full, reads, start)]
         results = []
         for k in range(0, len(lanes), 2):
             results += self.element.run(function, lanes[k : k + 2])
-        writes = list(
-            zip(
-                source.stores,
-                self.pointers[len(source.loads) :],
-                [offset for offset, _ in places[len(source.loads) :]],
-                strict=True,
-            )
-        )
-        bits = [
-            [self.element.storable(lane[k], operand.code) for lane in results]
-            for k, (operand, _, _) in enumerate(writes)
+        stores = [
+            (place, [self.element.storable(lane[k], place.operand.code) for lane in results])
+            for k, place in enumerate(writes)
         ]
+
+        def store() -> None:
+            for place, values in stores:
+                self._store(place, values)
+
         if full is None:
-            for (operand, pointer, offset), values in zip(writes, bits, strict=True):
-                self._store(operand, pointer, offset, values)
+            store()
             return
         with builder.if_else(full) as (then, otherwise):
             with then:
-                for (operand, pointer, offset), values in zip(writes, bits, strict=True):
-                    self._store(operand, pointer, offset, values)
+                store()
             with otherwise:
                 for lane in range(source.lanes):
-                    position = builder.add(start, self.word(lane))
-                    with builder.if_then(builder.icmp_unsigned("<", position, self.count)):
-                        for (operand, pointer, offset), values in zip(writes, bits, strict=True):
-                            at = builder.add(offset, self.word(lane))
-                            builder.store(values[lane], self._at(operand, pointer, at))
+                    with self._inside(start, lane):
+                        for place, values in stores:
+                            at = builder.add(place.offset, self.word(lane))
+                            builder.store(values[lane], self._at(place, at))
+
+    def _inside(self, start: Any, lane: int) -> Any:
+        """`if start + lane < count` around what is built inside."""
+        position = self.builder.add(start, self.word(lane))
+        return self.builder.if_then(self.builder.icmp_unsigned("<", position, self.count))
 
     def walks(self, position: Any, sizes: list[Any]) -> list[Any]:
         """`position` taken apart, one number per axis; `sizes` are those of all but the first."""
@@ -159,11 +166,8 @@ class _Emitter:
             position = quotient
         return [position, *reversed(walks)]
 
-    def _offset(self, operand: Operand, walks: list[Any]) -> tuple[Any, Any]:
-        """(element offset of an operand's first lane, distance of the lanes).
-
-        Called once each, in parameter order.
-        """
+    def _place(self, operand: Operand, pointer: Any, walks: list[Any]) -> _Place:
+        """Called once each, in parameter order."""
         builder = self.builder
         offset, distance = self.word(0), self.word(1)
         for axis, (how, walk) in enumerate(zip(operand.axes, walks, strict=True)):
@@ -174,139 +178,112 @@ class _Emitter:
                 walk, distance = builder.mul(walk, self.word(self.source.lanes)), stride
             step = walk if how == UNIT else builder.mul(walk, stride)
             offset = step if axis == 0 else builder.add(offset, step)
-        return offset, distance
+        return _Place(operand, pointer, offset, distance)
 
-    def _at(self, operand: Operand, pointer: Any, offset: Any) -> Any:
-        base = self.target.pointer(pointer, STORED[operand.code])
+    def _at(self, place: _Place, offset: Any) -> Any:
+        base = self.builder.inttoptr(place.pointer, self.target.pointer_to(place.kind))
         return self.builder.gep(base, [offset])
 
-    def _guarded(
-        self, full: Any, reads: list[tuple[Operand, Any, Any, Any]], start: Any
-    ) -> list[list[Value]]:
+    def _lane(self, place: _Place, lane: int) -> Any:
+        """What lane number `lane` reads."""
+        moved = self.builder.mul(place.distance, self.word(lane))
+        return self.builder.load(self._at(place, self.builder.add(place.offset, moved)))
+
+    def _guarded(self, full: Any, reads: list[_Place], start: Any) -> list[list[Value]]:
         """Carried values of every load, per lane; lanes past the end read as zero."""
         lanes, builder = self.source.lanes, self.builder
         repeated = [
-            self._load_one(operand, pointer, offset) if operand.axes[-1] == BROADCAST else None
-            for operand, pointer, offset, _ in reads
+            builder.load(self._at(place, place.offset))
+            if place.operand.axes[-1] == BROADCAST
+            else None
+            for place in reads
         ]
-        moving = [read for read, value in zip(reads, repeated, strict=True) if value is None]
-        operands = [operand for operand, *_ in moving]
+        moving = [place for place, value in zip(reads, repeated, strict=True) if value is None]
         if full is None:
-            bits = [self._load(*read) for read in moving]
+            bits = [self._load(place) for place in moving]
         else:
             with builder.if_else(full) as (then, otherwise):
                 with then:
-                    fast = [self._load(*read) for read in moving]
+                    fast = [self._load(place) for place in moving]
                     fast_end = builder.block
                 with otherwise:
-                    slow = [self._tails(*read, start) for read in moving]
+                    slow = [self._tail(place, start) for place in moving]
                     slow_end = builder.block
-            bits = []
-            for whole, tail in zip(fast, slow, strict=True):
-                merged = []
-                for a, b in zip(whole, tail, strict=True):
-                    phi = builder.phi(a.type)
-                    phi.add_incoming(a, fast_end)
-                    phi.add_incoming(b, slow_end)
-                    merged.append(phi)
-                bits.append(merged)
-        moved = iter([self._items(*pair) for pair in zip(operands, bits, strict=True)])
+            bits = [
+                [joined(builder, (a, fast_end), (b, slow_end)) for a, b in zip(*both, strict=True)]
+                for both in zip(fast, slow, strict=True)
+            ]
+        moved = iter([
+            self._unpacked(items, place.kind) if self._narrow(place) else items
+            for place, items in zip(moving, bits, strict=True)
+        ])  # fmt: skip
         columns = []
-        for (operand, *_), value in zip(reads, repeated, strict=True):
+        for place, value in zip(reads, repeated, strict=True):
             column = [value] * lanes if value is not None else next(moved)
-            columns.append([self.element.loaded(item, operand.code) for item in column])
+            columns.append([self.element.loaded(item, place.operand.code) for item in column])
         return [[column[lane] for column in columns] for lane in range(lanes)]
 
-    def _load_one(self, operand: Operand, pointer: Any, offset: Any) -> Any:
-        return self.builder.load(self._at(operand, pointer, offset))
+    def _tail(self, place: _Place, start: Any) -> list[Any]:
+        """What `_load` reads, of the last, incomplete group; zero past the end."""
+        items = []
+        for lane in range(self.source.lanes):
+            inside = self._inside(start, lane)
+            before = self.builder.block
+            with inside:
+                value = self._lane(place, lane), self.builder.block
+            zero = ir.Constant(place.kind, 0), before
+            items.append(joined(self.builder, zero, value))
+        return self._packed(items) if self._narrow(place) else items
 
-    def _tails(
-        self, operand: Operand, pointer: Any, offset: Any, distance: Any, start: Any
-    ) -> list[Any]:
-        """What `_load` reads, of the last group."""
-        lanes = range(self.source.lanes)
-        items = [self._tail(operand, pointer, offset, distance, start, k) for k in lanes]
-        return self._packed(items) if self._narrow(operand) else items
-
-    def _tail(
-        self, operand: Operand, pointer: Any, offset: Any, distance: Any, start: Any, lane: int
-    ) -> Any:
-        """Element `lane` of the last, incomplete group; zero past the end."""
-        builder = self.builder
-        position = builder.add(start, self.word(lane))
-        before = builder.block
-        zero = ir.Constant(STORED[operand.code], 0)
-        with builder.if_then(builder.icmp_unsigned("<", position, self.count)):
-            value = self._load_one(operand, pointer, self._lane(offset, distance, lane))
-            inside = builder.block
-        phi = builder.phi(zero.type)
-        phi.add_incoming(zero, before)
-        phi.add_incoming(value, inside)
-        return phi
-
-    def _narrow(self, operand: Operand) -> bool:
+    def _narrow(self, place: _Place) -> bool:
         """Whether lanes of an operand are moved in 32-bit words, which hold several of them."""
-        kind = STORED[operand.code]
-        narrow = isinstance(kind, ir.IntType) and kind.width < 32 and operand.axes[-1] == UNIT
-        return narrow and self.source.lanes > 1 and self._words(operand)[1] > 0
+        kind = place.kind
+        narrow = isinstance(kind, ir.IntType) and kind.width < 32
+        return narrow and place.operand.axes[-1] == UNIT and self._accesses(place)[1] > 0
 
-    def _items(self, operand: Operand, loaded: list[Any]) -> list[Any]:
-        """The lanes of what `_load` has read."""
-        if not self._narrow(operand):
-            return loaded
-        return self._unpacked(loaded, STORED[operand.code])
-
-    def _words(self, operand: Operand) -> tuple[int, int]:
+    def _accesses(self, place: _Place) -> tuple[int, int]:
         """(16-byte or smaller accesses, 4-byte words in each) for one group of lanes."""
-        nbytes = self.source.lanes * ITEMSIZE[operand.code]
+        nbytes = self.source.lanes * ITEMSIZE[place.operand.code]
         return max(1, nbytes // 16), min(4, nbytes // 4)
 
-    def _lane(self, offset: Any, distance: Any, lane: int) -> Any:
-        builder = self.builder
-        return builder.add(offset, builder.mul(distance, self.word(lane)))
-
-    def _load(self, operand: Operand, pointer: Any, offset: Any, distance: Any) -> list[Any]:
+    def _load(self, place: _Place) -> list[Any]:
         """One value per lane, or words that hold several."""
-        lanes, builder = self.source.lanes, self.builder
+        lanes, builder, operand = self.source.lanes, self.builder, place.operand
         if lanes == 1:
-            return [self._load_one(operand, pointer, offset)]
+            return [builder.load(self._at(place, place.offset))]
         if operand.axes[-1] != UNIT:
-            return [
-                self._load_one(operand, pointer, self._lane(offset, distance, lane))
-                for lane in range(lanes)
-            ]
-        accesses, words = self._words(operand)
+            return [self._lane(place, lane) for lane in range(lanes)]
+        accesses, words = self._accesses(place)
         each = lanes // accesses
+        narrow = self._narrow(place)
+        vector = ir.VectorType(I32, words) if narrow else ir.VectorType(place.kind, each)
         values: list[Any] = []
         for k in range(accesses):
-            at = builder.add(offset, self.word(k * each))
-            kind = STORED[operand.code]
-            narrow = self._narrow(operand)
-            vector = ir.VectorType(I32, words) if narrow else ir.VectorType(kind, each)
-            place = builder.bitcast(self._at(operand, pointer, at), self._vector_pointer(vector))
-            packed = builder.load(place, align=each * ITEMSIZE[operand.code])
+            at = self._vector_at(place, k * each, vector)
+            packed = builder.load(at, align=each * ITEMSIZE[operand.code])
             values += [builder.extract_element(packed, I32(k)) for k in range(vector.count)]
         return values
 
-    def _store(self, operand: Operand, pointer: Any, offset: Any, values: list[Any]) -> None:
+    def _store(self, place: _Place, values: list[Any]) -> None:
         lanes, builder = self.source.lanes, self.builder
         if lanes == 1:
-            builder.store(values[0], self._at(operand, pointer, offset))
+            builder.store(values[0], self._at(place, place.offset))
             return
-        accesses, words = self._words(operand)
+        accesses, _ = self._accesses(place)
         each = lanes // accesses
         for k in range(accesses):
             part = values[k * each : (k + 1) * each]
-            kind: Any = part[0].type
-            if words and isinstance(kind, ir.IntType) and kind.width < 32:
-                part, kind = self._packed(part), I32
-            vector = ir.Constant(ir.VectorType(kind, len(part)), ir.Undefined)
+            part = self._packed(part) if self._narrow(place) else part
+            vector = ir.Constant(ir.VectorType(part[0].type, len(part)), ir.Undefined)
             for lane, value in enumerate(part):
                 vector = builder.insert_element(vector, value, I32(lane))
-            at = builder.add(offset, self.word(k * each))
-            place = self._at(operand, pointer, at)
-            place = builder.bitcast(place, self._vector_pointer(vector.type))
-            builder.store(vector, place, align=each * ITEMSIZE[operand.code])
+            at = self._vector_at(place, k * each, vector.type)
+            builder.store(vector, at, align=each * ITEMSIZE[place.operand.code])
+
+    def _vector_at(self, place: _Place, lane: int, vector: ir.VectorType) -> Any:
+        """Where neighbours lie, the first of them lane number `lane`."""
+        at = self._at(place, self.builder.add(place.offset, self.word(lane)))
+        return self.builder.bitcast(at, self.target.pointer_to(vector))
 
     def _unpacked(self, words: list[Any], kind: ir.IntType) -> list[Any]:
         """The 8- or 16-bit integers in 32-bit words; NVVM splits a load of 16-bit vectors."""
@@ -328,9 +305,6 @@ class _Emitter:
                 word = builder.or_(word, builder.shl(wide, I32(place * bits)))
             words.append(word)
         return words
-
-    def _vector_pointer(self, vector: Any) -> Any:
-        return vector.as_pointer(1) if isinstance(self.target, Cuda) else vector.as_pointer()
 
 
 def cuda_index(builder: ir.IRBuilder) -> Any:

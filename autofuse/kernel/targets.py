@@ -17,6 +17,7 @@ F32, F64, F16, VOID = ir.FloatType(), ir.DoubleType(), ir.HalfType(), ir.VoidTyp
 CARRIED = {"f64": F64, "f32": F32, "i64": I64, "i32": I32, "i16": I16, "i8": I8, "u8": I8, "b1": I1}
 STORED = {**CARRIED, "f16": I16, "bf16": I16, "b1": I8}
 ONES = {"f16": 0x3C00, "bf16": 0x3F80}
+_REGISTERS = {I16: "h", I32: "r", I64: "l", F32: "f", F64: "d"}  # of PTX, as LLVM calls them
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,9 @@ class Value:
 class Cuda:
     """What differs on CUDA: libdevice, contraction control, hardware conversions."""
 
-    # libdevice names, `f` appended for float32; the IEEE forms where libdevice has a choice
+    # libdevice names: the IEEE forms where it has a choice, otherwise with `f` for float32
+    ROUNDED = {"sqrt", "add", "sub", "mul"}
     FUNCTIONS = {"abs": "fabs", "round": "nearbyint"}
-    ROUNDED = {
-        ("sqrt", "f32"): "fsqrt_rn",
-        ("sqrt", "f64"): "dsqrt_rn",
-        **{(op, "f32"): f"f{op}_rn" for op in ("add", "sub", "mul")},
-        **{(op, "f64"): f"d{op}_rn" for op in ("add", "sub", "mul")},
-    }
 
     # float32 to some 22 bits; ex2 and rcp take subnormals for 0 and are one instruction, the wide
     # ones are some four
@@ -60,56 +56,48 @@ class Cuda:
 
     def call(self, name: str, args: list[Value]) -> Any:
         code = args[0].code
+        values = [arg.ir for arg in args]
         if name in self.APPROXIMATE:
-            values = [arg.ir for arg in args]
             places = ", ".join(f"${k}" for k in range(len(values) + 1))
-            return self.builder.asm(
-                ir.FunctionType(F32, [F32] * len(values)),
-                f"{self.APPROXIMATE[name]}.f32 {places};",
-                "=f" + ",f" * len(values),
-                values,
-                False,
-            )
-        symbol = self.ROUNDED.get((name, code))
-        if symbol is None:
+            return self._ptx(f"{self.APPROXIMATE[name]}.f32 {places};", F32, *values)
+        if name in self.ROUNDED:
+            symbol = f"{'f' if code == 'f32' else 'd'}{name}_rn"
+        else:
             symbol = self.FUNCTIONS.get(name, name) + ("f" if code == "f32" else "")
-        return _external(self.builder, f"__nv_{symbol}", [arg.ir for arg in args])
+        return _external(self.builder, f"__nv_{symbol}", values)
 
     def exact(self, name: str, a: Any, b: Any, code: str) -> Any:
         """add, sub or mul that neither LLVM nor ptxas contracts with its neighbours."""
         return self.call(name, [Value(a, code), Value(b, code)])
 
     def divide(self, name: str, a: Any, b: Any) -> Any:
-        """div or rem of signed integers; where 64 bits hold two words, unsigned, as in nvcc."""
+        """div or rem of signed integers; where 64 bits hold two words, unsigned, as in nvcc.
+
+        LLVM's own would let it make use of a divisor not being 0.
+        """
         if a.type == I32:
-            return self._ptx(f"{name}.s32", a, b)
+            return self._ptx(f"{name}.s32 $0, $1, $2;", I32, a, b)
         builder = self.builder
         high = builder.lshr(builder.or_(a, b), I64(32))
         with builder.if_else(builder.icmp_unsigned("==", high, I64(0))) as (then, otherwise):
             with then:
                 words = (builder.trunc(x, I32) for x in (a, b))
-                short = builder.zext(self._ptx(f"{name}.u32", *words), I64)
-                short_end = builder.block
+                short = self._ptx(f"{name}.u32 $0, $1, $2;", I32, *words)
+                short = builder.zext(short, I64), builder.block
             with otherwise:
-                long = self._ptx(f"{name}.s64", a, b)
-                long_end = builder.block
-        result = builder.phi(I64)
-        result.add_incoming(short, short_end)
-        result.add_incoming(long, long_end)
-        return result
+                long = self._ptx(f"{name}.s64 $0, $1, $2;", I64, a, b), builder.block
+        return joined(builder, short, long)
 
-    def _ptx(self, name: str, a: Any, b: Any) -> Any:
-        """A PTX instruction: LLVM's own would let it make use of a divisor not being 0."""
-        letter = "r" if a.type == I32 else "l"
-        signature = ir.FunctionType(a.type, [a.type, a.type])
-        constraint = f"={letter},{letter},{letter}"
-        return self.builder.asm(signature, f"{name} $0, $1, $2;", constraint, [a, b], False)
+    def _ptx(self, text: str, result: ir.Type, *args: Any) -> Any:
+        """A PTX instruction, of which LLVM knows nothing; $0 is its result."""
+        registers = [_REGISTERS[kind] for kind in (result, *(x.type for x in args))]
+        signature = ir.FunctionType(result, [x.type for x in args])
+        return self.builder.asm(signature, text, "=" + ",".join(registers), list(args), False)
 
     def barrier(self, value: Any) -> Any:
         """Ends an op: what follows does not contract with `value`."""
-        kind = "f" if value.type == F32 else "d"
         signature = ir.FunctionType(value.type, [value.type])
-        return self.builder.asm(signature, "", f"={kind},0", [value], False)
+        return self.builder.asm(signature, "", f"={_REGISTERS[value.type]},0", [value], False)
 
     def opaque(self, value: Any) -> Any:
         """The integer `value`, which no optimiser may know: it is ored with %tid.z, always 0."""
@@ -131,13 +119,7 @@ class Cuda:
         if self.capability < (8, 0):
             return Value(_round_bf16(builder, value), "f32")
         # one F2FP instruction; the scalar conversion compiles to two slower ones
-        word = builder.asm(
-            ir.FunctionType(I32, [F32]),
-            "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;",
-            "=r,f",
-            [value],
-            False,
-        )
+        word = self._ptx("cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", I32, value)
         return Value(builder.bitcast(word, F32), "f32")
 
     def pairs(self, code: str) -> bool:
@@ -146,10 +128,7 @@ class Cuda:
 
     def round_pair(self, low: Any, high: Any, code: str) -> Any:
         """Two float32 values rounded to `code`, as one word."""
-        signature = ir.FunctionType(I32, [F32, F32])
-        return self.builder.asm(
-            signature, f"cvt.rn.{code}x2.f32 $0, $2, $1;", "=r,f,f", [low, high], False
-        )
+        return self._ptx(f"cvt.rn.{code}x2.f32 $0, $2, $1;", I32, low, high)
 
     def pair(self, name: str, a: Any, b: Any, code: str) -> Any:
         """add, sub or mul of two pairs, with the bits that float32 gives once it is rounded.
@@ -160,24 +139,17 @@ class Cuda:
         halves = (ONES[code], ONES[code] | 1 << 15, 1 << 15)
         one, minus_one, minus_zero = (I32(half << 16 | half) for half in halves)
         args = {"add": (a, one, b), "sub": (b, minus_one, a), "mul": (a, b, minus_zero)}[name]
-        signature = ir.FunctionType(I32, [I32] * 3)
-        return self.builder.asm(
-            signature, f"fma.rn.{code}x2 $0, $1, $2, $3;", "=r,r,r,r", list(args), False
-        )
+        return self._ptx(f"fma.rn.{code}x2 $0, $1, $2, $3;", I32, *args)
 
     def to_half(self, value: Any) -> Any:
-        return self.builder.asm(
-            ir.FunctionType(I16, [F32]), "cvt.rn.f16.f32 $0, $1;", "=h,f", [value], False
-        )
+        return self._ptx("cvt.rn.f16.f32 $0, $1;", I16, value)
 
     def from_half(self, bits: Any) -> Any:
         # LLVM's own fpext would be looked through: copysign would then see the sign of a NaN
-        return self.builder.asm(
-            ir.FunctionType(F32, [I16]), "cvt.f32.f16 $0, $1;", "=f,h", [bits], False
-        )
+        return self._ptx("cvt.f32.f16 $0, $1;", F32, bits)
 
-    def pointer(self, address: Any, pointee: ir.Type) -> Any:
-        return self.builder.inttoptr(address, pointee.as_pointer(1))  # global memory
+    def pointer_to(self, pointee: ir.Type) -> ir.Type:
+        return pointee.as_pointer(1)  # global memory
 
 
 class Cpu:
@@ -252,13 +224,21 @@ class Cpu:
             return _from_half(self.builder, bits)
         return self.builder.fpext(self.builder.bitcast(bits, F16), F32)
 
-    def pointer(self, address: Any, pointee: ir.Type) -> Any:
-        return self.builder.inttoptr(address, pointee.as_pointer())
+    def pointer_to(self, pointee: ir.Type) -> ir.Type:
+        return pointee.as_pointer()
 
 
 def special_register(builder: ir.IRBuilder, name: str) -> Any:
     """A special register of PTX as i32."""
     return _external(builder, f"llvm.nvvm.read.ptx.sreg.{name}", [], I32)
+
+
+def joined(builder: ir.IRBuilder, *ways: tuple[Any, Any]) -> Any:
+    """The value of the way that was taken here; ways: (value, block that it comes from)."""
+    phi = builder.phi(ways[0][0].type)
+    for value, block in ways:
+        phi.add_incoming(value, block)
+    return phi
 
 
 def _external(
