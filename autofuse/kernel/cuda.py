@@ -28,13 +28,8 @@ def compile_ptx(source: Source, capability: Capability) -> str:
     from numba import cuda, types
     from numba.core.extending import intrinsic
 
-    numba_types = {
-        "u64": types.uint64,
-        "i64": types.int64,
-        "i32": types.int32,
-        "f32": types.float32,
-        "f64": types.float64,
-    }
+    numba_types = {"u64": types.uint64, "i64": types.int64, "i32": types.int32,
+                   "f32": types.float32, "f64": types.float64}  # fmt: skip
     signature = tuple(numba_types[code] for code in Parameters.of(source).codes)
     names = ", ".join(f"p{k}" for k in range(len(signature)))
 

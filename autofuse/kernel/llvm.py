@@ -81,11 +81,6 @@ def converts_halves() -> bool:
     return arch in ("aarch64", "arm64") or "+f16c" in processor()[1].split(",")
 
 
-@cache
-def _own_machine() -> Any:
-    return target_machine()
-
-
 def target_machine(opt: int = 3) -> Any:
     """LLVM's description of this machine; an engine made with it takes it over."""
     from llvmlite import binding as llvm
@@ -99,6 +94,9 @@ def target_machine(opt: int = 3) -> Any:
         codemodel="jitdefault",
         jit=True,
     )
+
+
+_own_machine = cache(target_machine)
 
 
 # --- linking -------------------------------------------------------------------------------------

@@ -256,14 +256,10 @@ class Element:
         last = ir.Constant(b.ir.type, bits - 1)
         inside = builder.icmp_unsigned("<", b.ir, ir.Constant(b.ir.type, most))
         by = builder.select(inside, b.ir, last)
-        if name == "shr":
-            if not signed:
-                shifted = builder.lshr(a.ir, by)
-                return Value(builder.select(inside, shifted, ir.Constant(a.ir.type, 0)), a.code)
+        if name == "shr" and signed:
             return Value(builder.ashr(a.ir, by), a.code)
-        return Value(
-            builder.select(inside, builder.shl(a.ir, by), ir.Constant(a.ir.type, 0)), a.code
-        )
+        shifted = (builder.shl if name == "shl" else builder.lshr)(a.ir, by)
+        return Value(builder.select(inside, shifted, ir.Constant(a.ir.type, 0)), a.code)
 
     def compare(self, tree: ast.Compare) -> Value:
         a, b = self.unify(self.eval(tree.left), self.eval(tree.comparators[0]))
@@ -283,17 +279,12 @@ class Element:
             return self.convert(self.typed(args[0], carried(name)), name)
         if name in ("horner", "chebyshev"):
             return getattr(self, name)(args[0], args[1:])
-        if name == "clip":  # std::min(std::max(x, low), high) of hardswish and hardsigmoid
-            x, low = self.unify(args[0], args[1])
-            x = Value(
-                self.builder.select(self.builder.fcmp_ordered("<", x.ir, low.ir), low.ir, x.ir),
-                x.code,
-            )
-            x, high = self.unify(x, args[2])
-            below = self.builder.fcmp_ordered("<", high.ir, x.ir)
-            return Value(self.builder.select(below, high.ir, x.ir), x.code)
         code = next(arg.code for arg in args if isinstance(arg, Value))
         typed = [self.typed(arg, code) for arg in args]
+        if name == "clip":  # std::min(std::max(x, low), high) of hardswish and hardsigmoid
+            builder, (x, low, high) = self.builder, (arg.ir for arg in typed)
+            x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+            return Value(builder.select(builder.fcmp_ordered("<", high, x), high, x), code)
         return Value(self.target.call(name, typed), code)
 
     def horner(self, x: Value, coefficients: list[Literal]) -> Value:
@@ -346,11 +337,8 @@ class Element:
             pass
         elif code == "b1":
             zero = ir.Constant(x.type, 0)
-            x = (
-                builder.fcmp_unordered("!=", x, zero)
-                if value.floating
-                else (builder.icmp_unsigned("!=", x, zero))
-            )
+            differs = builder.fcmp_unordered if value.floating else builder.icmp_unsigned
+            x = differs("!=", x, zero)
         elif value.floating and floating:
             x = builder.fpext(x, target) if target == F64 else self.target.narrowed(x)
         elif value.floating:

@@ -115,40 +115,39 @@ def _make_piece(program: Program, outs: list[int], stored: set[int], device: str
         if op.by_scalar is not None and refs[-1] >= CONST:
             op = op.by_scalar
         lines.append(Line(op, refs, step.common, step.out.code))
-    views = [steps[ref].out if ref >= 0 else program.inputs[~ref] for ref in loads]
+    reads = [steps[ref].out if ref >= 0 else program.inputs[~ref] for ref in loads]
     results = [steps[node].out for node in outs]
     shape = results[0].shape
-    sizes, strides = layout.collapse(
-        shape, [layout.expand(view.shape, view.stride, shape) for view in results + views]
+    sizes, walks = layout.collapse(
+        shape, [layout.expand(spec.shape, spec.stride, shape) for spec in results + reads]
     )
-    operands = results + views
-    lanes = _lanes(sizes, strides, len(results), operands, len(lines)) if device == "cuda" else 1
-    axes = [tuple(map(_axis, walk, _inner_first(walk))) for walk in strides]
+    lanes = 1
+    if device == "cuda":
+        lanes = _lanes(sizes, walks, len(results), results + reads, len(lines))
     reach = max(
-        sum((n - 1) * s for n, s in zip(sizes, walk, strict=True)) * ITEMSIZE[view.code]
-        for walk, view in zip(strides, operands, strict=True)
+        sum((n - 1) * s for n, s in zip(sizes, walk, strict=True)) * ITEMSIZE[spec.code]
+        for walk, spec in zip(walks, results + reads, strict=True)
     )
-    moved = [Operand(view.code, walk) for view, walk in zip(operands, axes, strict=True)]
-    inner = sizes[1:] if lanes == 1 else (*sizes[1:-1], sizes[-1] // lanes)[-len(sizes) + 1 :]
+    # from here on in the order of a kernel's parameters
+    walks = walks[len(results) :] + walks[: len(results)]
+    operands = [
+        Operand(spec.code, _axes(walk)) for spec, walk in zip(reads + results, walks, strict=True)
+    ]
     plan = Plan(
         device=device,
-        loads=tuple(moved[len(results) :]),
+        loads=tuple(operands[: len(reads)]),
         consts=tuple(program.consts[k] for k in consts),
         lines=tuple(lines),
-        stores=tuple((position[node], moved[k]) for k, node in enumerate(outs)),
+        stores=tuple((position[k], to) for k, to in zip(outs, operands[len(reads) :], strict=True)),
         rank=len(sizes),
         lanes=lanes,
         wide=max(reach, layout.numel(shape)) >= 1 << 31,
         relaxed=program.relaxed,
     )
-    numbers = [
+    strides = [
         stride
-        for walk, kinds in zip(
-            strides[len(results) :] + strides[: len(results)],
-            axes[len(results) :] + axes[: len(results)],
-            strict=True,
-        )
-        for stride, how in zip(walk, kinds, strict=True)
+        for walk, operand in zip(walks, operands, strict=True)
+        for stride, how in zip(walk, operand.axes, strict=True)
         if how == STRIDED
     ]
     return Piece(
@@ -157,29 +156,24 @@ def _make_piece(program: Program, outs: list[int], stored: set[int], device: str
         consts=tuple(consts),
         stores=tuple(outs),
         numel=layout.numel(shape),
-        numbers=(*(inner if len(sizes) > 1 else ()), *numbers),
+        numbers=(*(*sizes[:-1], sizes[-1] // lanes)[1:], *strides),
     )
 
 
 def unvectorised(piece: Piece) -> Piece:
     """The same kernel with one element per thread, for pointers that are not 16-byte aligned."""
-    plan = piece.plan
-    inner = list(piece.numbers[: plan.rank - 1])
-    if inner:
-        inner[-1] *= plan.lanes
-    scalar = replace(plan, lanes=1)
-    numbers = (*inner, *piece.numbers[plan.rank - 1 :])
-    return Piece(scalar, piece.loads, piece.consts, piece.stores, piece.numel, numbers)
+    plan, numbers = piece.plan, list(piece.numbers)
+    if plan.rank > 1:
+        numbers[plan.rank - 2] *= plan.lanes  # the size of the innermost axis
+    return replace(piece, plan=replace(plan, lanes=1), numbers=tuple(numbers))
 
 
-def _inner_first(walk: Ints) -> list[bool]:
-    return [axis == len(walk) - 1 for axis in range(len(walk))]
-
-
-def _axis(stride: int, innermost: bool) -> int:
-    if stride == 0:
-        return BROADCAST
-    return UNIT if stride == 1 and innermost else STRIDED
+def _axes(walk: Ints) -> Ints:
+    """How an operand with these strides goes along each axis."""
+    axes = [STRIDED if stride else BROADCAST for stride in walk]
+    if walk[-1] == 1:
+        axes[-1] = UNIT
+    return tuple(axes)
 
 
 # elements between neighbours up to which one thread reads several of them, from one cache line
@@ -195,12 +189,9 @@ def _lanes(sizes: Ints, strides: list[Ints], stores: int, operands: list[Spec], 
         return 1
     if any(walk[-1] > NEAR for walk in strides):
         return 1
-    lanes = min(8, 16 // min(ITEMSIZE[view.code] for view in operands))
+    lanes = min(8, 16 // min(ITEMSIZE[spec.code] for spec in operands))
     while lanes > 1 and lanes * length > 256:  # compile time grows with the body
         lanes //= 2
-    if len(sizes) > 1:
-        fits = sizes[-1] % lanes == 0 and all(
-            stride % lanes == 0 for walk in strides if walk[-1] == 1 for stride in walk[:-1]
-        )
-        return lanes if fits else 1
-    return lanes
+    rows = [stride for walk in strides if walk[-1] == 1 for stride in walk[:-1]]
+    fits = len(sizes) == 1 or all(number % lanes == 0 for number in (sizes[-1], *rows))
+    return lanes if fits else 1

@@ -139,19 +139,23 @@ class _Substitute(ast.NodeTransformer):
         """A choice of two literals has the type that the op computes in."""
         self.generic_visit(node)
         if not any(_has_name(arm) for arm in (node.body, node.orelse)):
-            node.body = ast.Call(ast.Name(carried(self.common), ast.Load()), [node.body], [])
+            node.body = _converted(carried(self.common), node.body)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         assert isinstance(node.func, ast.Name)
         args = [self.visit(arg) for arg in node.args]
         if node.func.id == "own":
-            return ast.Call(ast.Name(carried(self.common), ast.Load()), args, [])
+            return _converted(carried(self.common), *args)
         if node.func.id == "rnd":  # rounds to the op's dtype where that is narrower
-            if self.common not in ("f16", "bf16"):
-                return args[0]
-            return ast.Call(ast.Name(self.common, ast.Load()), args, [])
+            return (
+                args[0] if carried(self.common) == self.common else _converted(self.common, *args)
+            )
         return ast.Call(node.func, args, [])
+
+
+def _converted(code: str, tree: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(code, ast.Load()), [tree], [])
 
 
 def _has_name(tree: ast.expr) -> bool:
