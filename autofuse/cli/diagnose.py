@@ -29,6 +29,7 @@ from ..supply.service import Service
 
 OPS = 5  # of the chain of the self-test
 SHAPE = (64, 256)
+_Chain = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +153,7 @@ def _defaults(**others: Any) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def _compare(
-    chain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, y: torch.Tensor
-) -> str:
+def _compare(chain: _Chain, x: torch.Tensor, y: torch.Tensor) -> str:
     before = stats()
     got = materialize(chain(wrap(x), wrap(y)))
     after = stats()
@@ -169,10 +168,7 @@ def _compare(
 
 
 def _measure(
-    chain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    y: torch.Tensor,
-    seconds: float,
+    chain: _Chain, x: torch.Tensor, y: torch.Tensor, seconds: float
 ) -> tuple[float, float, float]:
     """us per op recorded, per flush, and of the eager chain: medians."""
     clock, a, b = time.perf_counter, wrap(x), wrap(y)

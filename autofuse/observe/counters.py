@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ..chain.state import all_recorders, counts
 from ..supply import kernels, service
@@ -63,18 +64,15 @@ def stats() -> Stats:
     """The counters; ops that are still pending count as recorded."""
     total = summed()
     total.subtract(_base)
-    return Stats(
-        **{name: total[name] for name in (
-            "ops_recorded", "kernels_launched", "kernels_compiled", "kernels_loaded", "cache_hits",
-            "eager_flushes", "nodes_elided", "bytes_elided", "live_outs_stored",
-            "bytes_saved_for_backward",
-        )},
-        ops_eager=sum(counts.eager.values()),
-        flushes=dict(counts.flushes),
-        replays=counts.replays,
-        eager_ops=dict(counts.eager),
-        workers_lost=dict(service.lost),
-    )  # fmt: skip
+    others: dict[str, Any] = {
+        "ops_eager": sum(counts.eager.values()),
+        "flushes": dict(counts.flushes),
+        "replays": counts.replays,
+        "eager_ops": dict(counts.eager),
+        "workers_lost": dict(service.lost),
+    }
+    names = (row.name for row in fields(Stats))
+    return Stats(**{name: others.get(name, total[name]) for name in names})
 
 
 def reset_stats() -> None:

@@ -22,7 +22,7 @@ from ..chain.liveness import DEAD
 from ..chain.meta import Meta
 from ..chain.state import Chain, Node, Recorder
 from ..errors import NotReadyError
-from ..kernel.source import Operand, Source, walk
+from ..kernel.source import Source
 from ..layout import Ints
 from ..lines import Position, user_position
 from ..record import record as _record
@@ -186,9 +186,8 @@ class _Watch:
         self.begun = time.perf_counter()
 
     def failed(self, error: Exception) -> None:
-        self.flush.eager = f"its kernel failed: {error}"
-        if isinstance(error, NotReadyError):
-            self.flush.eager = WAITS
+        waits = isinstance(error, NotReadyError)
+        self.flush.eager = WAITS if waits else f"its kernel failed: {error}"
 
     def ended(self, runner: Runner | None) -> None:
         flush = self.flush
@@ -258,14 +257,6 @@ def _place(flush: Flush | None, source: Source) -> Position | None:
     return position
 
 
-# --- words ----------------------------------------------------------------------------------------
-
-
 def spelled(meta: Meta | torch.Tensor) -> str:
     """`float32[8, 16]`."""
     return f"{str(meta.dtype).removeprefix('torch.')}[{', '.join(map(str, meta.shape))}]"
-
-
-def walked(operand: Operand) -> str:
-    """`f32 strided x unit`: an operand of a kernel, which knows no sizes."""
-    return f"{operand.code} {walk(operand.axes)}"

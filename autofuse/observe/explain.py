@@ -82,20 +82,11 @@ class Report(Observer, Findings):
     def flushing(self, flush: Flush, chain: Chain, refcounts: Sequence[int], node: Node) -> None:
         self.flushes.append(flush)
         shells = [chain[index] for index in flush.live]
-        for index, who in zip(
-            flush.live, self._holders(flush, shells, refcounts, node), strict=True
-        ):
-            meta = flush.values[index]
-            self.stored.append(
-                LiveOut(
-                    flush.ops[index],
-                    spelled(meta),
-                    meta.nbytes,
-                    flush.position,
-                    who,
-                    index == len(flush.ops) - 1,
-                )
-            )
+        held = self._holders(flush, shells, refcounts, node)
+        for index, who in zip(flush.live, held, strict=True):
+            op, meta, last = flush.ops[index], flush.values[index], index == len(flush.ops) - 1
+            out = LiveOut(op, spelled(meta), meta.nbytes, flush.position, who, last)
+            self.stored.append(out)
 
     def flushed(self, flush: Flush) -> None:
         if flush.eager:

@@ -49,12 +49,9 @@ def holders(shells: list[Tensor], counts: list[int]) -> list[tuple[str, ...]]:
                 elif value is shell:
                     names[k][f"variable {name}"] = None
     ours.difference_update(theirs)
-    if any(len(found) < count for found, count in zip(names, counts, strict=True)):
-        missing = [
-            k for k, (found, count) in enumerate(zip(names, counts, strict=True))
-            if len(found) < count
-        ]  # fmt: skip
-        _add_containers(names, [(k, shells[k]) for k in missing], ours, theirs)
+    missing = [(k, shell) for k, shell in enumerate(shells) if len(names[k]) < counts[k]]
+    if missing:
+        _add_containers(names, missing, ours, theirs)
     for k, shell in enumerate(shells):
         if not names[k]:
             in_c = torch.Tensor._use_count(shell) > 1  # type: ignore[attr-defined]

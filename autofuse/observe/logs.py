@@ -18,23 +18,13 @@ from typing import Any
 import torch
 
 from ..errors import warn_once
-from ..kernel.source import Source
+from ..kernel.source import Source, walk
 from ..lines import shown
 from ..settings.config import config, watch
 from ..supply.load import target_of
 from ..supply.toolchain import key_of
 from . import events
-from .events import Flush, Lookup, Observer, spelled, walked
-
-
-def _line(event: str, **fields: object) -> str:
-    said = (f"{key}={shlex.quote(str(value))}" for key, value in fields.items())
-    return " ".join((event, *said))
-
-
-def _say(logger: logging.Logger, line: str) -> None:
-    """Log `line`; handlers have locks of their own, and may need values that are pending."""
-    events.unlocked(partial(logger.info, "%s", line))
+from .events import Flush, Lookup, Observer, spelled
 
 
 class Log(Observer):
@@ -58,45 +48,42 @@ class Log(Observer):
         for logger, handler in self.handlers:
             logger.removeHandler(handler)
 
+    def _say(self, event: str, **fields: object) -> None:
+        said = (f"{key}={shlex.quote(str(value))}" for key, value in fields.items())
+        line = " ".join((event, *said))
+        # handlers have locks of their own, and may need values that are pending
+        events.unlocked(partial(self.loggers[event].info, "%s", line))
+
     def flushed(self, flush: Flush) -> None:
-        logger = self.loggers.get("flush")
-        if logger is None:
+        if "flush" not in self.loggers:
             return
         ran = "raised" if flush.raised else "eager" if flush.eager else "fused"
-        _say(
-            logger,
-            _line(
-                "flush",
-                at=shown(flush.position),
-                reason=flush.reason,
-                ops=",".join(flush.ops),
-                shapes=_shapes(flush),
-                kernels=flush.kernels,
-                ran=ran if flush.live or flush.raised else "nothing",
-                **({"why": flush.eager} if flush.eager else {}),
-                outcome=flush.outcome,
-                us=f"{flush.us:.1f}",
-            ),
+        self._say(
+            "flush",
+            at=shown(flush.position),
+            reason=flush.reason,
+            ops=",".join(flush.ops),
+            shapes=_shapes(flush),
+            kernels=flush.kernels,
+            ran=ran if flush.live or flush.raised else "nothing",
+            **({"why": flush.eager} if flush.eager else {}),
+            outcome=flush.outcome,
+            us=f"{flush.us:.1f}",
         )
 
     def looked_up(self, lookup: Lookup) -> None:
-        event = "kernel" if lookup.made else "cache"
-        logger = self.loggers.get(event)
-        if logger is None:
+        event, source = "kernel" if lookup.made else "cache", lookup.source
+        if event not in self.loggers:
             return
-        source = lookup.source
-        _say(
-            logger,
-            _line(
-                event,
-                at=shown(lookup.position),
-                name=source.name,
-                ops=",".join(source.ops()),
-                shapes=_shapes(lookup.flush) if lookup.flush is not None else _walks(source),
-                target=target_of(lookup.device),
-                outcome=lookup.outcome,
-                us=f"{lookup.us:.1f}",
-            ),
+        self._say(
+            event,
+            at=shown(lookup.position),
+            name=source.name,
+            ops=",".join(source.ops()),
+            shapes=_shapes(lookup.flush) if lookup.flush is not None else _walks(source),
+            target=target_of(lookup.device),
+            outcome=lookup.outcome,
+            us=f"{lookup.us:.1f}",
         )
 
 
@@ -107,7 +94,9 @@ def _shapes(flush: Flush) -> str:
 
 
 def _walks(source: Source) -> str:
-    return f"{','.join(map(walked, source.loads))}->{','.join(map(walked, source.stores))}"
+    """`f32 stridedxunit->f32 unit`: the operands of a kernel, which knows no sizes."""
+    sides = (source.loads, source.stores)
+    return "->".join(",".join(f"{x.code} {walk(x.axes)}" for x in side) for side in sides)
 
 
 class Dump(Observer):

@@ -100,13 +100,10 @@ def _replace(owner: type, name: str, waits: Callable[..., bool]) -> None:
     setattr(owner, name, call)
 
 
-_AS_METHOD = r"([\w.]+(?:\[[^\]]*\])?)\.{name}\("
-
-
 def said(name: str, position: Position | None) -> str:
     """A read as the program says it: `loss.item()`."""
     line = linecache.getline(*position).strip() if position is not None else ""
-    found = re.search(_AS_METHOD.replace("{name}", re.escape(name)), line)
+    found = re.search(rf"([\w.]+(?:\[[^\]]*\])?)\.{re.escape(name)}\(", line)
     if found:
         return f"{found.group(1)}.{name}()"
     spoken = name.startswith("_") or f".{name}(" in line

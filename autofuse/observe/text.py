@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -169,18 +169,15 @@ def _what_cuts(report: Findings) -> str:
 
 def _kept(report: Findings) -> list[str]:
     """Intermediates that were stored only because variables still held them."""
-    kept: Counter[tuple[str, str, Position | None]] = Counter()
-    nbytes = Counter[tuple[str, str, Position | None]]()
+    kept: dict[tuple[str, str, Position | None], list[int]] = defaultdict(list)
     for out in report.stored:
         if not out.last and all(who.startswith("variable ") for who in out.holders):
-            key = (out.op, " and ".join(out.holders), out.position)
-            kept[key] += 1
-            nbytes[key] += out.nbytes
+            kept[out.op, " and ".join(out.holders), out.position].append(out.nbytes)
     return [
         f"a result of {op} in the middle of a chain is stored because {who} holds it at "
-        f"{shown(position)} ({_plural(count, 'time')}, {_bytes(nbytes[op, who, position])}); "
+        f"{shown(position)} ({_plural(len(nbytes), 'time')}, {_bytes(sum(nbytes))}); "
         "`del` it after its last use if nothing needs it later"
-        for (op, who, position), count in kept.items()
+        for (op, who, position), nbytes in kept.items()
     ]
 
 
@@ -238,5 +235,4 @@ def expression(x: torch.Tensor) -> str:
 
 def _about(x: torch.Tensor) -> str:
     with NoTorchFunction():
-        dtype, shape, device = x.dtype, tuple(x.shape), x.device
-    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}] on {device}"
+        return f"{spelled(x)} on {x.device}"
