@@ -107,12 +107,10 @@ _OPMATH = {"scalar": "opmath", "cpu_scalar": "opmath"}
 plain("angle", "x", "x if x != x else 3.14159265358979323846 if x < 0 else 0", result="float",
       accepts="wib")
 for _name, _factor in (("deg2rad", 0.017453292519943295), ("rad2deg", 57.29577951308232)):
-    row(_name, "x y", "x * y", **_OPMATH, copies="f",
+    _row = row(_name, "x y", "x * y", **_OPMATH, copies="f",
         eager=partial(lambda function, x, y: function(x), getattr(torch, _name)),
         grad="g * y; none")
-    spelled(_name)(
-        partial(lambda name, factor, input: (OPS[name], (input, factor)), _name, _factor)
-    )
+    spelled(_name)(partial(lambda row, factor, input: (row, (input, factor)), _row, _factor))
 row("nan_to_num", "x n:common p:common m:common",
     "n if x != x else p if x == inf else m if x == -inf else x", copies="f", eager=torch.nan_to_num,
     grad="g * isfinite(x); none; none; none")
@@ -121,15 +119,8 @@ row("round", "x", "round(x)", integer="x", accepts="fi", grad="zeros(g)")
 row("clone", "x", "x", accepts="fib", copies="fib", grad="g")
 
 CASTS = {
-    dtype: row(
-        f"to_{code}",
-        "x",
-        "x",
-        result=dtype,
-        accepts="fib",
-        grad="g",
-        eager=partial(torch.Tensor.to, dtype=dtype),
-    )
+    dtype: row(f"to_{code}", "x", "x", result=dtype, accepts="fib", grad="g",
+               eager=partial(torch.Tensor.to, dtype=dtype))
     for dtype, code in CODES.items()
 }
 
@@ -231,22 +222,10 @@ row(
     **_WHOLE,
     by_scalar=OPS["div_floor_by_scalar"],
 )
-for _name, _sign in (
-    ("eq", "=="),
-    ("ne", "!="),
-    ("lt", "<"),
-    ("le", "<="),
-    ("gt", ">"),
-    ("ge", ">="),
+for _name, _sign, *_long in (
+    ("eq", "=="), ("ne", "!=", "not_equal"), ("lt", "<", "less"), ("le", "<=", "less_equal"),
+    ("gt", ">", "greater"), ("ge", ">=", "greater_equal"),
 ):
-    _long = {
-        "eq": (),
-        "ne": ("not_equal",),
-        "lt": ("less",),
-        "le": ("less_equal",),
-        "gt": ("greater",),
-        "ge": ("greater_equal",),
-    }[_name]
     plain(_name, "x y", f"x {_sign} y", *_long, result="bool", accepts="fib")
 _LOGICAL = {"result": "bool", "accepts": "fib", "tensors_only": True}
 plain("logical_and", "x y", "x != 0 and y != 0", **_LOGICAL)

@@ -14,6 +14,7 @@ import ast
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,11 +96,8 @@ class Op:
         object.__setattr__(self, "roles", tuple(role or "promote" for _, _, role in split))
 
         if self.eager is None:
-            object.__setattr__(
-                self,
-                "eager",
-                getattr(torch, self.name, None) or getattr(torch.special, self.name, None),
-            )
+            own = getattr(torch, self.name, None) or getattr(torch.special, self.name, None)
+            object.__setattr__(self, "eager", own)
         object.__setattr__(self, "rules", tuple(map(_rule, self.grad.split(";"))))
         assert not self.grad or len(self.rules) == len(self.names), self.name
 
@@ -155,15 +153,11 @@ class Op:
 
         operands: (dtype, ndim) per operand, a Python scalar as (its class, 0).
         """
-        key = (self, operands, torch.get_default_dtype())
-        try:
-            return _resolved[key]
-        except KeyError:
-            _resolved[key] = found = self._resolve(operands)
-            return found
+        return self._resolve(operands, torch.get_default_dtype())
 
+    @cache  # noqa: B019 - bounded by rows, dtypes and ranks
     def _resolve(
-        self, operands: tuple[tuple[torch.dtype | type, int], ...]
+        self, operands: tuple[tuple[torch.dtype | type, int], ...], default: torch.dtype
     ) -> tuple[torch.dtype, torch.dtype] | None:
         promoting = []
         if self.tensors_only and any(isinstance(dtype, type) for dtype, _ in operands):
@@ -184,7 +178,7 @@ class Op:
                 return None
         common = result_type(tuple(promoting))
         if self.result == "float" and not common.is_floating_point:
-            common = torch.get_default_dtype() if kind(common) in self.accepts else torch.bool
+            common = default if kind(common) in self.accepts else torch.bool
         category = kind(common)
         wide = "w" in self.accepts and common in (torch.float32, torch.float64)
         if not (category in self.accepts or wide) or common not in CODES:
@@ -202,7 +196,6 @@ def _rule(text: str) -> ast.expr | None:
     return None if text in ("", "none") else ast.parse(text, mode="eval").body
 
 
-_resolved: dict[object, tuple[torch.dtype, torch.dtype] | None] = {}  # bounded by dtypes and ranks
 OPS: dict[str, Op] = {}
 SPELLINGS: dict[str, Callable[..., Chosen]] = {}  # torch name -> chooser, beyond the plain rows
 PLAIN: dict[str, Op] = {}  # torch name -> Op of one or two operands with no options

@@ -135,35 +135,19 @@ def ndtr(input):
 
 # --- logarithms -----------------------------------------------------------------------------------
 
-_XLOGY = "nan if y != y else 0 if x == 0 else x * {log}(y)"
+def _logarithm(tensors, scalar, input, other):
+    both = isinstance(input, torch.Tensor) and isinstance(other, torch.Tensor)
+    return tensors if both else scalar, (input, other)
+
+
 for _name, _log, _grad in (
-    (
-        "xlogy",
-        "log",
-        "masked_fill(xlogy(g, y), logical_and(x == 0.0, y <= 0.0), 0); g * x / y",
-    ),
-    (
-        "xlog1py",
-        "log1p",
-        "masked_fill(xlog1py(g, y), logical_and(x == 0.0, y <= -1.0), 0); g * x / (y + 1)",
-    ),
+    ("xlogy", "log", "masked_fill(xlogy(g, y), logical_and(x == 0.0, y <= 0.0), 0); g * x / y"),
+    ("xlog1py", "log1p",
+     "masked_fill(xlog1py(g, y), logical_and(x == 0.0, y <= -1.0), 0); g * x / (y + 1)"),
 ):
-    row(_name, "x y", _XLOGY.format(log=_log), eager=getattr(torch.special, _name), grad=_grad,
-        **_FLOAT)
-    row(f"{_name}_scalar", "x y", _XLOGY.format(log=_log), eager=getattr(torch.special, _name),
-        **_FLOAT)
-
-
-def _logarithm(name):
-    def choose(input, other):
-        tensors = isinstance(input, torch.Tensor) and isinstance(other, torch.Tensor)
-        return OPS[name if tensors else f"{name}_scalar"], (input, other)
-
-    return choose
-
-
-spelled("xlogy")(_logarithm("xlogy"))
-spelled("xlog1py")(_logarithm("xlog1py"))
+    _xlogy = partial(row, params="x y", expr=f"nan if y != y else 0 if x == 0 else x * {_log}(y)",
+                     eager=getattr(torch.special, _name), **_FLOAT)
+    spelled(_name)(partial(_logarithm, _xlogy(_name, grad=_grad), _xlogy(f"{_name}_scalar")))
 plain("entr", "x", "x if x != x else -x * log(x) if x > 0 else 0 if x == 0 else -inf", **_FLOAT,
       grad="g * -(1 + log(x))")
 
@@ -263,13 +247,8 @@ def _bessel(scale: str, odd: bool, small: tuple[float, ...], large: tuple[float,
     return text + "n if y <= 8 else f"
 
 
-for _name, _function in (
-    ("bessel_j0", "j0"),
-    ("bessel_j1", "j1"),
-    ("bessel_y0", "y0"),
-    ("bessel_y1", "y1"),
-):  # PyTorch has approximations of its own
-    plain(_name, "x", f"{_function}(x)", identical=False, **_WIDE)
+for _name in ("j0", "j1", "y0", "y1"):  # PyTorch has approximations of its own
+    plain(f"bessel_{_name}", "x", f"{_name}(x)", identical=False, **_WIDE)
 plain("i0", "x", _bessel("exp(y)", False, _I0_SMALL, _I0_LARGE), **_FLOAT)
 plain("i0e", "x", _bessel("", False, _I0_SMALL, _I0_LARGE), **_FLOAT)
 plain("i1", "x", _bessel("exp(y)", True, _I1_SMALL, _I1_LARGE), **_WIDE)
