@@ -344,7 +344,7 @@ _POWERS = {0.5: "half", 1.5: "1_5", 2.0: "2", 3.0: "3", 4.0: "4",
            -0.5: "minus_half", -1.0: "minus_1", -2.0: "minus_2"}
 
 
-def _sum(name, input, other, alpha):
+def _sum(name, input, other, *, alpha=1):
     whole = type(alpha) is int
     if whole and alpha == 1:
         return OPS[name], (input, other)
@@ -353,19 +353,8 @@ def _sum(name, input, other, alpha):
     return OPS[f"{name}_scaled"], (input, other, alpha)
 
 
-@spelled()
-def add(input, other, *, alpha=1):
-    return _sum("add", input, other, alpha)
-
-
-@spelled("sub", "subtract")
-def _sub(input, other, *, alpha=1):
-    return _sum("sub", input, other, alpha)
-
-
-@spelled()
-def rsub(input, other, *, alpha=1):
-    return _sum("rsub", input, other, alpha)
+for _name, *_aliases in (("add",), ("sub", "subtract"), ("rsub",)):
+    spelled(_name, *_aliases)(partial(_sum, _name))
 
 
 @spelled("div", "divide")
@@ -440,16 +429,13 @@ def isclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):
     return close
 
 
-def _selection(name):
-    def choose(input, other=None, *rest, **options):
-        reduces = rest or options or not isinstance(other, torch.Tensor)
-        return None if reduces else (OPS[name], (input, other))
-
-    return choose
+def _selection(row, input, other=None, *rest, **options):
+    reduces = rest or options or not isinstance(other, torch.Tensor)
+    return None if reduces else (row, (input, other))
 
 
-spelled("max")(_selection("maximum"))
-spelled("min")(_selection("minimum"))
+spelled("max")(partial(_selection, OPS["maximum"]))
+spelled("min")(partial(_selection, OPS["minimum"]))
 
 
 @spelled()
@@ -465,13 +451,10 @@ def nan_to_num(input, nan=None, posinf=None, neginf=None):
     return OPS["nan_to_num"], (input, nan, high, low)
 
 
+@composite("conj_physical", "conj", "resolve_conj", "resolve_neg", "real")
 def _itself(input):
     """Functions that hand their argument back where it is real."""
     return None if input.is_complex() else input
-
-
-for _name in ("conj_physical", "conj", "resolve_conj", "resolve_neg", "real"):
-    composite(_name)(_itself)
 
 
 @composite()
@@ -587,24 +570,16 @@ def lerp(input, end, weight):
     return (OPS["lerp"], (input, end, weight)) if weight.dtype is input.dtype else None
 
 
-def _addc(name, input, tensor1, tensor2, value):
-    if not input.dtype is tensor1.dtype is tensor2.dtype:
-        return None
-    if not is_number(value):
+def _addc(name, input, tensor1, tensor2, *, value=1):
+    if not (input.dtype is tensor1.dtype is tensor2.dtype and is_number(value)):
         return None
     if value == 1 and (_ONE or name == "addcdiv" or not input.is_cuda):
         return OPS[name], (input, tensor1, tensor2)
     return OPS[f"{name}_scaled"], (input, tensor1, tensor2, value)
 
 
-@spelled()
-def addcmul(input, tensor1, tensor2, *, value=1):
-    return _addc("addcmul", input, tensor1, tensor2, value)
-
-
-@spelled()
-def addcdiv(input, tensor1, tensor2, *, value=1):
-    return _addc("addcdiv", input, tensor1, tensor2, value)
+for _name in ("addcmul", "addcdiv"):
+    spelled(_name)(partial(_addc, _name))
 
 
 # --- what derivative rules call: the kernels of PyTorch's own backward ops ------------------------
