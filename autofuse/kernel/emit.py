@@ -192,13 +192,12 @@ class _Emitter:
     def _guarded(self, full: Any, reads: list[_Place], start: Any) -> list[list[Value]]:
         """Carried values of every load, per lane; lanes past the end read as zero."""
         lanes, builder = self.source.lanes, self.builder
-        repeated = [
-            builder.load(self._at(place, place.offset))
+        repeated = {  # what is read once for all lanes
+            k: [builder.load(self._at(place, place.offset))] * lanes
+            for k, place in enumerate(reads)
             if place.operand.axes[-1] == BROADCAST
-            else None
-            for place in reads
-        ]
-        moving = [place for place, value in zip(reads, repeated, strict=True) if value is None]
+        }
+        moving = [place for k, place in enumerate(reads) if k not in repeated]
         if full is None:
             bits = [self._load(place) for place in moving]
         else:
@@ -217,11 +216,11 @@ class _Emitter:
             self._unpacked(items, place.kind) if self._narrow(place) else items
             for place, items in zip(moving, bits, strict=True)
         ])  # fmt: skip
-        columns = []
-        for place, value in zip(reads, repeated, strict=True):
-            column = [value] * lanes if value is not None else next(moved)
-            columns.append([self.element.loaded(item, place.operand.code) for item in column])
-        return [[column[lane] for column in columns] for lane in range(lanes)]
+        carried = [
+            [self.element.loaded(x, place.operand.code) for x in repeated.get(k) or next(moved)]
+            for k, place in enumerate(reads)
+        ]
+        return [list(lane) for lane in zip(*carried, strict=True)]
 
     def _tail(self, place: _Place, start: Any) -> list[Any]:
         """What `_load` reads, of the last, incomplete group; zero past the end."""
@@ -280,7 +279,7 @@ class _Emitter:
             at = self._vector_at(place, k * each, vector.type)
             builder.store(vector, at, align=each * ITEMSIZE[place.operand.code])
 
-    def _vector_at(self, place: _Place, lane: int, vector: ir.VectorType) -> Any:
+    def _vector_at(self, place: _Place, lane: int, vector: Any) -> Any:
         """Where neighbours lie, the first of them lane number `lane`."""
         at = self._at(place, self.builder.add(place.offset, self.word(lane)))
         return self.builder.bitcast(at, self.target.pointer_to(vector))

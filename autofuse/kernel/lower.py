@@ -10,6 +10,7 @@ import ast
 import copy
 import struct
 import sys
+from functools import reduce
 from operator import add, mul, sub, truediv
 from typing import Any
 
@@ -204,10 +205,7 @@ class Element:
             case ast.BoolOp():
                 parts = [self.truth(value) for value in tree.values]
                 join = self.builder.and_ if isinstance(tree.op, ast.And) else self.builder.or_
-                result = parts[0]
-                for part in parts[1:]:
-                    result = join(result, part)
-                return Value(result, "b1")
+                return Value(reduce(join, parts), "b1")
             case ast.IfExp():
                 condition = self.truth(tree.test)
                 a, b = self.unify(self.eval(tree.body), self.eval(tree.orelse))

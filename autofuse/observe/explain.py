@@ -64,10 +64,10 @@ class Report(Observer, Findings):
         self.open = False
         events.remove(self)
         reads.unwatch(self.read)
-        after = counters.summed()
-        self.launches = after["kernels_launched"] - self._totals["kernels_launched"]
-        self.bytes_saved = after["bytes_elided"] - self._totals["bytes_elided"]
-        self.values_elided = after["nodes_elided"] - self._totals["nodes_elided"]
+        since = counters.summed()
+        since.subtract(self._totals)
+        self.launches, self.bytes_saved = since["kernels_launched"], since["bytes_elided"]
+        self.values_elided = since["nodes_elided"]
         self.pending = sum(len(recorder.chain) for recorder in all_recorders)
         used: Counter[KernelUse] = Counter()
         for runner in _runners():

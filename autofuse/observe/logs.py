@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import warn_once
 from ..kernel.source import Source, walk
 from ..lines import shown
@@ -106,12 +104,10 @@ class Dump(Observer):
         self.directory = directory
 
     def looked_up(self, lookup: Lookup) -> None:
-        if lookup.made:
-            self.write(lookup.source, lookup.device)
-
-    def write(self, source: Source, device: torch.device) -> None:
-        """Write the files of one kernel; what cannot be written is said once."""
-        target = target_of(device)
+        """What cannot be written is said once."""
+        if not lookup.made:
+            return
+        source, target = lookup.source, target_of(lookup.device)
         stem = f"{source.name}-{key_of(source, target)[:12]}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
