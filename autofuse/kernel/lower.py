@@ -20,6 +20,10 @@ from .source import carried
 from .targets import CARRIED, F32, F64, I8, I16, I32, I64, STORED, Cpu, Cuda, Value
 
 _COMPARE = {"Eq": "==", "NotEq": "!=", "Lt": "<", "LtE": "<=", "Gt": ">", "GtE": ">="}
+_BINARY = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Mod: "rem",
+    ast.BitAnd: "and_", ast.BitOr: "or_", ast.BitXor: "xor", ast.LShift: "shl", ast.RShift: "shr",
+}  # fmt: skip
 Literal = int | float
 
 
@@ -70,24 +74,22 @@ class Element:
         self.lanes = [dict(zip(params, args, strict=True)) for args in lanes]
         self.stored = {arg.arg: arg.annotation.id for arg in function.args.args}  # type: ignore[union-attr]
         for statement in function.body:
-            if isinstance(statement, ast.Return):
-                value = statement.value
-                results = value.elts if isinstance(value, ast.Tuple) else [value]
-                return [[names[result.id] for result in results] for names in self.lanes]  # type: ignore[union-attr]
-            if isinstance(statement, ast.AnnAssign):
-                target, code = statement.target, statement.annotation
-                assert isinstance(target, ast.Name) and isinstance(code, ast.Name)
-                assert statement.value is not None
-                self.name(target.id, self.op(statement.value, code.id), code.id)
-            else:
-                assert isinstance(statement, ast.Assign)
-                (target,) = statement.targets
-                assert isinstance(target, ast.Name)
-                match statement.value:
-                    case ast.Call(func=ast.Name(id=code), args=[tree]) if code in STORED:
-                        self.name(target.id, self.rounded(tree, code), code)
-                    case tree:
-                        self.name(target.id, self.each(tree, "f32"))
+            match statement:
+                case ast.AnnAssign(
+                    target=ast.Name(id=name), annotation=ast.Name(id=code), value=ast.expr() as tree
+                ):
+                    self.name(name, self.op(tree, code), code)
+                case ast.Assign(
+                    targets=[ast.Name(id=name)], value=ast.Call(ast.Name(id=code), [tree])
+                ) if code in STORED:
+                    self.name(name, self.rounded(tree, code), code)
+                case ast.Assign(targets=[ast.Name(id=name)], value=tree):
+                    self.name(name, self.each(tree, "f32"))
+                case ast.Return(value=value):
+                    results = value.elts if isinstance(value, ast.Tuple) else [value]
+                    return [[names[result.id] for result in results] for names in self.lanes]  # type: ignore[union-attr]
+                case _:
+                    raise AssertionError(f"not part of the kernel language: {ast.dump(statement)}")
         raise AssertionError("an element function returns")
 
     def name(self, name: str, values: list[Value], code: str | None = None) -> None:
@@ -135,7 +137,7 @@ class Element:
             case _:
                 op, left, right = None, tree, tree
         if op is not None and self.packs(left, code) and self.packs(right, code):
-            name = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul"}[type(op)]
+            name = _BINARY[type(op)]
             word = self.target.pair(name, self.packed(left, code), self.packed(right, code), code)
         else:
             low, high = (
@@ -224,12 +226,7 @@ class Element:
         if not isinstance(a, Value) and not isinstance(b, Value):
             return Folded.of(tree.op, a, b)
         a, b = self.unify(a, b)
-        builder = self.builder
-        name = {
-            ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Mod: "rem",
-            ast.BitAnd: "and_", ast.BitOr: "or_", ast.BitXor: "xor",
-            ast.LShift: "shl", ast.RShift: "shr",
-        }[type(tree.op)]  # fmt: skip
+        builder, name = self.builder, _BINARY[type(tree.op)]
         if name in ("div", "rem") and not a.floating:
             return self.divided(name, a, b)
         if name in ("shl", "shr"):
