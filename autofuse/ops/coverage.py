@@ -47,11 +47,8 @@ EAGER: dict[str, str] = {  # base name -> why it runs eagerly
 def pointwise() -> dict[str, list[torch._ops.OpOverload]]:
     """Every aten op that has `torch.Tag.pointwise`: its overloads by base name, `add_` as `add`."""
     found: dict[str, list[torch._ops.OpOverload]] = {}
-    schemas = torch._C._jit_get_all_schemas()  # dir(torch.ops.aten) is not complete
-    names = {
-        schema.name.removeprefix("aten::") for schema in schemas if schema.name[:6] == "aten::"
-    }
-    for name in sorted(names):
+    names = {schema.name for schema in torch._C._jit_get_all_schemas()}  # dir() is not complete
+    for name in sorted(name[6:] for name in names if name.startswith("aten::")):
         packet = getattr(torch.ops.aten, name)
         for overload in (getattr(packet, kind) for kind in packet.overloads()):
             if torch.Tag.pointwise in overload.tags:
@@ -82,12 +79,9 @@ def coverage() -> dict[str, str]:
 def look_up(name: str) -> tuple[str, str] | None:
     """(name, state) of an op as it is called: `torch.special.i0`, `add_`, `mse_loss`; None if there
     is none, among the pointwise ones and those that autofuse fuses besides."""
-    table, bare = coverage(), name.rpartition(".")[2]
-    names = (bare, f"special_{bare}", _base(bare))
-    for known in names:
-        if known in table:
-            return known, table[known]
-    for known in names:
-        if known in PLAIN or known in SPELLINGS or known in COMPOSITES:
-            return known, "fused"
+    bare = name.rpartition(".")[2]
+    for table in (coverage(), dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused")):
+        for known in (bare, f"special_{bare}", _base(bare)):
+            if known in table:
+                return known, table[known]
     return None
