@@ -32,6 +32,7 @@ from ..run.runner import Runner
 from ..supply import kernels
 
 OUTCOMES = ("hit", "soft miss", "hard miss")  # a kernel was in memory, on disk, to be compiled
+FAILED = "its kernel failed"
 WAITS = "its kernel is not there yet"  # of a chain that ran as eager ops
 REFUSED = "its line has had its share of kernels (max_kernels_per_line)"
 
@@ -187,7 +188,7 @@ class _Watch:
 
     def failed(self, error: Exception) -> None:
         waits = isinstance(error, NotReadyError)
-        self.flush.eager = WAITS if waits else f"its kernel failed: {error}"
+        self.flush.eager = WAITS if waits else f"{FAILED}: {error}"
 
     def ended(self, runner: Runner | None) -> None:
         flush = self.flush

@@ -13,10 +13,10 @@ from ..chain.state import Node
 from ..lines import Position, shown
 from ..program.program import CONST
 from ..program.walk import needed
-from ..record.policy import ASIDE
+from ..record.policy import ASIDE, ASIDE_CALLS
 from ..settings.config import config
 from ..torch_private import NoTorchFunction
-from .events import REFUSED, WAITS, spelled
+from .events import FAILED, REFUSED, WAITS, spelled
 from .findings import Findings
 
 
@@ -40,9 +40,14 @@ def _bytes(count: float) -> str:
     return f"{count:.4g} GiB"
 
 
+def _eager_for(reason: str, report: Findings) -> Counter[str]:
+    """Ops that ran as plain PyTorch for that reason."""
+    return Counter({op: n for (op, why), n in report.ops_eager.items() if why == reason})
+
+
 def summary(report: Findings) -> str:
-    aside = sum(n for (_, reason), n in report.ops_eager.items() if reason == ASIDE)
-    seen, eager = report.ops_seen.total(), report.ops_eager.total() - aside
+    seen = report.ops_seen.total()
+    eager = report.ops_eager.total() - _eager_for(ASIDE, report).total()
     return (
         f"{_plural(seen, 'op')} seen, {seen - eager} fused in "
         f"{_plural(report.launches, 'launch')}, {eager} run eagerly"
@@ -113,12 +118,13 @@ def advice_on(report: Findings) -> list[str]:
         if count > 1 and not any(text.startswith(where) for text in said):
             said.append(f"{where} {what} every step ({count} times); {cure}")
     recorded = sum(report.chains)
-    aside = {name: n for (name, reason), n in report.ops_eager.items() if reason == ASIDE}
+    aside = _eager_for(ASIDE, report)
     if aside:
         said.append(
-            f"{_plural(sum(aside.values()), 'fused call')} ran as plain PyTorch ("
+            f"{_plural(aside.total(), 'fused call')} ran as plain PyTorch ("
             f"{', '.join(aside)}): the last ones launched no kernel, so that nothing is recorded "
-            "for 100 calls; autofuse.explain(function, ...) runs one as if fused and says why"
+            f"for {ASIDE_CALLS} calls; autofuse.explain(function, ...) runs one as if fused and "
+            "says why"
         )
     if not recorded and not report.pending and not aside:
         said.append(
@@ -144,13 +150,13 @@ def advice_on(report: Findings) -> list[str]:
             f"median chain is {_plural(report.median_chain, 'op')}: little to gain here"
             + _what_cuts(report)
         )
-    failed = [flush for flush in report.flushes if flush.eager.startswith("its kernel failed")]
+    failed = [flush for flush in report.flushes if flush.eager.startswith(FAILED)]
     if failed:
         said.append(
             f"{_plural(len(failed), 'chain')} ran as eager ops: {failed[0].eager}; "
             "AUTOFUSE_LOGS=kernel says more, and it is worth a bug report"
         )
-    off = sum(n for (_, reason), n in report.ops_eager.items() if reason == "recording is off")
+    off = _eager_for("recording is off", report).total()
     if off:
         said.append(
             f"{_plural(off, 'op')} ran where nothing is recorded (autocast, anomaly mode, "
