@@ -29,7 +29,7 @@ def place(monkeypatch, tmp_path):
 @pytest.fixture
 def quick(place):
     """Without the compiler's answer and with a short self-test."""
-    place.setattr(diagnosis, "cuda_target", lambda capability: "not asked")
+    place.setattr(diagnosis, "cuda_target", lambda target: "not asked")
     place.setattr("autofuse.__main__.self_test", lambda device: self_test(device, 0.01))
     return place
 
@@ -82,12 +82,12 @@ def test_a_failed_self_test_is_the_exit_status(quick, capsys):
 
 def test_the_cuda_target_is_tried_out():
     pytest.importorskip("numba_cuda")
-    assert cuda_target((9, 0)).startswith("compiles for sm_90; in ")
+    assert cuda_target("sm_90").startswith("compiles for sm_90; in ")
 
 
 def test_why_there_is_no_cuda_target(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert cuda_target((9, 0)).startswith("not usable: ModuleNotFoundError: ")
+    assert cuda_target("sm_90").startswith("not usable: ModuleNotFoundError: ")
 
 
 # the self-test

@@ -21,10 +21,11 @@ import torch
 
 from ..api import materialize, wrap
 from ..hot import native
-from ..kernel.cuda import assemble
+from ..kernel.cuda import assemble, capability_of
 from ..observe.counters import stats
 from ..settings.config import SETTINGS, changed, config
 from ..supply.disk import DiskCache
+from ..supply.keys import target_of
 from ..supply.service import Service
 
 OPS = 5  # of the chain of the self-test
@@ -51,16 +52,16 @@ def facts() -> Iterator[tuple[str, str]]:
     for name in ("autofuse", "torch", "numba", "numba-cuda"):
         yield name, _version(name)
     yield "Python", f"{platform.python_version()}, {platform.platform()}"
-    capability = (8, 0)
+    target = "sm_80"
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            major, minor = torch.cuda.get_device_capability(index)
-            yield f"GPU {index}", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}"
-        capability = torch.cuda.get_device_capability()
+            own = target_of(torch.device("cuda", index))
+            yield f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {own}"
+        target = target_of(torch.device("cuda", torch.cuda.current_device()))
         yield "driver", f"{_driver()}; torch is made for CUDA {torch.version.cuda}"
     else:
         yield "GPU", "none: torch.cuda.is_available() is False"
-    yield "CUDA target", cuda_target(capability)
+    yield "CUDA target", cuda_target(target)
     yield "machine code", "in use" if native.active() else native.absent or "switched off"
     cache = DiskCache()
     why = Service(1, cache).trial()
@@ -97,16 +98,16 @@ def _nothing() -> None:
     """The smallest kernel there is."""
 
 
-def cuda_target(capability: tuple[int, int]) -> str:
+def cuda_target(target: str) -> str:
     """Whether numba compiles for CUDA, tried out, and where its target is; or why it does not."""
     try:
         from numba import cuda
 
-        ptx, _ = cuda.compile_ptx(_nothing, (), cc=capability)
-        assemble(ptx, capability)
+        ptx, _ = cuda.compile_ptx(_nothing, (), cc=capability_of(target))
+        assemble(ptx, target)
     except Exception as error:  # whatever is missing or does not fit is the answer
         return f"not usable: {type(error).__name__}: {error}"
-    return f"compiles for sm_{capability[0]}{capability[1]}; in {Path(cuda.__file__).parent}"
+    return f"compiles for {target}; in {Path(cuda.__file__).parent}"
 
 
 def _kept(cache: DiskCache) -> str:

@@ -14,22 +14,21 @@ from ..errors import BuildError
 from .emit import emit_cuda
 from .source import Parameters, Source
 
-Capability = tuple[int, int]
 
-
-def capability_of(target: str) -> Capability:
+def capability_of(target: str) -> tuple[int, int]:
     """(9, 0) of sm_90."""
     number = int(target.removeprefix("sm_"))
     return number // 10, number % 10
 
 
-def compile_ptx(source: Source, capability: Capability) -> str:
-    """PTX of the kernel, which is named as its Source is."""
+def compile_ptx(source: Source, target: str) -> str:
+    """PTX of the kernel, which is named as its Source is, for a target as `sm_90`."""
     from numba import cuda, types
     from numba.core.extending import intrinsic
 
     numba_types = {"u64": types.uint64, "i64": types.int64, "i32": types.int32,
                    "f32": types.float32, "f64": types.float64}  # fmt: skip
+    capability = capability_of(target)
     signature = tuple(numba_types[code] for code in Parameters.of(source).codes)
     names = ", ".join(f"p{k}" for k in range(len(signature)))
 
@@ -53,11 +52,11 @@ def compile_ptx(source: Source, capability: Capability) -> str:
     return re.sub(r"\bmul\.f(32|64)\b", r"mul.rn.f\1", ptx)
 
 
-def assemble(ptx: str, capability: Capability) -> bytes:
+def assemble(ptx: str, target: str) -> bytes:
     """A cubin from PTX."""
     from cuda.bindings import nvjitlink
 
-    options = [f"-arch=sm_{capability[0]}{capability[1]}"]
+    options = [f"-arch={target}"]
     handle = nvjitlink.create(len(options), options)
     data = ptx.encode()
     try:

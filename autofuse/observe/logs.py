@@ -130,7 +130,7 @@ def assembly(source: Source, target: str) -> tuple[str, str]:
     with build.compiler_lock:
         if source.device == "cpu":
             return ".ll", str(emit_cpu(source, llvm.converts_halves()))
-        return ".ptx", cuda.compile_ptx(source, cuda.capability_of(target))
+        return ".ptx", cuda.compile_ptx(source, target)
 
 
 _SERVED: dict[str, Callable[[Any], Observer]] = {"logs": Log, "dump_dir": Dump}  # by setting

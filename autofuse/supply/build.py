@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..kernel.cuda import assemble, capability_of, compile_ptx
+from ..kernel.cuda import assemble, compile_ptx
 from ..kernel.llvm import compile_object, undisturbed
 from ..kernel.source import Source
 from .disk import DiskCache
@@ -30,8 +30,7 @@ def build(source: Source, target: str) -> bytes:
     with compiler_lock:
         if source.device == "cpu":
             return compile_object(source)
-        capability = capability_of(target)
-        return assemble(compile_ptx(source, capability), capability)
+        return assemble(compile_ptx(source, target), target)
 
 
 def forget_threads() -> None:
