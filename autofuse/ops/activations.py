@@ -183,11 +183,8 @@ def threshold(input, threshold, value):
 
 @spelled()
 def glu(input, dim=-1):
-    if (
-        not input.is_floating_point()
-        or input.shape[dim] % 2
-        or (torch.is_grad_enabled() and input.requires_grad)
-    ):
+    graph = torch.is_grad_enabled() and input.requires_grad
+    if graph or not input.is_floating_point() or input.shape[dim] % 2:
         return None  # its backward writes both halves of the gradient at once
     half = input.shape[dim] // 2
     return OPS["glu"], (input.narrow(dim, 0, half), input.narrow(dim, half, half))
@@ -225,41 +222,40 @@ row("huber_loss", "x y d:common", "z = abs(x - y); 0.5 * z * z if z < d else d *
     grad="huber_loss_backward(g, x, y, d); huber_loss_backward(g, y, x, d); none")
 
 
-def _plain_loss(input, target, reduction, *options):
+def _is_plain(input, target, reduction, *options):
     """Whether a loss is a function of its two elements alone."""
     if reduction != "none" or any(option is not None for option in options):
         return False
     return input.shape == target.shape
 
 
+def _loss(name, input, target, reduction, options, *width):
+    if not all(is_number(x) and x > 0 for x in width):
+        return None
+    if not _is_plain(input, target, reduction, *options):
+        return None
+    return OPS[name], (input, target, *map(float, width))
+
+
 @spelled()
 def mse_loss(input, target, size_average=None, reduce=None, reduction="mean", weight=None):
-    if not _plain_loss(input, target, reduction, size_average, reduce, weight):
-        return None
-    return OPS["mse_loss"], (input, target)
+    return _loss("mse_loss", input, target, reduction, (size_average, reduce, weight))
 
 
 @spelled()
 def smooth_l1_loss(input, target, size_average=None, reduce=None, reduction="mean", beta=1.0):
-    if not (is_number(beta) and beta > 0):
-        return None
-    if not _plain_loss(input, target, reduction, size_average, reduce):
-        return None
-    return OPS["smooth_l1_loss"], (input, target, float(beta))
+    return _loss("smooth_l1_loss", input, target, reduction, (size_average, reduce), beta)
 
 
 @spelled()
 def huber_loss(input, target, reduction="mean", delta=1.0, weight=None):
-    if not (is_number(delta) and delta > 0 and _plain_loss(input, target, reduction, weight)):
-        return None
-    return OPS["huber_loss"], (input, target, float(delta))
+    return _loss("huber_loss", input, target, reduction, (weight,), delta)
 
 
 @composite()
 def l1_loss(input, target, size_average=None, reduce=None, reduction="mean", weight=None):
-    if not _plain_loss(input, target, reduction, size_average, reduce, weight):
-        return None
-    return (input - target).abs()
+    plain = _is_plain(input, target, reduction, size_average, reduce, weight)
+    return (input - target).abs() if plain else None
 
 
 # --- what their derivatives call: the kernels of PyTorch's own backward ops -----------------------
@@ -339,8 +335,6 @@ row("huber_loss_backward", "g x y d:common",
 
 def _buffer(x):
     """What `log_sigmoid` keeps for its backward: nothing on CUDA."""
-    return (
-        torch.empty(0, dtype=x.dtype, device=x.device)
-        if x.is_cuda
-        else torch.exp(torch.neg(torch.abs(torch.detach(x))))
-    )
+    if x.is_cuda:
+        return torch.empty(0, dtype=x.dtype, device=x.device)
+    return torch.exp(torch.neg(torch.abs(torch.detach(x))))
