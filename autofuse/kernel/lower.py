@@ -234,7 +234,7 @@ class Element:
         if not a.floating:
             return Value(getattr(builder, name)(a.ir, b.ir), a.code)
         if exact:
-            return Value(self.target.exact(name, a.ir, b.ir, a.code), a.code)
+            return Value(self.target.exact(name, a, b), a.code)
         return Value(getattr(builder, f"f{name}")(a.ir, b.ir), a.code)
 
     def divided(self, name: str, a: Value, b: Value) -> Value:

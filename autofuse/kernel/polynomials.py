@@ -16,7 +16,7 @@ from typing import Any
 
 from llvmlite import ir
 
-I1, I32, I64, F32, F64 = *map(ir.IntType, (1, 32, 64)), ir.FloatType(), ir.DoubleType()
+I32, I64, F32, F64 = *map(ir.IntType, (32, 64)), ir.FloatType(), ir.DoubleType()
 
 
 @dataclass(frozen=True, slots=True)

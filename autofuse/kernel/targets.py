@@ -10,10 +10,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from .polynomials import vectorised
+from .polynomials import F32, F64, I32, I64, vectorised
 
-I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-F32, F64, F16, VOID = ir.FloatType(), ir.DoubleType(), ir.HalfType(), ir.VoidType()
+I1, I8, I16, F16, VOID = *map(ir.IntType, (1, 8, 16)), ir.HalfType(), ir.VoidType()
 CARRIED = {"f64": F64, "f32": F32, "i64": I64, "i32": I32, "i16": I16, "i8": I8, "u8": I8, "b1": I1}
 STORED = {**CARRIED, "f16": I16, "bf16": I16, "b1": I8}
 ONES = {"f16": 0x3C00, "bf16": 0x3F80}
@@ -66,9 +65,9 @@ class Cuda:
             symbol = self.FUNCTIONS.get(name, name) + ("f" if code == "f32" else "")
         return _external(self.builder, f"__nv_{symbol}", values)
 
-    def exact(self, name: str, a: Any, b: Any, code: str) -> Any:
+    def exact(self, name: str, a: Value, b: Value) -> Any:
         """add, sub or mul that neither LLVM nor ptxas contracts with its neighbours."""
-        return self.call(name, [Value(a, code), Value(b, code)])
+        return self.call(name, [a, b])
 
     def divide(self, name: str, a: Any, b: Any) -> Any:
         """div or rem of signed integers; where 64 bits hold two words, unsigned, as in nvcc.
@@ -185,8 +184,8 @@ class Cpu:
             symbol = name + ("f" if kind == F32 else "")
         return _external(self.builder, symbol, values)
 
-    def exact(self, name: str, a: Any, b: Any, code: str) -> Any:
-        return getattr(self.builder, f"f{name}")(a, b)
+    def exact(self, name: str, a: Value, b: Value) -> Any:
+        return getattr(self.builder, f"f{name}")(a.ir, b.ir)
 
     def barrier(self, value: Any) -> Any:
         return value
