@@ -108,8 +108,8 @@ plain("angle", "x", "x if x != x else 3.14159265358979323846 if x < 0 else 0", r
       accepts="wib")
 for _name, _factor in (("deg2rad", 0.017453292519943295), ("rad2deg", 57.29577951308232)):
     _row = row(_name, "x y", "x * y", **_OPMATH, copies="f",
-        eager=partial(lambda function, x, y: function(x), getattr(torch, _name)),
-        grad="g * y; none")
+               eager=partial(lambda function, x, y: function(x), getattr(torch, _name)),
+               grad="g * y; none")
     spelled(_name)(partial(lambda row, factor, input: (row, (input, factor)), _row, _factor))
 row("nan_to_num", "x n:common p:common m:common",
     "n if x != x else p if x == inf else m if x == -inf else x", copies="f", eager=torch.nan_to_num,
