@@ -52,6 +52,21 @@ def pair(device):
 
 
 @device_param
+def test_an_op_that_is_not_recorded_reads_nothing_any_more(device):
+    a, b, c = (torch.randn(4, device=device) for _ in range(3))
+    x, y = W(a) * 2, W(b)
+    with pytest.raises((RuntimeError, OverflowError)):
+        y + 2**70  # more than an int64; `y` was looked at before
+    c.add_(1)
+    assert autofuse.is_pending(x)
+    if device == "cuda":
+        y ** torch.tensor(2.5)  # torch takes a 0-d exponent on the CPU for a number
+        c.add_(1)
+        assert autofuse.is_pending(x)
+    assert_same(x, a * 2, None)
+
+
+@device_param
 @pytest.mark.parametrize("name", INPLACE)
 def test_on_memory(name, device):
     """On a concrete tensor: written at once, seen by every alias, version counter as eager's."""

@@ -60,6 +60,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         elif cls is float or cls is int or cls is bool:
             if cls is int and not -EXACT <= x <= EXACT:
                 if not -_INT64 <= x < _INT64:
+                    recorder.reading = False
                     return None
                 cls = Wide
             edge.append(cls)
@@ -75,6 +76,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             x, state = _input(x, recorder)
             if state is _SCALAR:
                 if op.one_device:
+                    recorder.reading = False
                     return None
                 edge.append(x.__class__)
                 consts.append(x)
