@@ -63,6 +63,9 @@ def test_an_op_that_is_not_recorded_reads_nothing_any_more(device):
         y ** torch.tensor(2.5)  # torch takes a 0-d exponent on the CPU for a number
         c.add_(1)
         assert autofuse.is_pending(x)
+        W(b.cpu()) + 1.0  # another recorder's
+        c.add_(1)
+        assert autofuse.is_pending(x)
     assert_same(x, a * 2, None)
 
 

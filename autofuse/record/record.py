@@ -263,9 +263,10 @@ def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:
         flush(chosen, "interrupt")  # goes on with one that was interrupted
         if chosen.ident:
             return record(op, operands)
-    if chosen is None or chosen is this_thread.current or not chosen.ident:
-        if this_thread.current is not None:
-            this_thread.current.reading = False
+    current = this_thread.current
+    if current is not None:
+        current.reading = False
+    if chosen is None or chosen is current or not chosen.ident:
         return None
     this_thread.current = chosen
     return record(op, operands)
