@@ -23,10 +23,9 @@ def make_eager(node: Node, reason: str) -> None:
     assert tip is not None and node.op is not None
     for key, known in tip.next.items():
         if known is node:
-            tip.next[key] = eager = eager_node(node.recorder, tip, node.op, reason)
-            eager.meta, eager.key = node.meta, key  # what the result is going to be
+            tip.next[key] = eager = eager_node(node.recorder, tip, node.op, reason, node.meta)
             tip.recent = None
-            eager.returns = (tip, key, node)
+            eager.key, eager.returns = key, (tip, key, node)
             return
 
 
@@ -37,10 +36,12 @@ def record_again(eager: Node) -> None:
     tip.next[key], tip.recent = node, None
 
 
-def eager_node(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:
-    """A node that says: run this op as eager PyTorch."""
+def eager_node(
+    recorder: Recorder, tip: Node, op: Op, reason: str, meta: Meta | None = None
+) -> Node:
+    """A node that says: run this op as eager PyTorch. meta: what the result is going to be."""
     node = Node(recorder, None, op)
-    node.index = tip.index
+    node.index, node.meta = tip.index, meta
     node.reason, node.counted = reason, (op.name, reason)
     return node
 

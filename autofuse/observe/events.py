@@ -129,7 +129,7 @@ class _Telling(Counter):  # type: ignore[type-arg]
     def __setitem__(self, key: tuple[str, str], count: int) -> None:
         super().__setitem__(key, count)
         again = _running.refused and key[1] == "not in the table"
-        _running.refused = sys._getframe(1).f_code is _record.record.__code__
+        _running.refused = sys._getframe(1).f_code is _record.refuse.__code__
         if again:  # what could not be recorded is counted again where it runs
             return
         for observer in list(_observers):

@@ -47,7 +47,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         return record(op, operands)
     slots = chain.slots
     edge: list[Any] = [op]
-    fresh: list[Any] = []
+    xs: list[torch.Tensor] = []  # new Inputs
+    metas: list[Meta] = []
     consts: list[Any] = []
     on_host = False
     for x in operands:
@@ -84,12 +85,14 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
                 continue
             if state is None or state.device is not recorder.device:
                 return _record_elsewhere(op, operands)
-        again = _position(fresh, x)
-        if again is not None:
-            edge.append(~(len(tip.inputs) + again))
-            continue
-        fresh += (x, state)
-        edge.append(state)
+        for k, known in enumerate(xs):
+            if known is x:
+                edge.append(~(len(tip.inputs) + k))
+                break
+        else:
+            xs.append(x)
+            metas.append(state)
+            edge.append(state)
     if on_host and all(operand.__class__ is type for operand in edge[1:]):
         return _record_elsewhere(op, operands)
     key = tuple(edge)
@@ -103,30 +106,22 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     shell = node.shell
     if shell is None:
         if node.reason:
-            counts.eager[op.name, node.reason] += 1
-            recorder.reading = False
-            return None
+            return refuse(recorder, op, node.reason)
         shell = _shell_of(node)
     if on_host and node.meta is not None and not node.meta.shape:
-        counts.eager[op.name, "0-d tensors on two devices, which promote each other"] += 1
-        recorder.reading = False
-        return None
+        return refuse(recorder, op, "0-d tensors on two devices, which promote each other")
     if consts and node.limits is not None:
         low, high = node.limits
         if not all(low <= value <= high or not math.isfinite(value) for value in consts):
-            counts.eager[op.name, "a scalar that does not fit"] += 1
-            recorder.reading = False
-            return None
+            return refuse(recorder, op, "a scalar that does not fit")
     if node.holds_grad and not follows(chain):
         flush(recorder, "order of gradients")
         return record(op, operands)
-    if fresh:
-        done = record_fresh(recorder, chain, tip, node, shell, fresh[::2], fresh[1::2], consts)
+    if xs:
+        done = record_fresh(recorder, chain, tip, node, shell, xs, metas, consts)
+        if done is None:
+            return refuse(recorder, op, "in the middle of a write")
         if not done:
-            if done is None:
-                counts.eager[op.name, "in the middle of a write"] += 1
-                recorder.reading = False
-                return None
             return record(op, operands)
         if chain.pinned > node.pinned_limit:
             relieve(recorder, chain)
@@ -235,12 +230,10 @@ def pass_over(first: int) -> None:
 _SCALAR: Any = object()
 
 
-def _position(fresh: list[Any], x: torch.Tensor) -> int | None:
-    """Where `x` stands among the (tensor, Meta) pairs of `fresh`."""
-    for k in range(0, len(fresh), 2):
-        if fresh[k] is x:
-            return k // 2
-    return None
+def refuse(recorder: Recorder, op: Op, reason: str) -> None:
+    """Count why `op` is not recorded: its operands are not read after all."""
+    counts.eager[op.name, reason] += 1
+    recorder.reading = False
 
 
 def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:
@@ -336,9 +329,7 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
     metas = [node.meta for node in path if node.meta is not None]
     node = extend(recorder, tip, op, key[1:], metas)
     if tip.reason and not node.reason:
-        eager = eager_node(recorder, tip, op, tip.reason)
-        eager.meta = node.meta
-        node = eager
+        node = eager_node(recorder, tip, op, tip.reason, node.meta)
     node.key = key
     recorder.size += 1
     return tip.next.setdefault(key, node)  # another may stand in a chain by now
