@@ -9,7 +9,7 @@ import torch
 
 import autofuse
 from autofuse.lines import OURS, PACKAGE, TORCH, is_inside, user_position
-from autofuse.run import runner
+from autofuse.run import generated
 
 CLONE = Path(autofuse.__file__).parent.parent
 
@@ -45,5 +45,5 @@ def test_no_line_of_autofuse_and_torch_is_the_users(path):
 
 def test_ours_are_the_files_of_the_package_and_code_made_while_running():
     assert autofuse.record.record.record.__code__.co_filename.startswith(OURS)
-    assert runner.compiled("pass").co_filename.startswith(OURS)
+    assert generated.compiled("pass").co_filename.startswith(OURS)
     assert not __file__.startswith(OURS)

@@ -8,7 +8,6 @@ derivative rules of the op table in the order in which eager's engine would, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,7 +21,8 @@ from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
 from ..ops.row import Op
 from ..program.program import Ref
-from ..run.runner import Runner, compiled, numbered
+from ..run.generated import compiled, numbered
+from ..run.runner import Runner
 from ..run.words import Answer
 from ..torch_private import NoTorchFunction, apply_of, in_functorch, set_grad_enabled
 from .rules import Expected, Tape, Torch, UnfusedError, sweep
@@ -216,33 +216,24 @@ def _function(name: str) -> Callable[..., Any]:
     return apply_of(cls)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Graph:
     """What a flush leaves behind: the backwards of its nodes, in order."""
 
-    backwards: list[Backward]
-    stored: tuple[int, ...]  # dead values that its kernel stores for them
-    saved_bytes: int
+    def __init__(self, recorder: Recorder, outline: Outline) -> None:
+        self.backwards = [Backward(recorder, segment) for segment in outline.segments]
+        self.stored = outline.stored  # dead values that its kernel stores for them
+        self.saved_bytes = outline.saved_bytes
+        self.packs = [segment.pack for segment in outline.segments if segment.pack]
 
     def prepare(self) -> None:
         """Ask for the kernels of the backward that is to be expected."""
         for backward in self.backwards:
             backward.prepare()
 
-
-def graph_of(recorder: Recorder, outline: Outline) -> Graph:
-    """What a flush of `recorder` leaves behind for `outline`."""
-    backwards = [Backward(recorder, segment) for segment in outline.segments]
-    return Graph(backwards, outline.stored, outline.saved_bytes)
-
-
-def with_graph(runner: Runner, graph: Graph) -> Runner:
-    """`runner`, which also computes what `graph` stores, made to leave `graph` behind."""
-    packs = (backward.segment.pack for backward in graph.backwards)
-    runner.packs = tuple(tuple(pack) for pack in packs if pack)
-    runner.attach = _attaching(graph.backwards, runner.made())
-    runner.saved_bytes = graph.saved_bytes
-    return runner
+    def attach_to(self, runner: Runner) -> None:
+        """Let `runner`, which also computes what is stored and has these packs, leave it behind."""
+        runner.attach = _attaching(self.backwards, runner.made)
+        runner.saved_bytes = self.saved_bytes
 
 
 def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., None]:

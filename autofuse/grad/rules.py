@@ -25,7 +25,7 @@ from ..ops.arithmetic import CASTS
 from ..ops.row import OPS, Op
 from ..program.program import CONST, Output, Ref
 from ..run.devices import runner_class
-from ..run.runner import log_of
+from ..run.generated import log_of
 from ..run.words import Answer
 from ..supply.kernels import Order
 from .segments import Segment

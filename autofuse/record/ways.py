@@ -6,7 +6,7 @@ from ..chain.liveness import DEAD
 from ..chain.state import Chain, Node, Recorder
 from ..chain.trie import make_eager
 from ..errors import ColdKernelError, KernelError
-from ..grad.backward import Graph, graph_of, with_graph
+from ..grad.backward import Graph
 from ..grad.segments import outline_of
 from ..inside import is_foreign
 from ..kernel.plan import Piece, make_pieces
@@ -82,7 +82,7 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
             return EagerRunner(node, outputs)
         if not pays(nodes, outline):
             return ShortRunner(node, outputs)
-        graph = graph_of(recorder, outline)
+        graph = Graph(recorder, outline)
         stored = [Output(index, STORED) for index in graph.stored]
         computed = tuple(sorted((*outputs, *stored), key=lambda output: output.step))
     nodes[0].long = True
@@ -135,8 +135,9 @@ class WaitingRunner(EagerRunner):
             if self.graph is not None:
                 self.graph.prepare()
             return self
+        packs = () if self.graph is None else self.graph.packs
         make = runner_class(self.device)
-        runner = make(self.tip, self.computed, self.pieces, kernels)
+        runner = make(self.tip, self.computed, self.pieces, kernels, packs)
         if self.graph is not None:
-            runner = with_graph(runner, self.graph)
+            self.graph.attach_to(runner)
         return runner.bind()

@@ -16,7 +16,8 @@ from ..inside import inside
 from ..kernel.plan import Piece
 from ..program.program import Ref
 from ..torch_private import NoTorchFunction, address_of, count_write
-from .runner import Runner, declared, log_of, packed, result_text
+from .generated import declared, log_of, result_of, tuple_of
+from .runner import Runner
 from .settle import WRITING, bump, publish, settle
 from .words import Answer
 
@@ -46,18 +47,12 @@ class CpuRunner(Runner):
         super().__init__(*args)
         self._entries = [kernel.entry for kernel in self.kernels]
 
-    def bind(self) -> CpuRunner:
-        """Make ready for `run`; returns self."""
-        return self
-
     def answering(
         self, given: list[Ref | None], numbers: list[str], places: list[tuple[int, int]]
     ) -> Answer:
         """A function of `Answer`'s kind; places as for CUDA."""
-        text = result_text(given, "made[{}]")
-        space = {"log": log_of}
-        consts_of = eval(f"lambda c: ({''.join(text + ', ' for text in numbers)})", space)
-        pick = eval(f"lambda inputs, made: {text}", space)
+        consts_of = eval(f"lambda c: {tuple_of(numbers)}", {"log": log_of})
+        pick = eval(f"lambda inputs, made: {result_of(given, 'made[{}]')}")
 
         def answer(incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
             inputs = (*incoming, *saved)
@@ -77,7 +72,7 @@ class CpuRunner(Runner):
             if chain.bumps is not None:
                 bump(chain, values)
             if self.attach is not None:
-                made = [values[index] for index in self.made()]
+                made = [values[index] for index in self.made]
                 self.attach(chain.inputs, chain.consts, chain.late, *made)
         publish(chain, values)
         settle(chain, self.visible, believed=True)
@@ -86,23 +81,16 @@ class CpuRunner(Runner):
         self, addresses: list[int], consts: Sequence[Any], chain: Chain | None
     ) -> dict[int, torch.Tensor]:
         """The values of `made`, by node index; the last piece may write to `chain.into`."""
-        metas = {owner.index: owner.meta for owner in self.owners}
-        packs = {pack[0]: pack for pack in self.packs}
         values: dict[int, torch.Tensor] = {}
         outs: dict[int, torch.Tensor] = {}
-        for index in self.made():
-            pack = packs.get(index, (index,))
-            meta = metas[index]
-            assert meta is not None
-            value = torch.empty_strided(
-                *packed(meta, len(pack)), dtype=meta.dtype, device=self.device
-            )
-            values[index] = value
-            outs |= {index: value} if len(pack) == 1 else dict(zip(pack, value, strict=True))
+        for pack, _, (shape, stride, dtype) in self.memory:
+            value = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+            values[pack[0]] = value
+            outs |= zip(pack, (value,) if len(pack) == 1 else value, strict=True)
         into = chain.into if chain is not None and self.writes else None
         if into is not None:
             outs[self.live[-1]] = into
-            if _chunks(self.pieces[-1]) > 1:  # not in one step, and so not in place
+            if _shares(self.pieces[-1])[1] > 1:  # not in one step, and so not in place
                 outs[self.live[-1]] = values[self.live[-1]] = torch.empty_like(into)
         for piece, entry in zip(self.pieces, self._entries, strict=True):
             pointers = [
@@ -110,11 +98,8 @@ class CpuRunner(Runner):
             ]
             pointers += [address_of(outs[index]) for index in piece.stores]
             scalars = [consts[const] for const in piece.consts]
-            rank = piece.plan.rank
-            columns = piece.numbers[rank - 2] if rank > 1 else 1
-            steps = piece.numel // columns
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
-            chunks = _chunks(piece)
+            steps, chunks = _shares(piece)
             if into is None or piece is not self.pieces[-1] or chunks > 1:
                 self._loop(entry, steps, chunks, arguments)
             else:
@@ -166,7 +151,8 @@ class CpuRunner(Runner):
             job.result()
 
 
-def _chunks(piece: Piece) -> int:
-    """How many threads share the work."""
+def _shares(piece: Piece) -> tuple[int, int]:
+    """The steps of the loop, and how many threads share them."""
     columns = piece.numbers[piece.plan.rank - 2] if piece.plan.rank > 1 else 1
-    return min(torch.get_num_threads(), piece.numel // _CHUNK, piece.numel // columns)
+    steps = piece.numel // columns
+    return steps, min(torch.get_num_threads(), piece.numel // _CHUNK, steps)

@@ -32,7 +32,8 @@ from ..torch_private import (
     swap,
     use_count,
 )
-from .runner import Runner, compiled, declared, log_of, packed, reciprocal_of, result_text
+from .generated import compiled, declared, log_of, reciprocal_of, result_of, tuple_of
+from .runner import Runner
 from .settle import WRITING, bump, settle
 from .words import Answer, Words, answer
 
@@ -59,15 +60,15 @@ class Slots:
         address = ctypes.addressof(self.buffer)
         self.array = (ctypes.c_void_p * len(codes))(*(address + 8 * k for k in range(len(codes))))
         self.address = ctypes.addressof(self.array)
-        self.pack = struct.Struct(
-            "<" + "".join(_FORMATS[code] for code in codes[:varying])
-        ).pack_into
+        self.formats = codes[:varying]
+        self.pack, pack_fixed = (
+            struct.Struct("<" + "".join(_FORMATS[code] for code in part)).pack_into
+            for part in (self.formats, codes[varying:])
+        )
         count = piece.numel if piece.plan.rank == 1 else piece.numel // piece.plan.lanes
-        fixed = struct.Struct("<" + "".join(_FORMATS[code] for code in codes[varying:]))
-        fixed.pack_into(self.buffer, 8 * varying, count, *piece.numbers)
+        pack_fixed(self.buffer, 8 * varying, count, *piece.numbers)
         groups = -(-piece.numel // piece.plan.lanes)
         self.blocks = -(-groups // THREADS_PER_BLOCK)
-        self.formats = [code for code in codes[:varying]]
 
     def pack_wide(self, *values: Any) -> None:
         """As `pack`, for a Python number beyond float32: infinity, as torch's conversion gives."""
@@ -120,8 +121,7 @@ class CudaRunner(Runner):
 
     def _programmed(self) -> Words | None:
         """`run` as Words."""
-        made = self.made()
-        if not {owner.index for owner in self.visible} <= {*made}:
+        if not {owner.index for owner in self.visible} <= {*self.made}:
             return None
         if self.copied or (self.writes and len(self.pieces) > 1):  # only one launch is one step
             return None
@@ -130,32 +130,27 @@ class CudaRunner(Runner):
         begin.append(len(self.visible))
         for owner in self.visible:
             kept += [owner, owner.meta]
-            begin += [owner.index, id(owner), id(owner.meta), made.index(owner.index)]
+            begin += [owner.index, id(owner), id(owner.meta), self.made.index(owner.index)]
         program = self._program(begin, kept)
         program.attach = self.attach
         return program
 
     def _program(self, begin: list[int], kept: list[object]) -> Words:
         """Words with what its Inputs and live shells need."""
-        made = self.made()
-        metas = {owner.index: owner.meta for owner in self.owners}
-        packs = {pack[0]: pack for pack in self.packs}
         places: dict[int, int] = {~k: k for k in range(len(self.inputs))}  # among the pointers
-        for index in made:
-            for value in packs.get(index, (index,)):
+        for pack, _, _ in self.memory:
+            for value in pack:
                 places[value] = len(places)
         if self.writes:
             places[self.live[-1]] = len(places)
-        room = [(ctypes.c_int64 * n)() for n in (len(made) + 3, len(places), len(made))]
+        made = len(self.memory)
+        room = [(ctypes.c_int64 * n)() for n in (made + 3, len(places), made)]
         device = self.device.index if torch.cuda.device_count() > 1 else -1
         words = [0, len(self.inputs), *map(ctypes.addressof, room), len(places), device,
-                 self._entry, 0, 0, *begin, len(made)]  # fmt: skip
-        for index in made:
-            meta, count = metas[index], len(packs.get(index, (index,)))
-            assert meta is not None
-            arguments = (*packed(meta, count), meta.dtype)
+                 self._entry, 0, 0, *begin, made]  # fmt: skip
+        for pack, meta, arguments in self.memory:
             kept += [empty_strided, arguments]
-            words += [id(empty_strided), id(arguments), count, meta.nbytes]
+            words += [id(empty_strided), id(arguments), len(pack), meta.nbytes]
         words.append(len(self.pieces))
         for (entry, slots), piece in zip(self._parts, self.pieces, strict=True):
             words += [entry, slots.blocks, slots.address, ctypes.addressof(slots.buffer)]
@@ -182,7 +177,7 @@ class CudaRunner(Runner):
                 "inputs = (*incoming, *saved)",
                 "if get_ident() not in entered: enter()",
                 "stream = current(); runner.others += 1",
-                f"consts = ({''.join(text + ', ' for text in numbers)})",
+                f"consts = {tuple_of(numbers)}",
                 *(f"p{k} = address(inputs[{n}]) + {at}" for k, (n, at) in enumerate(places)),
             ]
 
@@ -191,15 +186,13 @@ class CudaRunner(Runner):
                 get_ident=get_ident, entered=entered_threads, enter=partial(_enter, self.device),
                 current=stream_reader(self.device), runner=self, log=log_of,
             )  # fmt: skip
-            return [f"return {result_text(given, 'o{}')}"]
+            return [f"return {result_of(given, 'o{}')}"]
 
         program = self.words = self._program([number for place in places for number in place], [])
         program.python = self._generate("answer(incoming, saved, c)", head({}), end)
-        numbers_of = f"lambda c: ({''.join(text + ', ' for text in numbers)})"
-        program.numbers = eval(numbers_of, {"log": log_of})
+        program.numbers = eval(f"lambda c: {tuple_of(numbers)}", {"log": log_of})
         program.stream = stream_reader(self.device)
-        made = self.made()
-        results = [ref if ref is None or ref < 0 else made.index(ref) for ref in given]
+        results = [ref if ref is None or ref < 0 else self.made.index(ref) for ref in given]
         program.results = (None, *results)
         return partial(answer, program)
 
@@ -240,18 +233,13 @@ class CudaRunner(Runner):
         lines = list(head)
         if self.writes:
             lines.append(f"into = chain.into; q{self.live[-1]} = address(into)")
-        metas = {owner.index: owner.meta for owner in self.owners}
-        packs = {pack[0]: pack for pack in self.packs}
-        for index in self.made():
-            pack = packs.get(index, (index,))
-            meta = metas[index]
-            assert meta is not None
-            space[f"shape{index}"], space[f"stride{index}"] = packed(meta, len(pack))
-            space[f"dtype{index}"] = meta.dtype
-            lines.append(f"o{index} = empty(shape{index}, stride{index}, dtype{index})")
+        for (index, *others), meta, arguments in self.memory:
+            names = f"shape{index}", f"stride{index}", f"dtype{index}"
+            space |= zip(names, arguments, strict=True)
+            lines.append(f"o{index} = empty({', '.join(names)})")
             lines.append(f"q{index} = address(o{index})")
-            for k, inner in enumerate(pack[1:], 1):
-                lines.append(f"q{inner} = q{index} + {k * meta.nbytes}")
+            for k, other in enumerate(others, 1):
+                lines.append(f"q{other} = q{index} + {k * meta.nbytes}")
         writing = len(self.pieces) - 1 if self.writes else -1
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space, writing=k == writing)
@@ -286,7 +274,7 @@ class CudaRunner(Runner):
             lines = [f"made = {{{made}}}", "if chain.bumps is not None: bump(chain, made)"]
             if self.attach is not None:
                 space["attach"] = self.attach
-                names = ", ".join(f"o{index}" for index in self.made())
+                names = ", ".join(f"o{index}" for index in self.made)
                 lines.append(f"attach(inputs, consts, chain.late, {names})")
             lines.append("if chain.values is None: chain.values = made; chain.bumps = None")
         shells = [f"s{owner.index}" for owner in self.visible]

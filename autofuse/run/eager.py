@@ -18,8 +18,9 @@ from ..torch_private import (
     key_is_excluded,
     set_grad_enabled,
 )
-from .runner import Runner, compiled, numbered
-from .settle import settle
+from .generated import compiled, numbered
+from .runner import Runner
+from .settle import publish, settle
 
 
 class EagerRunner(Runner):
@@ -37,9 +38,7 @@ def run_ops(chain: Chain, runner: Runner) -> None:
     if runner.ops is None:
         runner.ops = _replay(runner.nodes, runner.live)
     values = replayed(chain, runner.nodes, runner.live, chain.bumps, chain.late, runner.ops)
-    if chain.values is None:
-        chain.bumps = None
-        chain.values = values
+    publish(chain, values)
     settle(chain, runner.visible)
 
 

@@ -6,10 +6,7 @@ check the Inputs, allocate, write pointers and scalars, launch. `cuda` and `cpu`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from types import CodeType
 from typing import Any
 
 import torch
@@ -18,7 +15,7 @@ from ..chain.meta import Meta
 from ..chain.state import Chain, Node
 from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
-from ..program.program import COPY, NEW, WRITE, Output, Ref
+from ..program.program import COPY, NEW, WRITE, Output
 from ..supply.load import Kernel
 from ..torch_private import NoTorchFunction, address_of, version_of
 from .words import Words
@@ -30,7 +27,6 @@ class Runner:
     run: Callable[[Chain], None]  # computes and settles
     bare: Callable[[Chain], None] | None = None  # `run` without the range a profiler sees
     attach: Callable[..., None] | None = None  # takes inputs, consts, late, what `made` names
-    packs: tuple[tuple[int, ...], ...] = ()  # live-outs that share one tensor, one after another
     words: Words | None = None  # `run` for the machine code of `hot`
     recorded = True  # its ops were recorded, not made by autograd
     elides = True  # its dead values get no memory
@@ -44,9 +40,13 @@ class Runner:
         outputs: tuple[Output, ...],
         pieces: tuple[Piece, ...] = (),
         kernels: Sequence[Kernel] = (),
+        packs: Sequence[Sequence[int]] = (),
     ) -> None:
-        """tip: where the program ends. pieces, kernels: of its Plans, one each, or none."""
-        self.tip, self.outputs, self.pieces, self.kernels = tip, outputs, pieces, kernels
+        """tip: where the program ends. pieces, kernels: of its Plans, one each, or none.
+
+        packs: owners that share one tensor, one after another.
+        """
+        self.tip, self.pieces, self.kernels = tip, pieces, kernels
         self.device, self.nodes, self.inputs = tip.recorder.device, tip.path(), tip.inputs
         self.live = tuple(output.step for output in outputs)
         self.writes = bool(outputs) and outputs[-1].kind == WRITE
@@ -55,6 +55,8 @@ class Runner:
         # get them (not STORED)
         self.owners = [self.nodes[output.step] for output in outputs if output.kind != WRITE]
         self.visible = [self.nodes[output.step] for output in outputs if output.kind in (NEW, COPY)]
+        self.memory = _memory(self.owners, packs)
+        self.made = [pack[0] for pack, _, _ in self.memory]  # owners, a pack by its first
         self.others = 0  # runs but those of `words`
         dead = [node for node in self.nodes if node.index not in set(self.live)]
         self.elided = len(dead) + self.writes
@@ -65,10 +67,9 @@ class Runner:
         """How often it ran."""
         return self.others + (0 if self.words is None else self.words.runs)
 
-    def made(self) -> list[int]:
-        """The owners in order, a pack by its first."""
-        inner = {index for pack in self.packs for index in pack[1:]}
-        return [owner.index for owner in self.owners if owner.index not in inner]
+    def bind(self) -> Runner:
+        """Make ready for `run`; returns self."""
+        return self
 
     def ready(self) -> Runner:
         """What to run from now on; a runner that waits for kernels asks for them."""
@@ -108,46 +109,19 @@ class FailedRunner(Runner):
         raise self.kind(self.reason)
 
 
-def result_text(given: list[Ref | None], made: str) -> str:
-    """The expression for an Answer's result; given: a result, an incoming one as ~k, or None."""
-    items = [
-        "None" if ref is None else f"inputs[{~ref}]" if ref < 0 else made.format(ref)
-        for ref in given
-    ]
-    return f"(None, {''.join(item + ', ' for item in items)})"
-
-
-def log_of(number: float) -> float:
-    """The logarithm as C gives it."""
-    return math.log(number) if number > 0 else float("-inf") if number == 0 else float("nan")
-
-
-def reciprocal_of(number: float) -> float:
-    """The reciprocal as C gives it."""
-    return 1.0 / number if number else math.copysign(math.inf, number)
-
-
-def packed(meta: Meta, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, stride) of a tensor for `count` values of one dense layout, one after another."""
-    if count == 1:
-        return tuple(meta.shape), tuple(meta.stride)
-    return (count, *meta.shape), (meta.nbytes // meta.dtype.itemsize, *meta.stride)
-
-
-@lru_cache(maxsize=1024)
-def compiled(source: str) -> CodeType:
-    """Compiled once for all sizes: numbers and addresses reach it as names."""
-    return compile(source, "<autofuse runner>", "exec")
-
-
-def declared(function: Any, *arguments: Any) -> tuple[Any, ...]:
-    """The arguments as objects of the types that `function` of ctypes declares.
-
-    Calling it with them makes no container, in the midst of which Python up to 3.11 may collect.
-    """
-    return tuple(kind(value) for kind, value in zip(function.argtypes, arguments, strict=True))
-
-
-def numbered(index: int) -> str:
-    """The statement that gives the node of `v<index>` the number that its op has used up."""
-    return f"v{index}.grad_fn._set_sequence_nr(late + {index})"
+def _memory(
+    owners: list[Node], packs: Sequence[Sequence[int]]
+) -> list[tuple[Sequence[int], Meta, tuple[Any, ...]]]:
+    """What is allocated: for which owners, the Meta of each, and (shape, stride, dtype)."""
+    packed = {index: pack for pack in packs for index in pack}
+    memory = []
+    for owner in owners:
+        pack, meta = packed.get(owner.index, (owner.index,)), owner.meta
+        assert meta is not None
+        if pack[0] == owner.index:
+            shape, stride = tuple(meta.shape), tuple(meta.stride)
+            if len(pack) > 1:
+                shape = (len(pack), *shape)
+                stride = (meta.nbytes // meta.dtype.itemsize, *stride)
+            memory.append((pack, meta, (shape, stride, meta.dtype)))
+    return memory
