@@ -61,7 +61,7 @@ class Backward:
             with NoTorchFunction():
                 key = tuple([plain_meta(g) if g.__class__ in _READ else None for g in grads])
             if len(grads) - key.count(None) == len(incoming):  # no sparse one, no other class
-                answer = self._answer(key, grads)
+                answer = self._answer(key)
         if answer is not None:
             try:
                 result = answer(incoming, saved, consts)
@@ -84,29 +84,27 @@ class Backward:
         self, algebra: Torch, grads: Sequence[Any], saved: Sequence[torch.Tensor]
     ) -> list[Any]:
         """The gradients for `slots`, as `gradients` gives them, by torch's ops."""
+        pack = self.segment.pack
         values = dict(zip(self.segment.saved, saved, strict=True))
         seeds = dict(zip(self.segment.outs, grads, strict=True))
-        if self.segment.pack:
-            values |= zip(
-                self.segment.pack, torch.unbind(values[self.segment.pack[0]]), strict=True
-            )
-            more = seeds[self.segment.pack[0]]
-            parts = [None] * len(self.segment.pack) if more is None else torch.unbind(more)
-            seeds |= zip(self.segment.pack, parts, strict=True)
+        if pack:
+            values |= zip(pack, torch.unbind(values[pack[0]]), strict=True)
+            more = seeds[pack[0]]
+            parts = [None] * len(pack) if more is None else torch.unbind(more)
+            seeds |= zip(pack, parts, strict=True)
         return sweep(self.segment, algebra, seeds, values)
 
     def prepare(self) -> None:
         """Ask for the kernel for a gradient of the root alone, laid out as its value is."""
         meta = self.segment.meta_of(self.segment.root)
         gradient = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
-        rest = [None] * (len(self.segment.outs) - 1)
-        self._answer((gradient, *rest), [gradient, *rest])
+        self._answer((gradient, *[None] * (len(self.segment.outs) - 1)))
 
-    def _answer(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Answer | None:
+    def _answer(self, key: tuple[Meta | None, ...]) -> Answer | None:
         """The kernel for incoming gradients of these Metas; None if torch's ops have to do it."""
         try:
             if key not in self.answers:
-                self.answers[key] = self._build(key, grads)
+                self.answers[key] = self._build(key)
             answer = self.answers[key]
             if not isinstance(answer, Expected):
                 return answer
@@ -123,31 +121,28 @@ class Backward:
             self.answers[key] = arrived
         return arrived
 
-    def _build(self, key: tuple[Meta | None, ...], grads: Sequence[Any]) -> Expected | None:
+    def _build(self, key: tuple[Meta | None, ...]) -> Expected | None:
         """What a backward kernel has to compute; None if torch has to do it."""
-        metas = [meta for meta in key if meta is not None]
-        if len(metas) != sum(g is not None for g in grads):
-            return None  # a gradient that autofuse cannot read, such as a sparse one
-        if self.segment.pack and grads[self.segment.outs.index(self.segment.pack[0])] is not None:
-            return None  # second derivatives through a pack
-        position = iter(range(len(metas)))
-        seeds = {
-            index: None if meta is None else ~next(position)
-            for index, meta in zip(self.segment.outs, key, strict=True)
-        }
+        segment = self.segment
+        seeds: dict[int, Ref | None] = dict.fromkeys(segment.outs)
+        metas: list[Meta] = []
+        for index, meta in zip(segment.outs, key, strict=True):
+            if meta is not None:
+                if index in segment.pack:  # second derivatives through it
+                    return None
+                seeds[index] = ~len(metas)
+                metas.append(meta)
         places = [(k, 0) for k in range(len(metas))]
         values: dict[Ref, Ref] = {}
-        for k, ref in enumerate(self.segment.saved, len(metas)):
-            inner = (
-                self.segment.pack if self.segment.pack and ref == self.segment.pack[0] else [ref]
-            )
-            for n, one in enumerate(inner):
+        for k, ref in enumerate(segment.saved, len(metas)):
+            for n, one in enumerate(segment.pack if ref in segment.pack else [ref]):
+                meta = segment.meta_of(one)
                 values[one] = ~len(places)
-                places.append((k, n * self.segment.meta_of(one).nbytes))
-                metas.append(self.segment.meta_of(one))
-        tape = Tape(self.recorder, metas, self.segment.nodes[0].relaxed)
+                places.append((k, n * meta.nbytes))
+                metas.append(meta)
+        tape = Tape(self.recorder, metas, segment.nodes[-1])
         try:
-            return Expected(tape, sweep(self.segment, tape, seeds, values), places)
+            return Expected(tape, sweep(segment, tape, seeds, values), places)
         except UnfusedError:
             return None
 

@@ -12,7 +12,7 @@ import ast
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ _ADD = OPS["add"]
 def _value(nodes: list[Node], algebra: Tape | Torch, values: dict[Ref, Any], ref: Ref) -> Any:
     """What `ref` stands for: a Const, a value at hand, or one that follows from these."""
     if ref >= CONST:
-        return algebra.const(ref - CONST, nodes[-1].consts)
+        return algebra.const(ref - CONST)
     if ref not in values:
         node = nodes[ref]
         assert node.op is not None
@@ -125,7 +125,7 @@ class Torch:
     def __init__(self, consts: list[Any]) -> None:
         self.consts = consts
 
-    def const(self, position: int, classes: tuple[type, ...]) -> Any:
+    def const(self, position: int) -> Any:
         return self.consts[position]
 
     def number(self, value: float) -> Any:
@@ -158,17 +158,8 @@ class _Number:
         cls = float if float in (self.cls, other.cls) or sign == "/" else int
         return _Number(cls, f"({self.text} {sign} {other.text})")
 
-    def __add__(self, other: _Number) -> _Number:
-        return self._with("+", other)
-
-    def __sub__(self, other: _Number) -> _Number:
-        return self._with("-", other)
-
-    def __mul__(self, other: _Number) -> _Number:
-        return self._with("*", other)
-
-    def __truediv__(self, other: _Number) -> _Number:
-        return self._with("/", other)
+    __add__, __sub__ = partialmethod(_with, "+"), partialmethod(_with, "-")
+    __mul__, __truediv__ = partialmethod(_with, "*"), partialmethod(_with, "/")
 
     def __neg__(self) -> _Number:
         return _Number(self.cls, f"(-{self.text})")
@@ -181,17 +172,18 @@ class UnfusedError(Exception):
 class Tape:
     """Records rules as a program of its own; a value is a reference as in a program."""
 
-    def __init__(self, recorder: Recorder, inputs: list[Meta], relaxed: bool) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, inputs: list[Meta], last: Node) -> None:
+        """last: the last node of the chain that is differentiated."""
+        self.recorder, self.classes = recorder, last.consts
         self.tip = Node(recorder, None, None)
-        self.tip.relaxed = relaxed
+        self.tip.relaxed = last.relaxed
         self.tip.inputs = tuple(inputs)
         self.metas: list[Meta] = []
         self.numbers: list[str] = []
         self.known: dict[Any, int] = {}
 
-    def const(self, position: int, classes: tuple[type, ...]) -> _Number:
-        return _Number(classes[position], f"c[{position}]")
+    def const(self, position: int) -> _Number:
+        return _Number(self.classes[position], f"c[{position}]")
 
     def number(self, value: float) -> _Number:
         return _Number(type(value), repr(value))

@@ -135,11 +135,11 @@ class Segment:
         self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
         self.steps = steps  # node indices, ascending; the last is the root
         self.root = steps[-1]
-        self.pack = _pack([index for index in extras if meta_of(index).requires_grad], meta_of)
-        packed = self.pack[1:]
+        graphs = [index for index in extras if meta_of(index).requires_grad]
+        self.pack = _pack(graphs, meta_of)
+        packed = self.pack[1:]  # which stand behind its first
         self.saved = [ref for ref in saved if ref not in packed]
-        graphs = [i for i in extras if meta_of(i).requires_grad and i not in packed]
-        self.outs = [self.root, *graphs]  # the node's outputs, a pack by its first
+        self.outs = [self.root, *(index for index in graphs if index not in packed)]
         self.inside = set(steps[:-1])
         outside = [
             (use.ref, meta_of(use.ref).shape == meta_of(index).shape)
