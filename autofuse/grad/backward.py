@@ -43,12 +43,12 @@ class Backward:
     def gradients(
         self, grads: Sequence[Any], saved: Sequence[torch.Tensor], consts: list[Any]
     ) -> tuple[Any, ...]:
-        """None, then the gradients for `slots`: from those of `outs` and the values of `saved`."""
+        """None, then the gradients for `sinks`: from those of `outs` and the values of `saved`."""
         # a hook may have left one pending; C++ holds it, so that it cannot become
         grads = [hooks.value_of(g) if g.__class__ is Tensor else g for g in grads]
         incoming = [g for g in grads if g is not None]
         if not incoming:
-            return (None,) * (1 + len(self.segment.slots))
+            return (None,) * (1 + len(self.segment.sinks))
         answer = None
         if torch.is_grad_enabled():
             if self.segment.detours:
@@ -83,7 +83,7 @@ class Backward:
     def by_torch(
         self, algebra: Torch, grads: Sequence[Any], saved: Sequence[torch.Tensor]
     ) -> list[Any]:
-        """The gradients for `slots`, as `gradients` gives them, by torch's ops."""
+        """The gradients for `sinks`, as `gradients` gives them, by torch's ops."""
         pack = self.segment.pack
         values = dict(zip(self.segment.saved, saved, strict=True))
         seeds = dict(zip(self.segment.outs, grads, strict=True))
@@ -154,7 +154,7 @@ class _Fused(torch.autograd.Function):
     """The autograd node of a segment; `_function` makes one class per op name."""
 
     @staticmethod
-    def forward(ctx: Any, holder: Any, *slots: torch.Tensor) -> Any:
+    def forward(ctx: Any, holder: Any, *sinks: torch.Tensor) -> Any:
         outs, ctx.to_save, ctx.work = holder  # as save_for_backward does
         ctx.materialize_grads = False
         return outs
@@ -247,7 +247,7 @@ def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., 
         if not segment.nodes[-1].consts:  # one object less for the garbage collector to visit
             work, space[f"work{k}"] = f"work{k}", (backward, ())
         holder = f"({outs}, ({listed(segment.saved)}), {work})"
-        calls.append(f"apply{k}({holder}, {listed(segment.slots)})")
+        calls.append(f"apply{k}({holder}, {listed(segment.sinks)})")
     params = ", ".join(f"v{index}" for index in computed)
     body = "".join(f"        {call}\n" for call in calls)
     places = "".join(f"        {numbered(backward.segment.root)}\n" for backward in backwards)

@@ -1,6 +1,6 @@
 """Derivative rules: applying them to a segment, on tensors or as a program of their own.
 
-A sweep goes through a segment from its root to its slots, in the order in which the engine would go
+A sweep goes through a segment from its root to its sinks, in the order in which the engine would go
 through the ops, and gives each rule of the op table its operands. What a rule computes with is one
 of two algebras: `Torch` runs torch functions, differentiable ones where grad mode is on; `Tape`
 records a program, which becomes the kernel of a backward.
@@ -48,14 +48,14 @@ def _value(nodes: list[Node], algebra: Tape | Torch, values: dict[Ref, Any], ref
 def sweep(
     segment: Segment, algebra: Tape | Torch, seeds: dict[int, Any], saved: dict[Ref, Any]
 ) -> list[Any]:
-    """The gradients for the segment's slots, by its ops from the last to the first.
+    """The gradients for the segment's sinks, by its ops from the last to the first.
 
     seeds: the gradients that came in, or None, by node. saved: the values that are at hand.
     """
     nodes = segment.nodes
     value = partial(_value, nodes, algebra, saved)
     grads = {index: g for index, g in seeds.items() if g is not None}
-    gathers = segment.inside | set(segment.summed)
+    gathers = segment.inner | set(segment.summed)
     given = []
     for index in reversed(segment.steps):
         g, named = grads.pop(index, None), nodes[index].named()
@@ -223,7 +223,7 @@ class Expected:
     """The Answer of a tape, as soon as its kernels are there."""
 
     def __init__(self, tape: Tape, given: list[Ref | None], places: list[tuple[int, int]]) -> None:
-        """given: of each slot a result, an incoming gradient as ~k, or None."""
+        """given: of each sink a result, an incoming gradient as ~k, or None."""
         self.tape, self.given, self.places = tape, given, places
         live = sorted({ref for ref in given if ref is not None and ref >= 0})
         self.outputs = tuple(map(Output, live))

@@ -140,18 +140,18 @@ class Segment:
         packed = self.pack[1:]  # which stand behind its first
         self.saved = [ref for ref in saved if ref not in packed]
         self.outs = [self.root, *(index for index in graphs if index not in packed)]
-        self.inside = set(steps[:-1])
+        self.inner = set(steps[:-1])
         outside = [
             (use.ref, meta_of(use.ref).shape == meta_of(index).shape)
-            for index in reversed(steps) for use in uses[index] if use.ref not in self.inside
+            for index in reversed(steps) for use in uses[index] if use.ref not in self.inner
         ]  # fmt: skip
-        # What gets a gradient, in the order of adding: one slot per use, so that the engine adds
+        # What gets a gradient, in the order of adding: one sink per use, so that the engine adds
         # them between those of uses elsewhere; to save memory, one per tensor.
         reduced = {ref for ref, same in outside if not same}
         self.summed: list[Ref] = []
         if config.recompute == "inputs":
             self.summed = list(dict.fromkeys(ref for ref, _ in outside if ref not in reduced))
-        self.slots = [ref for ref, _ in outside if ref not in self.summed] + self.summed
+        self.sinks = [ref for ref, _ in outside if ref not in self.summed] + self.summed
         self.frees = bool(saved) or any(
             ref >= CONST
             for index in steps

@@ -121,8 +121,8 @@ class _Backward(_Case):
         inputs = [*(g for g in self.grads if g is not None), *self.saved]
         super().__init__(backward.recorder, inputs, consts)
         self.given = [k for k, gradient in enumerate(result) if gradient is not None]
-        slots = self.segment.slots
-        self.what = [f"gradient {k}, for {self._operand(slots[k])}" for k in self.given]
+        sinks = self.segment.sinks
+        self.what = [f"gradient {k}, for {self._operand(sinks[k])}" for k in self.given]
         self.want = self.eager(Torch(self.consts))
 
     def _operand(self, ref: int) -> str:

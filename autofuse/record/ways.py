@@ -61,10 +61,10 @@ def runner_for(recorder: Recorder, node: Node, refcounts: tuple[int, ...], write
             rest(recorder)
             return runner  # asked again next time
     assert runner is not None
-    counted = node.writers if writes else node.runners
-    if len(counted) > 256:  # a value may be held in any number of places
-        counted.clear()
-    counted[refcounts] = runner
+    by_counts = node.writers if writes else node.runners
+    if len(by_counts) > 256:  # a value may be held in any number of places
+        by_counts.clear()
+    by_counts[refcounts] = runner
     return runner
 
 
