@@ -115,7 +115,8 @@ class CudaRunner(Runner):
             "inputs = chain.inputs; stream = chain.stream; consts = chain.consts",
             *self._generate_check(),
         ]
-        self.run = self._generate("run(chain)", head, self._generate_settle)
+        names: dict[str, Any] = {}
+        self.run = self._generate("run(chain)", head, self._generate_settle(names), names)
         self.words = self._programmed()
         return self
 
@@ -171,25 +172,20 @@ class CudaRunner(Runner):
 
         places: of each Input, the tensor it lies in and the byte at which it begins there.
         """
-
-        def head(space: dict[str, Any]) -> list[str]:
-            return [
-                "inputs = (*incoming, *saved)",
-                "if get_ident() not in entered: enter()",
-                "stream = current(); runner.others += 1",
-                f"consts = {tuple_of(numbers)}",
-                *(f"p{k} = address(inputs[{n}]) + {at}" for k, (n, at) in enumerate(places)),
-            ]
-
-        def end(space: dict[str, Any]) -> list[str]:
-            space.update(
-                get_ident=get_ident, entered=entered_threads, enter=partial(_enter, self.device),
-                current=stream_reader(self.device), runner=self, log=log_of,
-            )  # fmt: skip
-            return [f"return {result_of(given, 'o{}')}"]
-
+        head = [
+            "inputs = (*incoming, *saved)",
+            "if get_ident() not in entered: enter()",
+            "stream = current(); runner.others += 1",
+            f"consts = {tuple_of(numbers)}",
+            *(f"p{k} = address(inputs[{n}]) + {at}" for k, (n, at) in enumerate(places)),
+        ]
+        end = [f"return {result_of(given, 'o{}')}"]
+        names = {
+            "get_ident": get_ident, "entered": entered_threads, "runner": self, "log": log_of,
+            "enter": partial(_enter, self.device), "current": stream_reader(self.device),
+        }  # fmt: skip
         program = self.words = self._program([number for place in places for number in place], [])
-        program.python = self._generate("answer(incoming, saved, c)", head({}), end)
+        program.python = self._generate("answer(incoming, saved, c)", head, end, names)
         program.numbers = eval(f"lambda c: {tuple_of(numbers)}", {"log": log_of})
         program.stream = stream_reader(self.device)
         results = [ref if ref is None or ref < 0 else self.made.index(ref) for ref in given]
@@ -217,33 +213,35 @@ class CudaRunner(Runner):
         raise KernelError(f"cannot launch {names}: {driver.CUresult(error)}")
 
     def _generate(
-        self, signature: str, head: list[str], end: Callable[[dict[str, Any]], list[str]]
+        self, signature: str, head: list[str], end: list[str], names: dict[str, Any]
     ) -> Callable[..., Any]:
         """A function without loops and calls that its program does not need.
 
-        head: lines that name the `inputs`, their addresses `p0`..., `consts` and `stream`.
+        head: lines that name the `inputs`, their addresses `p0`..., `consts` and `stream`. end: the
+        last ones. names: what these name.
         """
         space: dict[str, Any] = {
+            **names,
             "NoTorchFunction": NoTorchFunction, "check": self.check, "fail": self._fail,
             "unaligned": self._unaligned, "launch": self._launch, "empty": empty_strided,
             "version": raw_version_of, "address": address_of, "use_count": use_count,
             "swap": swap, "Tensor": Tensor, "settle": settle, "visible": self.visible,
-            "reciprocal": reciprocal_of,
+            "reciprocal": reciprocal_of, "bump": bump,
         }  # fmt: skip
         lines = list(head)
         if self.writes:
             lines.append(f"into = chain.into; q{self.live[-1]} = address(into)")
         for (index, *others), meta, arguments in self.memory:
-            names = f"shape{index}", f"stride{index}", f"dtype{index}"
-            space |= zip(names, arguments, strict=True)
-            lines.append(f"o{index} = empty({', '.join(names)})")
+            layout = f"shape{index}", f"stride{index}", f"dtype{index}"
+            space |= zip(layout, arguments, strict=True)
+            lines.append(f"o{index} = empty({', '.join(layout)})")
             lines.append(f"q{index} = address(o{index})")
             for k, other in enumerate(others, 1):
                 lines.append(f"q{other} = q{index} + {k * meta.nbytes}")
         writing = len(self.pieces) - 1 if self.writes else -1
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space, writing=k == writing)
-        lines += end(space)
+        lines += end
         if torch.cuda.device_count() > 1:
             space["device"], space["number"] = torch.cuda.device, self.device.index
             lines = ["with device(number):", *("    " + line for line in lines)]
@@ -266,12 +264,10 @@ class CudaRunner(Runner):
         """`settle`, unrolled: 0.3 us less for one live-out."""
         if self.writes:
             lines = []
+        elif not self.visible:
+            return []
         else:
-            if not self.visible:
-                return []
-            made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
-            space["bump"] = bump
-            lines = [f"made = {{{made}}}", "if chain.bumps is not None: bump(chain, made)"]
+            lines = self._generate_made()
             if self.attach is not None:
                 space["attach"] = self.attach
                 names = ", ".join(f"o{index}" for index in self.made)
@@ -293,6 +289,11 @@ class CudaRunner(Runner):
         lines.append("else: settle(chain, visible)")
         return lines
 
+    def _generate_made(self) -> list[str]:
+        """Lines that list the values which shells get, with their versions."""
+        made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
+        return [f"made = {{{made}}}", "if chain.bumps is not None: bump(chain, made)"]
+
     def _generate_piece(
         self, k: int, piece: Piece, space: dict[str, Any], writing: bool
     ) -> list[str]:
@@ -305,7 +306,8 @@ class CudaRunner(Runner):
         space[f"entry{k}"], space[f"pack{k}"] = entry, slots.pack
         space[f"buffer{k}"], space[f"slots{k}"] = slots.buffer, slots
         space[f"blocks{k}"], space[f"params{k}"] = slots.blocks, slots.address
-        values = _addresses(piece)
+        pointers = [f"p{~ref}" if ref < 0 else f"q{ref}" for ref in (*piece.loads, *piece.stores)]
+        values = [*pointers]
         for const, inverse in zip(piece.consts, piece.plan.inverted, strict=True):
             values.append(f"reciprocal(consts[{const}])" if inverse else f"consts[{const}]")
         arguments = ", ".join(values)
@@ -318,7 +320,7 @@ class CudaRunner(Runner):
         lines.append(f"entry, blocks, params = entry{k}, blocks{k}, params{k}")
         if piece.plan.lanes > 1:
             lines = [
-                f"if ({' | '.join(_aligned(piece))}) & 15:",
+                f"if ({' | '.join(itertools.compress(pointers, _wide(piece)))}) & 15:",
                 f"    entry, blocks, params = unaligned({k}, {arguments})",
                 "else:",
                 *("    " + line for line in lines),
@@ -326,13 +328,11 @@ class CudaRunner(Runner):
         arguments = f"entry, blocks, 1, 1, {THREADS_PER_BLOCK}, 1, 1, 0, stream, params, 0"
         if not writing:
             return [*lines, f"error = launch({arguments})", "if error: fail(error)"]
-        space |= {"count_write": count_write, "bump": bump, "starmap": itertools.starmap,
-                  "WRITING": WRITING, "declared": declared, "zero": [0]}  # fmt: skip
-        made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
+        space |= {"count_write": count_write, "starmap": itertools.starmap, "WRITING": WRITING,
+                  "declared": declared, "zero": [0]}  # fmt: skip
         return [
             *lines,
-            f"made = {{{made}}}",
-            "if chain.bumps is not None: bump(chain, made)",
+            *self._generate_made(),
             f"arguments, written = declared(launch, {arguments}), iter([into])",
             "errors = []; run = starmap(launch, [arguments])  # runs when `errors` takes it",
             "if chain.values is None:",
@@ -345,18 +345,6 @@ class CudaRunner(Runner):
             "            count_write(written)",
             "    if errors[0]: fail(errors[0])",
         ]
-
-
-def _addresses(piece: Piece) -> list[str]:
-    """The names of the pointers that a piece is launched with."""
-    loads = [f"p{~ref}" if ref < 0 else f"q{ref}" for ref in piece.loads]
-    return loads + [f"q{index}" for index in piece.stores]
-
-
-def _aligned(piece: Piece) -> list[str]:
-    """Those of them that the kernel moves 16 bytes of at a time."""
-    names = zip(_addresses(piece), _wide(piece), strict=True)
-    return [name for name, wide in names if wide]
 
 
 def _wide(piece: Piece) -> list[bool]:
