@@ -69,10 +69,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 # --- the numbers of autograd's nodes -------------------------------------------------------------
-# of those that are ready, the engine runs the highest one first. A node takes the next number when
-# it is made, in eager PyTorch where its op runs. A recorded op uses one up in the same place, and
-# its node, which a flush makes later, is given it if others have been made since. Every thread
-# counts for itself.
+# what they are for stands in `record.numbers`
 
 _Node = torch._C._functions.DelayedError  # type: ignore[attr-defined]
 peek: Callable[[], int] = torch._C._autograd._get_sequence_nr  # the number that comes next

@@ -23,7 +23,7 @@ from autofuse.hot import native
 from autofuse.lines import OURS
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
-from autofuse.record import modes, policy, record, writes
+from autofuse.record import modes, numbers, policy, record, writes
 from support import DEVICES
 
 # where machine code has to be: Python 3.10 has the function that it calls most in headers alone
@@ -115,7 +115,7 @@ ENTERED = {
     "record_inplace": ("record_inplace", Operands.inplace),
     "record_write": ("record_write", Operands.write),
     "flush": ("flush", Operands.flush),
-    "follows": ("number_next", lambda o: from_c(record.number_next)(
+    "follows": ("number_next", lambda o: from_c(numbers.number_next)(
         state.recorder_for(o.x.device).chain)),
     "answer": ("answer", Operands.answer),
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),

@@ -119,8 +119,7 @@ class Chain(list):  # type: ignore[type-arg]
         self.values: dict[int, torch.Tensor] | None = None  # what a flush gives away, by node index
         self.pinned = 0  # bytes of Inputs since the last look at who holds them
         self.stream = 0
-        # under grad: the number of the first op, see `torch_private`; that of op k is first + k
-        self.first = 0
+        self.first = 0  # under grad: the number of its first op, see `record.numbers`
         self.late: int | None = None  # that, where nodes made now would come too late
 
     def emptied(self) -> Chain:

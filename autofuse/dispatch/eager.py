@@ -18,9 +18,9 @@ from ..chain.shell import Held, Lost, Tensor, set_attribute
 from ..chain.state import announced, counts, is_alone, this_thread, writing
 from ..chain.trie import record_again
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
+from ..record.numbers import is_next, pass_over
 from ..record.policy import SKIPS
-from ..record.record import pass_over
-from ..torch_private import NoTorchFunction, has_torch_function, peek
+from ..torch_private import NoTorchFunction, has_torch_function
 from .nested import SIMPLE, flattened, mapped
 from .unrecorded import Known, Plain, known_of
 
@@ -120,7 +120,7 @@ def _keep_order(recorder: Any, args: Any) -> int | None:
         if id(x) in slots or x.__class__ is Tensor and x._af.__class__ is Held:
             flush(recorder, "order of gradients")
             return None
-    return chain.first if peek() == chain.first + len(chain) else None
+    return chain.first if is_next(chain) else None
 
 
 def run_any(

@@ -24,7 +24,8 @@ from ..ops import arithmetic, operators
 from ..ops import row as rows
 from ..ops.row import OPS, Op
 from ..record.flush import flush_thread
-from ..record.record import follows, record, record_fresh, relieve
+from ..record.numbers import follows
+from ..record.record import record, record_fresh, relieve
 from ..record.writes import flush_readers, record_inplace, record_write
 from ..torch_private import NoTorchFunction
 from .eager import OURS, TARGETS, Handler, Parameter, Plain, has_others, run_eager, run_short

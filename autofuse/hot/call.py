@@ -204,7 +204,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
     if tip.holds_grad is True:
         pending = call_pointer(PEEK) == PyLong_AsLong(chain.first) + PyList_Size(chain)
     result = called(recorder, load(entry), known.reason, args, count, names)
-    if pending != 0 and recorder.chain is chain:  # `record.pass_over`
+    if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - PyList_Size(chain))
     Py_DecRef(chain)
     if result == 0:

@@ -33,7 +33,7 @@ from ..chain.shell import Tensor
 from ..dispatch import eager, handlers, nested, protocol
 from ..errors import warn_once
 from ..kernel.llvm import processor
-from ..record import flush, ranges, record, writes
+from ..record import flush, numbers, ranges, record, writes
 from ..run import cuda, words
 from ..settings.config import config, watch
 from ..torch_private import NoTorchFunction, TensorBase, count_write, function_modes
@@ -152,7 +152,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
     """(machine function, the Python function it stands for, what it is given of that)."""
     return [
         ("record", record.record, ()),
-        ("follows", record.number_next, ()),
+        ("follows", numbers.number_next, ()),
         ("record_inplace", writes.record_inplace, ()),
         ("record_write", writes.record_write, ()),
         ("flush", flush.flush, ()),

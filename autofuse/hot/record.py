@@ -161,7 +161,7 @@ def recorded_in(recorder: Recorder, chain: Chain, func, op, operands, count, wan
 
 
 def follows(entry, function, args, flags, names):
-    """`record.follows`."""
+    """`numbers.follows`."""
     if names != 0 or flags & COUNT != 1:
         return python(function, args, flags, names)
     chain: Chain = load(args)

@@ -51,7 +51,8 @@ from ..run.runner import Runner
 from ..run.settle import WRITING, settle, write_out
 from ..supply import kernels as compiling
 from ..supply.load import enter_context
-from ..torch_private import InferenceMode, NoTorchFunction, changes_results, peek
+from ..torch_private import InferenceMode, NoTorchFunction, changes_results
+from .numbers import is_next
 from .ways import runner_for
 
 
@@ -195,8 +196,7 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             enter_context(recorder.device)
         refcounts = tuple(map(getrefcount, chain))
         if node.holds_grad:
-            here = own and peek() == chain.first + len(refcounts)
-            chain.late = None if here else chain.first
+            chain.late = None if own and is_next(chain) else chain.first
         if hooks.flushing is not None:  # 0.02 us
             watch = hooks.flushing(recorder, chain, node, refcounts, reason)
         runner = (node.writers if writes else node.runners).get(refcounts)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -22,9 +21,10 @@ from ..dtypes import EXACT, Wide
 from ..inside import inside
 from ..ops.row import Op
 from ..settings.config import config
-from ..torch_private import NoModes, address_of, peek, raw_version_of, requires_grad_of, take
+from ..torch_private import NoModes, address_of, raw_version_of, requires_grad_of
 from .flush import flush
 from .modes import forget, regrade
+from .numbers import follows
 
 _Parameter = torch.nn.Parameter
 _INT64 = 1 << 63
@@ -197,32 +197,6 @@ def _shell_of(node: Node) -> Tensor:
     if node.shell is None:
         node.shell = shell
     return node.shell
-
-
-def number_next(chain: Chain) -> bool:
-    """Number the op that `chain` gets next; False if the chain has to end first.
-
-    Then another node has been made since its last op. That one's gradients come between those of
-    the ops before and after, where no node that stands for both could add them.
-    """
-    first = take() - len(chain)
-    if chain.tip.holds_grad:
-        return first == chain.first
-    chain.first = first
-    return True
-
-
-follows = partial(number_next)  # C calls it, so that Python 3.11 too runs its machine code
-
-
-def pass_over(first: int) -> None:
-    """Let the nodes made since its last op not end the chain that begins with number `first`.
-
-    They add to no gradient that ops of the chain add to.
-    """
-    recorder = this_thread.current
-    if recorder is not None and recorder.chain.first == first:
-        recorder.chain.first = peek() - len(recorder.chain)
 
 
 # --- end of the hot path ---------------------------------------------------------------------
