@@ -17,25 +17,6 @@ from .meta import Meta
 from .state import Node, Recorder
 
 
-def make_eager(node: Node, reason: str) -> None:
-    """Let the op of `node`, where a chain begins with it, run as eager PyTorch for a while."""
-    tip = node.parent
-    assert tip is not None and node.op is not None
-    for key, known in tip.next.items():
-        if known is node:
-            tip.next[key] = eager = eager_node(node.recorder, tip, node.op, reason, node.meta)
-            tip.recent = None
-            eager.key, eager.returns = key, (tip, key, node)
-            return
-
-
-def record_again(eager: Node) -> None:
-    """End what `make_eager` has begun: longer chains may begin here by now."""
-    assert eager.returns is not None
-    tip, key, node = eager.returns
-    tip.next[key], tip.recent = node, None
-
-
 def eager_node(
     recorder: Recorder, tip: Node, op: Op, reason: str, meta: Meta | None = None
 ) -> Node:

@@ -16,10 +16,9 @@ import torch
 from ..chain.meta import UNKNOWN, Meta, likely_meta, plain_meta
 from ..chain.shell import Held, Lost, Tensor, set_attribute
 from ..chain.state import announced, counts, is_alone, this_thread, writing
-from ..chain.trie import record_again
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
 from ..record.numbers import is_next, pass_over
-from ..record.policy import SKIPS
+from ..record.policy import SKIPS, record_again
 from ..torch_private import NoTorchFunction, has_torch_function
 from .nested import SIMPLE, flattened, mapped
 from .unrecorded import Known, Plain, known_of

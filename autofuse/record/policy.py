@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 
 from ..chain.state import Node, Recorder, this_thread
+from ..chain.trie import eager_node
 from ..grad.segments import Outline
 from ..settings.config import config
 from ..supply import kernels as compiling
@@ -15,8 +16,11 @@ from ..supply import kernels as compiling
 # ops from which a kernel costs less than they do: one op alone takes 10.4 us fused, 6.1 us eager,
 # and no kernel has to be compiled for it (H200, bench/overhead.py)
 SHORTEST = {"cuda": 2, "cpu": 1}
-TRIES = 3  # flushes of a chain that is better off eager, until it is not recorded any more...
-SKIPS = 100  # ...for so many times: longer chains may begin like it by then
+# A chain that costs less as the ops it is runs as these (`ways.ShortRunner`), TRIES times. Then
+# another node stands for its first (`make_eager`), whose op is run at once (`dispatch.eager`) and
+# not recorded any more, SKIPS times: longer chains may begin so by then (`record_again`). Once one
+# is fused that does, its first node is `long`, and nothing of this happens.
+TRIES, SKIPS = 3, 100
 BARREN, ASIDE_CALLS = 4, 100  # calls that launch no kernel before stepping aside, and for how many
 ASIDE = "a fused call that has launched no kernel lately"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
@@ -25,6 +29,25 @@ _PATIENCE = 8  # flushes in a row that waited for kernels
 def is_short(nodes: list[Node], device_type: str) -> bool:
     """Whether the chain of `nodes` costs less as the ops it is, while no longer one begins so."""
     return len(nodes) < SHORTEST[device_type] and not (nodes[0].long or config.always_fuse)
+
+
+def make_eager(node: Node, reason: str) -> None:
+    """Let the op of `node`, where a chain begins with it, run as eager PyTorch for a while."""
+    tip = node.parent
+    assert tip is not None and node.op is not None
+    for key, known in tip.next.items():
+        if known is node:
+            tip.next[key] = eager = eager_node(node.recorder, tip, node.op, reason, node.meta)
+            tip.recent = None
+            eager.key, eager.returns = key, (tip, key, node)
+            return
+
+
+def record_again(eager: Node) -> None:
+    """End what `make_eager` has begun."""
+    assert eager.returns is not None
+    tip, key, node = eager.returns
+    tip.next[key], tip.recent = node, None
 
 
 def rest(recorder: Recorder) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..chain.liveness import DEAD
 from ..chain.state import Chain, Node, Recorder
-from ..chain.trie import make_eager
 from ..errors import ColdKernelError, KernelError
 from ..grad.backward import Graph
 from ..grad.segments import outline_of
@@ -17,7 +16,7 @@ from ..run.runner import FailedRunner, Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
 from ..supply.kernels import Order
-from .policy import TRIES, is_short, pays, rest
+from .policy import TRIES, is_short, make_eager, pays, rest
 from .ranges import annotated, open_ranges
 
 
