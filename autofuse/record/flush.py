@@ -51,7 +51,7 @@ from ..run.runner import Runner
 from ..run.settle import WRITING, settle, write_out
 from ..supply import kernels as compiling
 from ..supply.load import enter_context
-from ..torch_private import InferenceMode, NoTorchFunction, changes_results
+from ..torch_private import InferenceMode, NoTorchFunction, changes_results, use_count
 from .numbers import is_next
 from .ways import runner_for
 
@@ -368,7 +368,7 @@ def flush_tensor(tensor: Tensor, reason: str) -> None:
     if state.recorder is not None:
         flush(state.recorder, reason)
     elif state.__class__ is Held:
-        if torch.Tensor._use_count(tensor) == 1:  # type: ignore[attr-defined]
+        if use_count(tensor) == 1:
             become(tensor, state.real, UNKNOWN, None)  # type: ignore[arg-type]
     elif state.__class__ is Lost:
         raise state.error

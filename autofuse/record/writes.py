@@ -18,7 +18,7 @@ from ..chain.state import Chain, Node, Recorder, all_recorders, announced, is_al
 from ..errors import StaleInputError
 from ..ops.arithmetic import CASTS
 from ..ops.row import Op
-from ..torch_private import NoTorchFunction, address_of
+from ..torch_private import NoTorchFunction, address_of, raw_version_of
 from .flush import flush
 from .record import record
 
@@ -164,7 +164,7 @@ def pending_version(tensor: Tensor) -> int:
         chain = state.recorder.running or state.recorder.chain
         return (chain.bumps or {}).get(state.index, 0)
     with NoTorchFunction():
-        return torch.Tensor._version.__get__(tensor)  # type: ignore[attr-defined]
+        return raw_version_of(tensor)
 
 
 def flush_readers(tensor: torch.Tensor, reason: str, others: bool = False) -> None:
