@@ -67,10 +67,8 @@ class Backward:
                 result = answer(incoming, saved, consts)
             except NotReadyError:
                 pass
-            except ColdKernelError:
-                raise
             except Exception as error:  # a real one, such as no memory, comes again below
-                if is_foreign(error):
+                if isinstance(error, ColdKernelError) or is_foreign(error):
                     raise
                 warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
             else:
@@ -109,10 +107,8 @@ class Backward:
             if not isinstance(answer, Expected):
                 return answer
             arrived = answer.ready()
-        except ColdKernelError:
-            raise
         except Exception as error:
-            if is_foreign(error):
+            if isinstance(error, ColdKernelError) or is_foreign(error):
                 raise
             warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
             self.answers[key] = None
@@ -178,10 +174,8 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
                     return answer((g,), saved, consts)
                 except NotReadyError:
                     pass
-                except ColdKernelError:
-                    raise
                 except Exception as error:
-                    if is_foreign(error):
+                    if isinstance(error, ColdKernelError) or is_foreign(error):
                         raise
                     del backward.direct[g.stride()]
                     warn_once(f"autofuse: the kernel of a backward failed: {error!r}")

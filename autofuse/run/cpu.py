@@ -94,9 +94,9 @@ class CpuRunner(Runner):
                 outs[self.live[-1]] = values[self.live[-1]] = torch.empty_like(into)
         for piece, entry in zip(self.pieces, self._entries, strict=True):
             pointers = [
-                addresses[~ref] if ref < 0 else address_of(outs[ref]) for ref in piece.loads
+                addresses[~ref] if ref < 0 else address_of(outs[ref])
+                for ref in (*piece.loads, *piece.stores)
             ]
-            pointers += [address_of(outs[index]) for index in piece.stores]
             scalars = [consts[const] for const in piece.consts]
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
             steps, chunks = _shares(piece)
