@@ -137,7 +137,7 @@ class Segment:
         self.root = steps[-1]
         graphs = [index for index in extras if meta_of(index).requires_grad]
         self.pack = _pack(graphs, meta_of)
-        packed = self.pack[1:]  # which stand behind its first
+        packed = self.pack[1:]  # a pack is saved, and the node's output, by its first
         self.saved = [ref for ref in saved if ref not in packed]
         self.outs = [self.root, *(index for index in graphs if index not in packed)]
         self.inner = set(steps[:-1])
