@@ -135,9 +135,9 @@ class Chain(list):  # type: ignore[type-arg]
 class Recorder:
     """What one thread records on one device."""
 
-    __slots__ = ("__weakref__", "acquire", "chain", "closed", "device", "ended", "enter", "exit",
-                 "grad", "guarded", "hide", "home", "ident", "inference", "last_wait", "launches",
-                 "lock", "off", "reading", "release", "resting", "roots", "running", "runners",
+    __slots__ = ("__weakref__", "acquire", "chain", "device", "ended", "enter", "exit", "grad",
+                 "guarded", "hide", "home", "ident", "inference", "last_wait", "launches", "lock",
+                 "nowhere", "off", "reading", "release", "resting", "roots", "running", "runners",
                  "show", "size", "spare", "stream", "thread", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
@@ -153,7 +153,7 @@ class Recorder:
         self.hide, self.show = modes.__enter__, modes.__exit__
         self.stream = stream_reader(device)
         enter_context(device)
-        self.closed = Node(self, None, None)  # nothing is ever recorded after it
+        self.nowhere = Node(self, None, None)  # after which nothing is ever recorded
         self.grad = self.inference = False
         self.resting = False  # records nothing until there is news of kernels; see `policy.rest`
         self.launches = 0  # flushes that ran a kernel, or waited for it
@@ -163,7 +163,7 @@ class Recorder:
         self.runners: list[Any] = []  # `run.runner.Runner`s
         self.reading = False  # an op that is being recorded looks at tensors that it is to read
         self.running: Chain | None = None  # taken by a flush that is not done; `ident` is 0 then
-        self.chain = Chain(self.closed)
+        self.chain = Chain(self.nowhere)
         self.open()
 
     def relock(self) -> None:
@@ -187,7 +187,7 @@ class Recorder:
             root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
         closed = self.off or not config.enabled or torch.is_anomaly_enabled()
-        home = self.closed if closed else root
+        home = self.nowhere if closed else root
         chain = Chain(home)
         if not self.chain:
             # no Python runs from here...
@@ -245,7 +245,7 @@ class Recorder:
             node.forget_runners()
             node.recent = node.returns = node.shell = None
         self.spare = None
-        self.home = self.closed = self.chain.tip = _NOWHERE
+        self.home = self.nowhere = self.chain.tip = _NOWHERE
 
 
 _NOWHERE = Node(None, None, None)  # type: ignore[arg-type] - where recorders end

@@ -286,7 +286,7 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
 
 def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node | None:
     """A new edge at `tip`, where the open chain ends; None after cutting one that is full."""
-    if tip is recorder.closed:
+    if tip is recorder.nowhere:
         return eager_node(recorder, tip, op, "recording is off")
     path = tip.path()
     new_inputs = sum(isinstance(operand, Meta) for operand in key[1:])
