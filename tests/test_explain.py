@@ -570,3 +570,24 @@ def test_source_lines_that_cannot_be_read():
         exec(compile("v = (x + 1).item()", "<typed>", "exec"), space)
     assert report.syncs[0].text == "item()" and not linecache.getline("<typed>", 1)
     assert "item() at <typed>:1" in str(report)
+
+
+def test_tensors_are_no_sequences_to_c_inside_and_after():
+    class Mine(torch.Tensor):
+        pass
+
+    def made():
+        total = torch.ones(2).sum()
+        items = [
+            total,
+            torch.nn.Parameter(total, False),
+            total.as_subclass(Mine),
+            autofuse.wrap(total),
+        ]
+        return torch.tensor([*items, 1.0]), torch.as_tensor(items), torch.stack(items)[1:].tolist()
+
+    want = [x.tolist() if isinstance(x, torch.Tensor) else x for x in made()]
+    with autofuse.explain():
+        assert [x.tolist() if isinstance(x, torch.Tensor) else x for x in made()] == want
+        assert torch.ones(3)[1].item() == 1.0
+    assert [x.tolist() if isinstance(x, torch.Tensor) else x for x in made()] == want

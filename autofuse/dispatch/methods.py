@@ -27,7 +27,7 @@ def install_methods() -> None:
     for name, func in vars(Plain).items():
         if name not in Tensor.__dict__ and _asks_for_overrides(func):
             handle(Plain, name, eagerly(func))
-    if not _made_no_sequence(Tensor):
+    if not made_no_sequence(Tensor):
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
 
 
@@ -51,7 +51,7 @@ def passing(func: Handler) -> Handler:
     return handler
 
 
-def _made_no_sequence(cls: type) -> bool:
+def made_no_sequence(cls: type) -> bool:
     """Empty the slot that makes C see sequences in the objects of `cls`; whether that is done.
 
     A class in Python that has `__getitem__` is one, and torch's tensors are none: torch.tensor and

@@ -10,13 +10,15 @@ import linecache
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ..chain.shell import Tensor
+from ..dispatch.methods import made_no_sequence
 from ..lines import PACKAGE, TORCH, Position
+from ..torch_private import TensorBase
 
 # `ops_eager` counts them as ops too
 _READS = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select", "equal",
@@ -78,6 +80,7 @@ def unwatch(listener: Callable[[str], None]) -> None:
                     delattr(owner, name)
                 else:
                     setattr(owner, name, original)
+                _keep_from_sequences(owner, name)
             _originals.clear()
 
 
@@ -98,6 +101,23 @@ def _replace(owner: type, name: str, waits: Callable[..., bool]) -> None:
 
     call.__name__ = name
     setattr(owner, name, call)
+    _keep_from_sequences(owner, name)
+
+
+def _keep_from_sequences(owner: type, name: str) -> None:
+    """After a change of `__getitem__`: C would take tensors for sequences from then on."""
+    if name != "__getitem__":
+        return
+    for cls in (owner, *_subclasses(owner)):
+        definer = next(base for base in cls.__mro__ if name in base.__dict__)
+        if definer in (TensorBase, torch.Tensor, Tensor):  # and no class of the user's
+            made_no_sequence(cls)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def said(name: str, position: Position | None) -> str:
