@@ -71,10 +71,10 @@ def test_a_class_whose_slot_is_not_found_is_left_alone(monkeypatch):
 
     assert ctypes.pythonapi.PySequence_Check(ctypes.py_object(Sequence())) == 1
     monkeypatch.setattr(methods, "_SQ_ITEM", 3)  # mp_ass_subscript, which the class has not
-    assert not methods._made_no_sequence(Sequence)
+    assert not methods.made_no_sequence(Sequence)
     assert ctypes.pythonapi.PySequence_Check(ctypes.py_object(Sequence())) == 1
     monkeypatch.undo()
-    assert methods._made_no_sequence(Sequence)
+    assert methods.made_no_sequence(Sequence)
     assert ctypes.pythonapi.PySequence_Check(ctypes.py_object(Sequence())) == 0
     assert Sequence()[3] == 3
 
@@ -94,7 +94,7 @@ def test_indexing_is_put_back_as_it_was():
     from autofuse.dispatch import methods
 
     if ctypes.pythonapi.PySequence_Check(ctypes.py_object(autofuse.wrap(torch.ones(1)))):
-        assert methods._made_no_sequence(autofuse.Tensor)
+        assert methods.made_no_sequence(autofuse.Tensor)
 
 
 # --- other classes ----------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
-`values`, `inputs`, `record`, `launch`, `flush`, `call` and `write`, in the language of `machine`.
+`values`, `inputs`, `record`, `launch`, `flush`, `call`, `write` and `builtins`, in the language of
+`machine`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
