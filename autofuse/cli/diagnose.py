@@ -25,7 +25,7 @@ from ..kernel.cuda import assemble, capability_of
 from ..observe.counters import stats
 from ..settings.config import SETTINGS, changed, config
 from ..supply.disk import DiskCache
-from ..supply.keys import target_of
+from ..supply.load import target_of
 from ..supply.service import Service
 
 OPS = 5  # of the chain of the self-test
