@@ -22,6 +22,9 @@ torch_functions_are_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # how many
 InferenceMode = torch._C._InferenceMode
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no patch sees it
+# whether backward of this thread may run in others; the public class does it in 2 us
+is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
+set_multithreading_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled
 in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 ExcludedKey = torch._C._SetExcludeDispatchKeyGuard

@@ -156,13 +156,13 @@ def main() -> None:
     print(f"\n{'':26}  process  with autofuse, more")
     for name, call in plain_rows(device).items():
         pairs = []
-        for k in range(3 * given.rounds):
+        for k in range(1 + 3 * given.rounds):
             other.stdin.write(f"{name}\t{n}\n")
             other.stdin.flush()
             there = float(other.stdout.readline())
             synchronize(device)
             here = us_of(call, None, n)
-            if k > 2:
+            if k:  # the first warms up
                 pairs.append((there, here))
         without = statistics.median(a for a, _ in pairs)
         more = statistics.median(b - a for a, b in pairs)

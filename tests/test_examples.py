@@ -57,6 +57,11 @@ def test_overhead():
     assert out.count("ratio") == 21 and "hit rate" in out and "against copy" in out
 
 
+def test_passing():
+    out = run("bench/passing.py", "--device", "cpu", "--rounds", "1", "--iterations", "2")
+    assert len(re.findall(r"\d +[+-]\d", out)) == 54 and "torch.cat([x, x])" in out
+
+
 def test_training():
     out = run("bench/training.py", "--device", "cpu", "--rounds", "1", "--steps", "3",
               "--only", "chain of")  # fmt: skip

@@ -25,13 +25,16 @@ def install_methods() -> None:
             if func.__class__ in IN_C and name not in Tensor.__dict__:
                 handle(Plain, name, passing(func))
     for name, func in vars(Plain).items():
-        if name not in Tensor.__dict__ and _asks_for_overrides(func):
-            handle(Plain, name, eagerly(func))
+        if name in _EXPORTS or not name.startswith("__"):
+            if _asks_for_overrides(func) and name not in Tensor.__dict__:
+                handle(Plain, name, eagerly(func))
     if not made_no_sequence(Tensor):
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
 
 
 _OPERATORS = ("__getitem__", "__matmul__", "__rmatmul__")
+# not of operators: Python would ask a reflected one first that differs from a plain tensor's
+_EXPORTS = ("__reduce_ex__", "__deepcopy__", "__array__", "__dlpack__", "__dlpack_device__")
 
 
 def _asks_for_overrides(method: Any) -> bool:

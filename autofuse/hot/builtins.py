@@ -6,11 +6,11 @@ from __future__ import annotations
 from ..chain.shell import Tensor
 from .c import (
     COUNT,
-    DISABLED,
+    FUNCTION_MODES,
+    FUNCTIONS_OFF,
     ITEMS,
-    MODES,
     SIMPLE,
-    SKIPS,
+    SKIPS_NEXT,
     Plain,
     PyDict_GetItemWithError,
     PyErr_Occurred,
@@ -34,6 +34,8 @@ def builtin(entry, function, args, flags, names):
     """
     count = flags & COUNT
     k = 0
+    if count != 0 and is_number(load(args)) != 0:
+        k = count  # few functions take one there: torch's parser knows which
     while k < count and has_wrapped(load(args + 8 * k)) == 0:
         k += 1
     if k < count and has_target(names) == 0:
@@ -51,6 +53,12 @@ def builtin(entry, function, args, flags, names):
     return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
 
 
+def is_number(x):
+    """Whether it is one of Python."""
+    kind = class_of(x)
+    return kind is int or kind is float or kind is bool
+
+
 def has_wrapped(x):
     """Whether it is a wrapped tensor, or a list or tuple that begins with one."""
     kind = class_of(x)
@@ -63,10 +71,10 @@ def has_wrapped(x):
 
 def are_ours_alone(values, count):
     """Whether torch would ask autofuse about a function of these, and nobody else."""
-    if call_pointer(DISABLED) & 255 != 0 or call_pointer(MODES) != 0:
+    if call_pointer(FUNCTIONS_OFF) & 255 != 0 or call_pointer(FUNCTION_MODES) != 0:
         return 0
-    if SKIPS != 0:
-        if call_pointer(SKIPS) & 255 != 0:
+    if SKIPS_NEXT != 0:
+        if call_pointer(SKIPS_NEXT) & 255 != 0:
             return 0
     k = 0
     while k < count:

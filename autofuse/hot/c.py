@@ -106,9 +106,9 @@ USERS_METHOD: Any = GIVEN
 GRAD_MODE: Any = GIVEN  # (): whether grad mode is on, in the lowest byte
 PEEK: Any = GIVEN  # (): the number of the next node of autograd
 TAKE: Any = GIVEN  # (): the same, used up
-DISABLED: Any = GIVEN  # (): whether torch functions are off, in the lowest byte
-MODES: Any = GIVEN  # (): how many modes of torch functions are on
-SKIPS: Any = GIVEN  # (): whether the next call asks for no overrides, in the lowest byte; or 0
+FUNCTIONS_OFF: Any = GIVEN  # (): whether torch functions are off, in the lowest byte
+FUNCTION_MODES: Any = GIVEN  # (): how many modes of torch functions are on
+SKIPS_NEXT: Any = GIVEN  # (): whether the next call asks for no overrides, in the lowest byte; or 0
 
 WEAKREFS: Any = GIVEN  # where a tensor has its weak references
 COUNTED: Any = GIVEN  # what a flush counts above an object's reference count

@@ -15,6 +15,8 @@ from ..dispatch.eager import run_default, run_eager
 from ..dispatch.protocol import ask_overrides
 from ..record.flush import flush_thread
 from ..record.modes import closed, regrade
+from ..settings.config import config
+from ..torch_private import is_multithreading_enabled, set_multithreading_enabled
 from .around import around, unwrapping
 
 
@@ -42,6 +44,7 @@ def patch_calls() -> None:
     ):
         setattr(owner, name, unwrapping(getattr(owner, name), reason))
     for owner in (graph, torch.autograd):  # hooks run in grad modes that the engine sets
+        owner._engine_run_backward = _in_chosen_thread(owner._engine_run_backward)
         around(owner, "_engine_run_backward", partial(flush_thread, "backward"), regrade)
 
     default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
@@ -72,6 +75,22 @@ def patch_calls() -> None:
         return run_eager(variable, (cls, *args), kwargs)
 
     torch.autograd.Variable.__new__ = staticmethod(new_variable)  # type: ignore[assignment]
+
+
+def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`run_backward` in the thread that `config.backward_thread` says."""
+
+    @wraps(run_backward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if config.backward_thread == "engine" or not is_multithreading_enabled():
+            return run_backward(*args, **kwargs)
+        try:
+            set_multithreading_enabled(False)  # of this thread
+            return run_backward(*args, **kwargs)
+        finally:
+            set_multithreading_enabled(True)
+
+    return run
 
 
 def _close_during_apply(owner: Any) -> None:

@@ -90,6 +90,10 @@ class Config:
         one tensor's several uses are added up inside: less memory, but an Input that is written in
         place before backward is then an error, and a sum with gradients from elsewhere may round in
         another order than eager's""")
+    backward_thread: Literal["engine", "caller"] = _row("engine", """
+        where backward runs on CUDA. `engine`: in PyTorch's own threads. `caller`: in the thread
+        that called it, of plain tensors too, which saves handing each node's Python to another
+        core; gradients have the same bits where one device computes them""")
     always_fuse: bool = _row(False, """
         fuse chains of one op on CUDA, and short ones under grad, though eager ops cost less""")
     relaxed: bool = _row(False, """
