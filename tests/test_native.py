@@ -1,5 +1,6 @@
 """The hot path as machine code and as Python: both are there, and do the same."""
 
+import builtins
 import contextlib
 import functools
 import gc
@@ -20,6 +21,7 @@ from autofuse.chain import state
 from autofuse.dispatch import handlers as tensor
 from autofuse.dispatch import protocol
 from autofuse.hot import native
+from autofuse.hot.machine import GIVEN
 from autofuse.lines import OURS
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
@@ -144,6 +146,15 @@ def python_functions(program, on, monkeypatch):
             return functions_called(lambda: program(operands))
     finally:
         autofuse.config.native = True
+
+
+def test_a_name_means_the_same_in_every_stage():
+    """Their namespaces are one; a stage's name for another thing would hide it."""
+    names = {**vars(builtins), **native._given(), "PYTHON": None}
+    for stage in (native.c, *native._STAGES):
+        for name, value in vars(stage).items():
+            if not name.startswith("__") and value is not GIVEN:
+                assert names.setdefault(name, value) is value, (stage.__name__, name)
 
 
 def test_every_machine_function_has_its_line_here():

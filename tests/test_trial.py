@@ -40,7 +40,7 @@ WHY = {  # breakage -> what is said of it; "" where the trial itself crashes
     "no_such_getter": "_version",
     "weak_references_elsewhere": "other results than in Python|left to Python",
     "no_such_c_function": "Python has no function PyList_NoSuchFunction",
-    "counts_twice": "has other ops_eager",
+    "counts_twice": "has other flushes",
     "leaves_all_to_python": "left to Python by handler",
     "keeps_a_reference": "references are not given back",
     "gives_a_reference_back_twice": f"has other flushes|{CRASH}",

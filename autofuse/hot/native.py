@@ -43,7 +43,7 @@ from . import c, call, inputs, values, write
 from . import flush as _flush
 from . import launch as _launch
 from . import record as _record
-from .machine import GIVEN, Machine
+from .machine import Machine
 from .verdict import verdict
 
 _STAGES = (values, inputs, _record, _launch, _flush, call, write, _builtins)
@@ -205,7 +205,10 @@ class _Native:
                 self.runs.append((function, len(entries)))
                 entries.append((name, data))
         self._kept = [(name, data, _addresses(data)) for name, data in entries]
-        names = _names({**_given(), "PYTHON": self.calls.python})
+        names = {**vars(builtins), **vars(c)}
+        for stage in _STAGES:
+            names |= vars(stage)
+        names |= {**_given(), "PYTHON": self.calls.python}
         begun = [(name, ctypes.addressof(words)) for name, _, words in self._kept]
         self.machine = Machine(_functions(), names, begun)
         # for ever: whoever reloads a module still holds functions that lead into it
@@ -219,16 +222,6 @@ class _Native:
         for function, k in self.runs:
             self.calls.set(function, self.machine.entry(k) if on else self.calls.python)
         self.builtins.set(self.machine.entry(0) if on else 0)
-
-
-def _names(given: dict[str, Any]) -> dict[str, Any]:
-    """What the stages name, which means the same in each."""
-    names = {**vars(builtins), **vars(c), **given}
-    for stage in _STAGES:
-        for name, value in vars(stage).items():
-            before = names.setdefault(name, value)
-            assert before is value or value is GIVEN or name.startswith("__"), name
-    return names
 
 
 def _addresses(data: tuple[Any, ...]) -> Any:
