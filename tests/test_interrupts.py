@@ -185,7 +185,7 @@ def at_every_place(places, program, kind, monkeypatch):
         assert later.tolist() == (x * 5.0 + 2.0 - z).tolist(), count
     assert torch._C._is_torch_function_enabled()
     # machine code is not interrupted: fewer places
-    assert count > (5 if native.active() else 50)
+    assert count > (0 if native.active() else 50)
 
 
 TARGETS = {
