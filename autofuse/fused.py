@@ -239,6 +239,11 @@ def fuse(target: Any = None) -> Any:
             f"autofuse.fuse takes functions that return, not generators or coroutines: {target!r}; "
             "wrap its tensors with autofuse.wrap instead"
         )
+    if isinstance(target, type):
+        raise TypeError(
+            f"autofuse.fuse takes functions and modules, not the class {target!r}; "
+            "fuse its forward or an instance instead"
+        )
     if not callable(target):
         raise TypeError(f"autofuse.fuse takes a callable or an nn.Module, not {target!r}")
     return _fused(target)

@@ -1,5 +1,7 @@
 import os
+import sys
 import tempfile
+import threading
 
 import pytest
 import torch
@@ -13,6 +15,15 @@ if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
     from autofuse.hot import trial
 
     trial.install()
+
+
+LOCKS = {
+    name: lock
+    for name, module in list(sys.modules.items())
+    if name.startswith("autofuse.")
+    for lock in vars(module).values()
+    if type(lock) is type(threading.RLock())
+}
 
 
 def pytest_configure(config):
@@ -33,3 +44,5 @@ def fresh():
     autofuse.record.flush.flush_all("test")
     autofuse.reset_stats()
     assert torch.get_default_dtype() is torch.float32
+    held = [name for name, lock in LOCKS.items() if autofuse.inside.is_owned(lock)]
+    assert not held, "a lock of these modules was left taken"

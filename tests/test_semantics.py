@@ -166,6 +166,8 @@ def test_fused_functions_keep_parameters_and_identity():
     assert p.tolist() == [0.5] * 3
     with pytest.raises(TypeError, match="generators or coroutines"):
         autofuse.fuse(lambda: (yield))
+    with pytest.raises(TypeError, match="not the class"):
+        autofuse.fuse(nn.Linear)
 
 
 def test_jit_script_still_knows_inplace_functions():

@@ -110,7 +110,7 @@ class Worker:
     def _fate(self, otherwise: str) -> str:
         """How it has ended, with the last line that it wrote, or `otherwise`."""
         try:
-            status = self.process.wait(0.2)
+            status = self.process.wait(2.0)  # its pipe is closed, it is about to end
         except subprocess.TimeoutExpired:
             return otherwise
         text = f"it was ended by signal {-status}" if status < 0 else f"it ended with {status}"
