@@ -5,7 +5,6 @@ import ctypes
 import functools
 import pickle
 import random
-import sys
 import threading
 
 import pytest
@@ -17,7 +16,7 @@ from autofuse.hot import native
 from support import assert_same
 
 pytestmark = pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="machine code is made for Python 3.11 and later"
+    not native.active(), reason=f"machine code is off: {native.absent or 'AUTOFUSE_NATIVE=0'}"
 )
 
 
