@@ -34,8 +34,10 @@ def pytest_configure(config):
 def fresh():
     """Every test starts with nothing pending, zero counters, torch's defaults, and no tiers.
 
-    A chain of one op has its kernel, so that the kernel is what is tested.
+    A chain of one op has its kernel, so that the kernel is what is tested, and every fused call
+    records.
     """
+    autofuse.config.measure = False
     autofuse.record.policy.SHORTEST.update(cuda=1, cpu=1)
     autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
     if os.environ.get("AUTOFUSE_TEST_TIER") == "eager":  # no chain ever gets its kernel

@@ -246,26 +246,6 @@ def test_one_line_is_advised_on_once():
     assert len([text for text in report.advice if "reads a value" in text]) == 1
 
 
-def test_fused_calls_that_step_aside():
-    @autofuse.fuse
-    def nothing(x):
-        return torch.relu(x @ x)
-
-    x = torch.ones(2, 2, requires_grad=True)
-    for _ in range(8):
-        nothing(x)
-    assert not any("nothing.<" in name for name, _ in autofuse.stats().eager_ops)
-    with autofuse.explain() as report:
-        nothing(x)
-        nothing(x)
-    (advice,) = report.advice
-    assert advice.startswith("2 fused calls ran as plain PyTorch (")
-    assert "<locals>.nothing): the last ones launched no kernel" in advice
-    assert "autofuse.explain(function, ...) runs one as if fused and says why" in advice
-    assert "0 ops seen" in str(report) and not report.ops_seen
-    assert autofuse.explain(nothing, x).ops_seen.total() == 2
-
-
 def test_a_program_with_a_fused_module_in_it():
     """explain(fn) shows what the program does without it: the module is the outermost call."""
     module = autofuse.fuse(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sigmoid(), Gate()))

@@ -25,7 +25,7 @@ from autofuse.hot.machine import GIVEN
 from autofuse.lines import OURS
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
-from autofuse.record import modes, numbers, policy, record, writes
+from autofuse.record import modes, numbers, record, writes
 from support import DEVICES
 
 # where machine code has to be: Python 3.10 has the function that it calls most in headers alone
@@ -519,17 +519,17 @@ def test_interrupts_in_python_functions_that_it_calls(monkeypatch):
 
 
 def test_a_flush_without_kernels_is_no_launch(device):
-    """A fused call that launches nothing steps aside, by machine code too."""
+    """Nor does it end a row of flushes that wait, by machine code too."""
     w, matrix = autofuse.wrap(torch.ones(4, 4, device=device)), torch.eye(4, device=device)
     with torch.no_grad():
         for _ in range(4):
             w * 2.0
             torch.mm(w, matrix)
             from_c(flushing.flush)(state.this_thread.current, "test")
-            before = policy.launches()
+            before = state.this_thread.current.launches
         w * 2.0
         from_c(flushing.flush)(state.this_thread.current, "test")
-    assert policy.launches() == before
+    assert state.this_thread.current.launches == before
 
 
 def test_an_op_that_is_better_off_eager_stays_in_machine_code():

@@ -319,7 +319,7 @@ class Counts:
     def __init__(self) -> None:
         self.flushes: dict[str, int] = {}  # a Counter counts in twice the time
         self.eager: Counter[tuple[str, str]] = Counter()
-        self.replays = 0
+        self.replays = self.backwards = 0
         self.forgotten: Counter[str] = Counter()  # totals of runners that are gone
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ..chain.liveness import DEAD
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, all_recorders
-from ..fused import call_fused
+from ..fused import Site, call_fused
 from ..lines import user_position
 from ..run.runner import Runner
 from ..supply.load import target_of
@@ -145,7 +145,7 @@ def explain(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> 
     report = Report()
     if fn is not None:
         with report:
-            report.result = call_fused(fn, args, kwargs, [])
+            report.result = call_fused(fn, args, kwargs, Site())
     return report
 
 

@@ -88,7 +88,7 @@ class Findings:
         """Every op on a wrapped tensor that ran, fused or not."""
         seen = self.ops_fused
         for (op, reason), count in self.ops_eager.items():
-            if reason != ASIDE:
+            if not reason.startswith(ASIDE):
                 seen[op] += count
         return seen
 

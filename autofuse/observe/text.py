@@ -13,7 +13,7 @@ from ..chain.state import Node
 from ..lines import Position, shown
 from ..program.program import CONST
 from ..program.walk import needed
-from ..record.policy import ASIDE, ASIDE_CALLS
+from ..record.policy import ASIDE
 from ..settings.config import config
 from ..torch_private import NoTorchFunction
 from .events import FAILED, REFUSED, WAITS, spelled
@@ -40,9 +40,10 @@ def _bytes(count: float) -> str:
     return f"{count:.4g} GiB"
 
 
-def _eager_for(reason: str, report: Findings) -> Counter[str]:
-    """Ops that ran as plain PyTorch for that reason."""
-    return Counter({op: n for (op, why), n in report.ops_eager.items() if why == reason})
+def _eager_for(reason: str, report: Findings) -> Counter[tuple[str, str]]:
+    """What ran as plain PyTorch for a reason that begins so."""
+    eager = report.ops_eager.items()
+    return Counter({which: n for which, n in eager if which[1].startswith(reason)})
 
 
 def summary(report: Findings) -> str:
@@ -121,10 +122,10 @@ def advice_on(report: Findings) -> list[str]:
     aside = _eager_for(ASIDE, report)
     if aside:
         said.append(
-            f"{_plural(aside.total(), 'fused call')} ran as plain PyTorch ("
-            f"{', '.join(aside)}): the last ones launched no kernel, so that nothing is recorded "
-            f"for {ASIDE_CALLS} calls; autofuse.explain(function, ...) runs one as if fused and "
-            "says why"
+            f"{_plural(aside.total(), 'fused call')} ran as plain PyTorch, each "
+            f"{'; '.join(f'{reason} ({name})' for name, reason in aside)}; "
+            "autofuse.explain(function, ...) runs one as if fused and says why; "
+            "config.measure = False fuses every call"
         )
     if not recorded and not report.pending and not aside:
         said.append(

@@ -11,6 +11,7 @@ import torch
 
 from ..api import unwrap
 from ..chain.shell import Tensor
+from ..chain.state import counts
 from ..dispatch.eager import run_default, run_eager
 from ..dispatch.protocol import ask_overrides
 from ..record.flush import flush_thread
@@ -82,6 +83,7 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        counts.backwards += 1
         if config.backward_thread == "engine" or not is_multithreading_enabled():
             return run_backward(*args, **kwargs)
         try:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from ..errors import warn_once
+from ..record import contest
 from ..record.flush import flush_thread
 from ..record.ranges import annotate
 from ..settings.config import config, watch
@@ -51,11 +52,13 @@ def patch_cuda() -> None:
         for name in names.split():
             around(owner, name, partial(flush_thread, "stream"), anyway=ends)
     around(cuda.CUDAGraph, "capture_begin", _begin_capture)
+    around(cuda.CUDAGraph, "capture_end", after=contest.resume)
 
 
 def _begin_capture() -> None:
     """A graph holds its kernels; a chain that still waits for one asks again, to say so."""
     keep_modules()
+    contest.pause()
     kernels.stir()
 
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ast
 
+import torch
+
 from ..chain.state import Node, Recorder, this_thread
 from ..chain.trie import eager_node
 from ..grad.segments import Outline
 from ..settings.config import config
 from ..supply import kernels as compiling
+from .contest import Contest, clock_of
 
 # ops from which a kernel costs less than they do: one op alone takes 10.4 us fused, 6.1 us eager,
 # and no kernel has to be compiled for it (H200, bench/overhead.py)
@@ -21,8 +24,7 @@ SHORTEST = {"cuda": 2, "cpu": 1}
 # not recorded any more, SKIPS times: longer chains may begin so by then (`record_again`). Once one
 # is fused that does, its first node is `long`, and nothing of this happens.
 TRIES, SKIPS = 3, 100
-BARREN, ASIDE_CALLS = 4, 100  # calls that launch no kernel before stepping aside, and for how many
-ASIDE = "a fused call that has launched no kernel lately"  # and records nothing for now
+ASIDE = "a fused call that costs less as it is"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
 
 
@@ -96,14 +98,40 @@ def pays(nodes: list[Node], outline: Outline) -> bool:
 _KERNELS = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Compare)
 
 
-def launches() -> int:
-    """Flushes of this thread that ran a kernel, or waited for it."""
-    total = 0
-    for recorder in this_thread.recorders.values():  # 0.2 us less than a sum
-        total += recorder.launches
-    return total
+def kernel_news() -> tuple[int, ...]:
+    """Something else whenever this thread has waited for a kernel or any thread has got one."""
+    waits = [recorder.last_wait for recorder in this_thread.recorders.values()]
+    return compiling.news(), *waits
+
+
+def is_settled(before: tuple[int, ...]) -> bool:
+    """Whether nothing has come of kernels since `kernel_news` gave `before`, nor is to come."""
+    return not compiling.outstanding() and kernel_news() == before
 
 
 def rests() -> bool:
     """Whether this thread records nothing for now because its kernels are being compiled."""
     return any(recorder.resting for recorder in this_thread.recorders.values())
+
+
+def contest_for(device: torch.device, differentiated: bool) -> Contest:
+    """Between fused calls on `device` and plain ones.
+
+    differentiated: they leave a graph, so that what counts is a whole training step.
+    """
+    inexact = device.type == "cpu" or config.relaxed  # the ways may have other bits
+    inexact |= differentiated and config.recompute == "inputs"
+    return Contest(clock_of(device), steps=differentiated, once=inexact)
+
+
+def measures() -> bool:
+    """Whether fused calls may run as they are where that costs less."""
+    return config.measure and not (config.always_fuse or config.check)
+
+
+def aside(contest: Contest) -> str:
+    """Why a call is not fused, with the figures that decided."""
+    if contest.costs is None:
+        return ASIDE
+    fused, plain = contest.costs
+    return f"{ASIDE}: {plain:.3g} us, {fused:.3g} fused"

@@ -96,6 +96,10 @@ class Config:
         core; gradients have the same bits where one device computes them""")
     always_fuse: bool = _row(False, """
         fuse chains of one op on CUDA, and short ones under grad, though eager ops cost less""")
+    measure: bool = _row(True, """
+        time fused calls and the same calls without autofuse in turns, on the stream and without
+        waiting for it, and keep to what costs less; measured again at growing intervals, but once
+        only where results may differ, as on the CPU. 0 fuses every call""")
     relaxed: bool = _row(False, """
         let ops of a chain contract with each other, leave out the rounding of 16-bit values that
         are not stored, fuse ops that are not bit-identical to eager; results are nearer to the

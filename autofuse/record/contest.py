@@ -1,0 +1,179 @@
+"""Contests: which of two ways of running the same calls costs less, as measured.
+
+Knows nothing of tensors or chains. Blocks of calls in one way and in the other take turns, until
+the medians of what they took tell; the better way stays for a while, and a longer one each time.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+from ..torch_private import StreamEvent
+
+FUSED, PLAIN = 0, 1  # the ways; a contest begins with the first
+BLOCK = 4  # spans of a block that count; the one before them does not, which the other way delays
+_BLOCKS, _CLOSE, _MOST = 3, 0.05, 9  # of each way; more where medians differ by less than _CLOSE
+_ONLY = 12  # spans of a block where each way has but one
+_SETTLING = 50  # spans in which something is prepared before they count all the same
+FIRST, _GROWTH, _LONGEST = 500, 4, 1 << 20  # calls before it is measured again, how these grow
+NO_STEPS = 512  # calls without backward, after which nobody seems to run one
+
+
+class Clock(Protocol):
+    """What spans of time are read from."""
+
+    def mark(self) -> Any:
+        """This moment."""
+
+    def between(self, begin: Any, end: Any) -> float | None:
+        """us from one mark to the other; None while that is not known."""
+
+
+class HostClock:
+    """The host's."""
+
+    mark = staticmethod(time.perf_counter)
+
+    def between(self, begin: float, end: float) -> float:
+        return (end - begin) * 1e6
+
+
+class StreamClock:
+    """The current stream's, without waiting for it: work takes what the stream or the host needs.
+
+    A stream that waits for the host goes on counting, and one that is behind counts its own work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        event = StreamEvent(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, begin: Any, end: Any) -> float | None:
+        return begin.elapsed_time(end) * 1e3 if end.query() else None
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of what runs on `device`."""
+    return StreamClock(device) if device.type == "cuda" else HostClock()
+
+
+_capturing = False  # into a CUDA graph, which ends if any thread asks for an event
+
+
+def pause() -> None:
+    """Let nothing be measured for now."""
+    global _capturing
+    _capturing = True
+
+
+def resume() -> None:
+    """End what `pause` has begun."""
+    global _capturing
+    _capturing = False
+
+
+def is_paused() -> bool:
+    """Whether ways have to stay what they are."""
+    return _capturing
+
+
+class Contest:
+    """The ways of one place that calls come by; asked before and told after each."""
+
+    __slots__ = ("_clock", "_counted", "_done", "_owed", "_pause", "_settled", "_spans", "_start",
+                 "_once", "_step", "_steps", "_waits", "costs", "left", "way")  # fmt: skip
+
+    def __init__(self, clock: Clock, steps: bool = False, once: bool = False) -> None:
+        """steps: what counts are not calls but what lies between two steps, see `begin`.
+
+        once: results of the ways may differ, so that each has one block and the better stays.
+        """
+        self.way = FUSED
+        self.left = 0  # calls before something is measured
+        self.costs: tuple[float, float] | None = None  # us in each way, when it was decided
+        self._clock, self._once = clock, once
+        self._pause = FIRST
+        self._steps = NO_STEPS if steps else 0  # calls that may still come before the next step
+        self._step = -1
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._spans: tuple[list[Any], list[Any]] = [], []
+        self._done = False  # measured, and not yet known
+        self._waits = self._counted = 0
+        self._owed = 1  # spans that do not count yet
+        self._start: Any = None
+        self._settled = True
+
+    def begin(self, step: int) -> Any:
+        """A call begins, in this step: gives what `end` is to be told, None if nothing.
+
+        step: a number that changes where a new step begins, such as that of backwards so far.
+        """
+        if self._steps and step == self._step:
+            self._steps -= 1
+            return None
+        if self._done:
+            self._decide()
+            self._start = None
+        elif not self._steps:
+            return self._clock.mark()
+        else:
+            mark = self._clock.mark()
+            if self._start is not None:
+                self._count(self._start, mark, self._settled)
+            self._start, self._settled = mark, True
+        self._step, self._steps = step, self._steps and NO_STEPS
+        return None
+
+    def end(self, begun: Any, settled: bool) -> None:
+        """The call has ended; settled: nothing of what it needed was still being prepared."""
+        if begun is not None:
+            self._count(begun, self._clock.mark(), settled)
+        elif not settled:
+            self._settled = False
+
+    def _count(self, begin: Any, end: Any, settled: bool) -> None:
+        if not settled and self._waits < _SETTLING:
+            self._waits += 1
+            self._owed = 1
+        elif self._owed:
+            self._owed = 0
+        else:
+            self._spans[self.way].append((begin, end))
+            self._counted += 1
+            block, blocks = (_ONLY, 1) if self._once else (BLOCK, _BLOCKS)
+            if self._counted % block == 0:
+                self._owed = 1
+                self.way = PLAIN - self.way
+                enough = min(map(len, self._spans)) >= block * blocks
+                self._done = enough and self._counted % (2 * block) == 0
+
+    def _decide(self) -> None:
+        """Stay with the better way, or go on where the two are close."""
+        costs = []
+        for spans in self._spans:
+            times = [self._clock.between(*span) for span in spans]
+            known = [time for time in times if time is not None]
+            if len(known) < len(times):
+                return
+            costs.append(median(known))
+        fused, plain = costs
+        self._done = False
+        close = abs(fused - plain) < _CLOSE * plain
+        if close and not self._once and self._counted < 2 * BLOCK * _MOST:
+            return
+        self.costs = fused, plain
+        self.way = PLAIN if plain < fused else FUSED
+        self.left = sys.maxsize if self._once else self._pause
+        self._pause = min(self._pause * _GROWTH, _LONGEST)
+        self._begin_anew()

@@ -1,0 +1,384 @@
+"""Contests: which way a fused call takes, by a simulated clock and by the real one."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+import autofuse
+from autofuse.record import contest as contests
+from autofuse.record import policy
+from autofuse.record.contest import BLOCK, FIRST, FUSED, NO_STEPS, PLAIN, Contest
+from support import DEVICES
+
+
+class Machine:
+    """A clock and what calls cost on it, in each way."""
+
+    def __init__(self, fused, plain, noise=0.0, late=0):
+        self.costs, self.noise, self.late = [fused, plain], noise, late
+        self.now, self.asked, self.random = 0.0, 0, random.Random(0)
+
+    def mark(self):
+        return self.now
+
+    def between(self, begin, end):
+        self.asked += 1
+        return None if self.asked <= self.late else end - begin
+
+    def run(self, way):
+        self.now += self.costs[way] * self.random.lognormvariate(0.0, self.noise)
+
+
+def play(contest, machine, calls, settled=lambda k: True, step=lambda k: 0):
+    """The ways of so many calls."""
+    ways = []
+    for k in range(calls):
+        if contest.left > 0:
+            contest.left -= 1
+            ways.append(contest.way)
+            machine.run(contest.way)
+            continue
+        begun = contest.begin(step(k))
+        way = contest.way
+        ways.append(way)
+        machine.run(way)
+        contest.end(begun, way == PLAIN or settled(k))
+    return ways
+
+
+@pytest.mark.parametrize("fused, plain", [(10.0, 20.0), (20.0, 10.0), (10.0, 10.4), (10.4, 10.0)])
+@pytest.mark.parametrize("once", [False, True])
+def test_the_better_way_stays(fused, plain, once):
+    machine = Machine(fused, plain, noise=0.0)
+    contest = Contest(machine, once=once)
+    ways = play(contest, machine, 400)
+    better = FUSED if fused < plain else PLAIN
+    assert set(ways[:100]) == {FUSED, PLAIN} and set(ways[100:]) == {better}
+    assert contest.costs == pytest.approx((fused, plain)) and ways[0] == FUSED
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_does_not_decide(seed):
+    machine = Machine(13.0, 10.0, noise=0.2)
+    machine.random.seed(seed)
+    contest = Contest(machine)
+    assert set(play(contest, machine, 300)[-100:]) == {PLAIN}
+
+
+def test_outliers_do_not_decide():
+    machine = Machine(10.0, 12.0)
+    contest = Contest(machine)
+    ways = []
+    for k in range(200):
+        machine.now += 0.0
+        ways += play(contest, machine, 1)
+        if ways[-1] == FUSED and k % 7 == 0:
+            machine.costs[FUSED] = 1e6
+        else:
+            machine.costs[FUSED] = 10.0
+    assert set(ways[-50:]) == {FUSED}
+
+
+def test_a_place_that_changes_its_mind():
+    """Asked again after a while, and later each time, in the way that was better first."""
+    machine = Machine(20.0, 10.0)
+    contest = Contest(machine)
+    assert play(contest, machine, 200)[-1] == PLAIN
+    machine.costs = [10.0, 20.0]
+    ways = play(contest, machine, 1200)
+    assert ways[0] == PLAIN and ways[-1] == FUSED
+    first = ways.index(FUSED)
+    assert FIRST // 2 < first <= FIRST + 2 * BLOCK
+    machine.costs = [20.0, 10.0]
+    ways = play(contest, machine, 4 * FIRST)
+    assert 2 * FIRST < len(ways) - len([way for way in ways if way == PLAIN]) and ways[-1] == PLAIN
+
+
+def test_asked_ever_more_rarely():
+    machine = Machine(20.0, 10.0)
+    contest = Contest(machine)
+    ways = play(contest, machine, 100_000)
+    assert ways.count(FUSED) < 150
+
+
+def test_what_may_differ_is_decided_once():
+    machine = Machine(20.0, 10.0)
+    contest = Contest(machine, once=True)
+    ways = play(contest, machine, 5000)
+    changes = sum(a != b for a, b in zip(ways, ways[1:], strict=False))
+    assert changes <= 3 and ways[-1] == PLAIN
+    machine.costs = [1.0, 10.0]
+    assert set(play(contest, machine, 5000)) == {PLAIN}
+
+
+def test_calls_that_wait_for_kernels_do_not_count():
+    machine = Machine(5.0, 10.0)
+    contest = Contest(machine)
+    costs = []
+    for k in range(200):
+        waits = k < 30
+        machine.costs[FUSED] = 500.0 if waits else 5.0
+        costs += play(contest, machine, 1, settled=lambda _, waits=waits: not waits)
+        assert not waits or costs[-1] == FUSED
+    assert contest.way == FUSED and contest.costs == pytest.approx((5.0, 10.0))
+
+
+def test_what_never_settles_is_decided_all_the_same():
+    machine = Machine(20.0, 10.0)
+    contest = Contest(machine)
+    assert play(contest, machine, 400, settled=lambda k: False)[-1] == PLAIN
+
+
+def test_times_that_are_known_late_hold_nothing_up():
+    machine = Machine(20.0, 10.0, late=500)
+    contest = Contest(machine)
+    ways = play(contest, machine, 400)
+    assert ways[-1] == PLAIN and contest.costs == pytest.approx((20.0, 10.0))
+
+
+@pytest.mark.parametrize("calls", [1, 7, 50])
+def test_steps_count_with_what_lies_between_calls(calls):
+    """A forward that costs less fused, with a backward that costs more."""
+    machine = Machine(5.0, 10.0)
+    contest = Contest(machine, steps=True)
+    ways = []
+    for step in range(200):
+        ways += play(contest, machine, calls, step=lambda k, step=step: step)
+        assert len(set(ways[-calls:])) == 1  # a step is all of one way
+        machine.now += [100.0, 50.0][ways[-1]] * calls
+        if ways[-1] == PLAIN and contest.left:
+            break
+    assert contest.way == PLAIN
+    assert contest.costs == pytest.approx((105.0 * calls, 60.0 * calls))
+
+
+def test_without_backward_calls_count():
+    machine = Machine(20.0, 10.0)
+    contest = Contest(machine, steps=True)
+    ways = play(contest, machine, NO_STEPS + 200)
+    assert set(ways[:NO_STEPS]) == {FUSED} and ways[-1] == PLAIN
+
+
+# --- fused calls ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rigged(monkeypatch):
+    """A clock for every contest, on which fused calls cost what they are told to."""
+
+    class Rigged:
+        now, fused, plain, flushes = 0.0, 20.0, 10.0, 0
+
+        def mark(self):
+            flushes = sum(autofuse.stats().flushes.values())
+            self.now += self.plain if flushes == self.flushes else self.fused
+            self.flushes = flushes
+            return self.now
+
+        def between(self, begin, end):
+            return end - begin
+
+    clock = Rigged()
+    monkeypatch.setattr(autofuse.config, "measure", True)
+    monkeypatch.setattr(policy, "clock_of", lambda device: clock)
+    yield clock
+    autofuse.config.measure = False
+
+
+def chain(x):
+    return (x * 2 + 1).sigmoid() * x
+
+
+def contest_of(function):
+    """The only one."""
+    cells = [cell.cell_contents for cell in function.__closure__]
+    (sites,) = [cell for cell in cells if isinstance(cell, dict)]
+    (site,) = sites.values()
+    return site.contest
+
+
+def flushes_of(function, *args):
+    before = sum(autofuse.stats().flushes.values())
+    function(*args)
+    return sum(autofuse.stats().flushes.values()) - before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fused, plain", [(10.0, 20.0), (20.0, 10.0)])
+def test_a_fused_call_runs_the_better_way(rigged, device, fused, plain):
+    rigged.fused, rigged.plain = fused, plain
+    function, x = autofuse.fuse(chain), torch.randn(8, device=device)
+    expected = chain(x)
+    for _ in range(200):
+        y = function(x)
+        assert type(y) is torch.Tensor and type(x) is torch.Tensor
+        torch.testing.assert_close(y, expected, rtol=0 if device == "cuda" else 1e-6, atol=0)
+    assert flushes_of(function, x) == (fused < plain)
+    with torch.no_grad():  # a place of its own
+        assert flushes_of(function, x) == 1
+    assert flushes_of(function, torch.randn(800, device=device)) == 1
+    assert flushes_of(function, x) == (fused < plain)
+
+
+def test_one_setting_fuses_every_call(rigged):
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    for _ in range(100):
+        function(x)
+    assert flushes_of(function, x) == 0
+    for name, value in (("measure", False), ("always_fuse", True), ("check", True)):
+        before = getattr(autofuse.config, name)
+        setattr(autofuse.config, name, value)
+        try:
+            assert flushes_of(function, x) == 1
+        finally:
+            setattr(autofuse.config, name, before)
+    assert flushes_of(function, x) == 0
+
+
+def test_modules_of_one_class_are_places_of_their_own(rigged):
+    class Gate(torch.nn.Module):
+        def forward(self, x):
+            return chain(x)
+
+    first, second = autofuse.fuse(Gate()), autofuse.fuse(Gate())
+    x = torch.randn(8)
+    for _ in range(100):
+        first(x)
+    assert flushes_of(first, x) == 0 and flushes_of(second, x) == 1
+
+
+def test_a_training_step_is_what_counts(rigged):
+    """All calls of a step take one way, and backward is part of what they cost."""
+    function, p = autofuse.fuse(chain), torch.randn(8, requires_grad=True)
+    ways = []
+    for _ in range(60):
+        h, step = p, set()
+        for _ in range(5):
+            h = function(h)
+            step.add(contest_of(function).way)
+        h.sum().backward()
+        ways.append(step)
+    assert all(len(step) == 1 for step in ways)
+    assert {FUSED} in ways and {PLAIN} in ways
+    assert contest_of(function).left > 0  # decided
+
+
+def test_fused_calls_in_a_plain_one_are_plain(rigged):
+    inner = autofuse.fuse(chain)
+    outer = autofuse.fuse(lambda x: inner(x) + inner(x * 2))
+    x = torch.randn(8)
+    outer(x)
+    counts = []
+    while contest_of(outer) is None or not contest_of(outer).left:
+        counts.append(flushes_of(outer, x))
+    assert set(counts[:-1]) == {0, 1}
+    assert flushes_of(outer, x) == 2  # from now on those inside are calls of their own
+
+
+def test_an_error_of_the_function_is_no_measurement(rigged):
+    def failing(x, fail):
+        y = chain(x)
+        if fail:
+            raise ValueError("asked to")
+        return y
+
+    function, x = autofuse.fuse(failing), torch.randn(8)
+    for k in range(200):
+        if k % 3:
+            function(x, False)
+        else:
+            with pytest.raises(ValueError, match="asked to"):
+                function(x, True)
+    assert flushes_of(function, x, False) == 0
+    assert autofuse.chain.state.this_thread.depth == 0
+
+
+def test_nothing_changes_while_a_graph_is_captured(rigged):
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    contests.pause()
+    try:
+        assert [flushes_of(function, x) for _ in range(100)] == [1] * 100
+    finally:
+        contests.resume()
+    for _ in range(100):
+        function(x)
+    assert flushes_of(function, x) == 0
+
+
+def test_a_plain_call_of_what_another_thread_lends_gives_plain_results(rigged):
+    """While a fused call runs elsewhere its arguments are wrapped for everybody."""
+    inside, go = threading.Event(), threading.Event()
+    x = torch.randn(8)
+    function = autofuse.fuse(chain)
+    for _ in range(100):
+        function(x)
+    assert flushes_of(function, x) == 0
+
+    @autofuse.fuse
+    def slow(x):
+        inside.set()
+        assert go.wait(10)
+        return x * 2
+
+    thread = threading.Thread(target=slow, args=(x,))
+    thread.start()
+    assert inside.wait(10)
+    y = function(x)
+    assert type(y) is torch.Tensor and torch.allclose(y, chain(x.clone()))
+    go.set()
+    thread.join()
+
+
+def test_explain_says_with_which_figures(rigged):
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    for _ in range(100):
+        function(x)
+    with autofuse.explain() as report:
+        function(x)
+        function(x)
+    (advice,) = report.advice
+    assert advice.startswith("2 fused calls ran as plain PyTorch")
+    assert "costs less as it is: 10 us, 20 fused (chain)" in advice
+    assert "config.measure = False fuses every call" in advice
+    assert "0 ops seen" in str(report) and not report.ops_seen
+    assert autofuse.explain(function, x).ops_seen.total() == 4
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_the_stream_nothing_waits(monkeypatch):
+    """A contest of real time decides, without one synchronisation."""
+    monkeypatch.setattr(autofuse.config, "measure", True)
+    function, x = autofuse.fuse(chain), torch.randn(1 << 22, device="cuda")
+    expected = chain(x)
+    for _ in range(3):
+        function(x)
+    autofuse.wait()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(300):
+            y = function(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(y, expected)
+    contest = contest_of(function)
+    assert contest.costs is not None and contest.way == FUSED  # 4 ops on 16 MB
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_capture_in_the_middle_of_a_contest(monkeypatch):
+    monkeypatch.setattr(autofuse.config, "measure", True)
+    function, x = autofuse.fuse(chain), torch.randn(64, device="cuda")
+    for calls in range(1, 40):
+        function(x)
+        if calls % 5 == 0:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = function(x)
+            graph.replay()
+            assert torch.equal(y, chain(x))
