@@ -46,7 +46,7 @@ def eager(workload: Workload, program: Program) -> Call:
     return Call(program.runner(program.fn, program.args))
 
 
-def _wrapped(value: Any) -> Any:
+def wrapped_args(value: Any) -> Any:
     """`value` with its tensors wrapped, but for Parameters, which are recorded as they are."""
 
     def wrap(leaf: Any) -> Any:
@@ -56,7 +56,7 @@ def _wrapped(value: Any) -> Any:
 
 
 def wrapped(workload: Workload, program: Program) -> Call:
-    run = program.runner(program.fn, _wrapped(program.args))
+    run = program.runner(program.fn, wrapped_args(program.args))
     materialize = autofuse.materialize
     return Call(lambda: materialize(run()))
 

@@ -26,6 +26,7 @@ class Cell:
     tbps: float | None = None  # over the bytes that one kernel has to move
     first_s: float | None = None  # until the first result, compilers included
     same_bits: bool | None = None  # as eager's
+    kernels: int | None = None  # that a step launches
     note: str = ""
     reason: str = ""  # why it has no figure
 
