@@ -178,7 +178,7 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
                 except Exception as error:
                     if isinstance(error, ColdKernelError) or is_foreign(error):
                         raise
-                    del backward.direct[g.stride()]
+                    backward.direct.pop(g.stride(), None)  # another thread may have failed too
                     warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
             result = backward.gradients(grads, saved, consts)
             answer = backward.answers.get((plain_meta(g), *[None] * (len(grads) - 1)))

@@ -42,7 +42,8 @@ def _bytes(count: float) -> str:
 
 def _eager_for(reason: str, report: Findings) -> Counter[str]:
     """Ops that ran as plain PyTorch for that reason."""
-    return Counter({op: n for (op, why), n in report.ops_eager.items() if why == reason})
+    counted = list(report.ops_eager.items())
+    return Counter({op: n for (op, why), n in counted if why == reason})
 
 
 def summary(report: Findings) -> str:
