@@ -28,25 +28,42 @@ def wrap(t: torch.Tensor) -> Tensor:
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"autofuse.wrap takes a torch.Tensor, not {type(t).__name__}")
     if not wrappable(t):
-        kind = type(t).__name__ if type(t) not in (torch.Tensor, torch.nn.Parameter) else t.layout
-        raise TypeError(
-            f"autofuse.wrap takes dense (strided, not quantized or nested) CPU and CUDA tensors, "
-            f"not {kind} on {t.device.type}; convert it first, for example with to_dense()"
-        )
+        raise TypeError(f"autofuse.wrap takes dense tensors of the CPU or CUDA, and {_refusal(t)}")
     if t.requires_grad and type(t) is torch.Tensor:
         t.__class__ = Tensor
         return t  # type: ignore[return-value]
     return alias(t)
 
 
+_CLASSES = set(map(id, (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)))
+
+
 def wrappable(t: torch.Tensor) -> bool:
     return (
-        type(t) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        id(type(t)) in _CLASSES
         and t.layout is torch.strided
         and not t.is_nested
         and not t.is_quantized
         and t.device.type in ("cpu", "cuda")
     )
+
+
+def _refusal(t: torch.Tensor) -> str:
+    """What keeps a tensor from being `wrappable`, and what would help."""
+    if t.is_nested:
+        return "this one is nested; wrap what torch.nested.to_padded_tensor makes of it"
+    if id(type(t)) not in _CLASSES:
+        reason = f"what the ops of a {type(t).__name__} do, its class says"
+        if type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return reason
+        return f"{reason}; without that, wrap its as_subclass(torch.Tensor)"
+    if t.is_quantized:
+        return "this one is quantized; wrap its dequantize()"
+    if t.layout is not torch.strided:
+        return f"this one has the layout {t.layout}; wrap its to_dense()"
+    if t.is_meta:
+        return "this one is on the device meta; there are no values to compute"
+    return f"this one is on {t.device}, where its ops run without autofuse"
 
 
 def unwrap(x: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ class _Entry:
                 self.found.append((value, meta))
             elif wrappable(value):
                 self.found.append((value, learned(value, place)))
-        elif cls in ATOMS:
+        elif id(cls) in ATOMS:
             return
         elif cls is Tensor:
             if id(value) in _lent:
@@ -137,7 +137,7 @@ class _Entry:
         cls = value.__class__
         if cls is Tensor:
             return value if id(value) in _lent else _become_plain(value)
-        if cls in ATOMS or isinstance(value, (torch.Tensor, torch.nn.Module)):
+        if id(cls) in ATOMS or isinstance(value, (torch.Tensor, torch.nn.Module)):
             return value
         if isinstance(value, tuple):
             return rebuilt(value, self.leave)

@@ -5,12 +5,15 @@ import copy
 import dataclasses
 import os
 import pickle
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autofuse
 from support import DEVICES, assert_same
@@ -51,11 +54,42 @@ def test_wrap_refuses_what_it_cannot_wrap(bad):
         autofuse.wrap(bad)
 
 
-def test_wrap_refuses_nested_tensors():
-    with pytest.warns(UserWarning):
-        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.raises(TypeError, match="dense"):
-        autofuse.wrap(nested)
+class Bare(torch.Tensor):
+    """One with torch's own behaviour."""
+
+
+def nested(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+REFUSED = {
+    "sparse": lambda t: t.to_sparse(),
+    "compressed": lambda t: t.to_sparse_csr(),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+    "of a subclass": lambda t: t.as_subclass(Bare),
+    "nested": lambda t: nested(torch.strided),
+    "jagged": lambda t: nested(torch.jagged),
+    "without values": lambda t: t.to("meta"),
+    "fake": lambda t: FakeTensorMode().from_tensor(t),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_what_wrap_refuses_can_be_wrapped_as_it_says(kind):
+    bad = REFUSED[kind](torch.ones(2, 3))
+    with pytest.raises(TypeError, match="autofuse.wrap takes dense tensors") as refused:
+        autofuse.wrap(bad)
+    advice = re.search(r"wrap its (.*)$", str(refused.value))
+    if advice:
+        assert autofuse.unwrap(autofuse.wrap(eval(f"bad.{advice.group(1)}"))).shape == (2, 3)
+    elif "to_padded_tensor" in str(refused.value):
+        assert autofuse.wrap(torch.nested.to_padded_tensor(bad, 0.0)).shape == (2, 3)
+    else:
+        words = {"without values": "no values", "fake": "FakeTensor"}
+        assert words[kind] in str(refused.value)
 
 
 def test_complex_tensors_run_eagerly():

@@ -504,3 +504,80 @@ def test_handlers_say_where_they_are_from():
     for name in ("add", "mul", "sin", "where", "add_", "__add__"):
         function = getattr(autofuse.Tensor, name)
         assert function.__module__.startswith("autofuse."), name
+
+
+# --- classes that say themselves what they equal and how they hash ----------------------------
+
+
+def _raises(*_):
+    raise RuntimeError("nobody has a reason to ask")
+
+
+METACLASSES = {
+    "unhashable": {"__hash__": None},
+    "raising": {"__hash__": _raises, "__eq__": _raises},
+    "equal to all": {"__hash__": type.__hash__, "__eq__": lambda cls, other: True},
+}
+WITH_STRANGERS = {
+    "function": lambda x, odd: torch.add(x, odd()),
+    "keyword": lambda x, odd: torch.add(x, other=odd()),
+    "passed on": lambda x, odd: torch.sum(x, odd()),
+    "passed on by keyword": lambda x, odd: torch.sum(x, dim=odd()),
+    "list": lambda x, odd: torch.cat([x, odd()]),
+    "operator": lambda x, odd: x + odd(),
+    "reflected": lambda x, odd: odd() - x,
+    "comparison": lambda x, odd: x == odd(),
+    "product": lambda x, odd: x @ odd(),
+    "in place": lambda x, odd: operator.iadd(x, odd()),
+    "method in place": lambda x, odd: x.add_(odd()),
+    "of a plain tensor": lambda x, odd: torch.ones(2).add_(odd(), alpha=x),
+    "out": lambda x, odd: torch.add(x, x, out=odd()),
+    "method": lambda x, odd: x.view(odd()),
+    "index": lambda x, odd: x[odd()],
+    "set": lambda x, odd: operator.setitem(x, 0, odd()),
+    "attribute": lambda x, odd: setattr(x, "grad", odd()),
+    "option": lambda x, odd: torch.logit(x, odd()),
+    "function in Python": lambda x, odd: F.layer_norm(x, odd()),
+    "answers": lambda x, odd: [x + answering(odd), answering(odd) + x],
+    "overrides": lambda x, odd: [f(x, overriding(odd)) for f in (torch.add, torch.sum, F.gelu)],
+    "fused": lambda x, odd: autofuse.fuse(lambda a, b: [a + 1, b][0])(x, [x, odd()]),
+    "fused results": lambda x, odd: autofuse.fuse(lambda a: [a * 2, odd()])(x)[0],
+}
+
+
+def answering(odd):
+    methods = {"__add__": lambda self, x: "right", "__radd__": lambda self, x: "left"}
+    return type(odd)("Answering", (), methods)()
+
+
+def overriding(odd):
+    def torch_function(cls, func, types, args=(), kwargs=None):
+        return func.__name__
+
+    return type(odd)("Overriding", (), {"__torch_function__": classmethod(torch_function)})()
+
+
+@pytest.mark.parametrize("meta", METACLASSES)
+@pytest.mark.parametrize("name", WITH_STRANGERS)
+def test_a_class_is_not_asked_what_it_equals(name, meta):
+    odd = type("Meta", (type,), METACLASSES[meta])("Odd", (), {})
+    want = told(WITH_STRANGERS[name], torch.full((2,), 0.5), odd)
+    for wrap in (autofuse.wrap, lambda t: autofuse.wrap(t) * 1):
+        assert told(WITH_STRANGERS[name], wrap(torch.full((2,), 0.5)), odd) == want
+
+
+def test_a_keyword_may_be_no_ordinary_string():
+    class Key(str):
+        asked = 0
+
+        def __hash__(self):
+            Key.asked += 1
+            if Key.asked > 1:  # the call's own dict asks once
+                raise RuntimeError("asked again")
+            return super().__hash__()
+
+    for call in (torch.add, torch.sum, torch.cumsum):
+        for x in (torch.ones(2), autofuse.wrap(torch.ones(2)), autofuse.wrap(torch.ones(2)) * 1):
+            Key.asked = 0
+            with pytest.raises((RuntimeError, TypeError)):  # no SystemError
+                call(x, **{Key("out"): x})

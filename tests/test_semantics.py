@@ -32,6 +32,54 @@ def test_a_plain_tensor_on_the_left(op, device):
     assert str(ours.value) == str(theirs.value)
 
 
+_COMPARISONS = {"<": ">", "<=": ">=", "==": "==", "!=": "!=", ">": "<", ">=": "<="}
+_SYMBOLS = "+ - * / // % ** & | ^ << >> @ += -= *= /= //= %= **= &= |= ^= <<= >>=".split()
+
+
+@device_param
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("op", [*_SYMBOLS, *_COMPARISONS])
+def test_an_error_names_the_operands_in_their_order(op, dtype, device):
+    """Whatever stands on either side; of comparisons Python exchanges the sides, as in eager."""
+
+    def text(a, op, b):
+        space = {"a": a, "b": b}
+        with pytest.raises((RuntimeError, TypeError)) as raised:
+            exec(f"a {op} b", space)
+        return type(raised.value), str(raised.value)
+
+    def parameter(t):
+        return torch.nn.Parameter(t, requires_grad=False)
+
+    small = torch.ones(3, dtype=dtype, device=device)
+    large = torch.ones(2, 4, dtype=dtype, device=device)
+    for a, b in ((small, large), (large, small)):
+        want = text(a.clone(), op, b)
+        for left in (torch.clone, parameter, W, lambda t: W(t) * 1):
+            for right in (W, lambda t: W(t) * 1):
+                if left is torch.clone and op in _COMPARISONS:
+                    assert text(a, op, parameter(b)) == text(b, _COMPARISONS[op], a)
+                    assert text(left(a), op, right(b)) == text(b, _COMPARISONS[op], a)
+                else:
+                    assert text(left(a), op, right(b)) == want
+            if left not in (torch.clone, parameter):
+                assert text(left(a), op, b) == want
+                assert text(left(a), op, parameter(b)) == want
+
+
+@device_param
+@pytest.mark.parametrize("name", "lt le gt ge eq ne sub pow maximum atan2 where".split())
+def test_an_error_of_a_function_names_the_operands_in_their_order(name, device):
+    def text(a, b):
+        with pytest.raises(RuntimeError) as raised:
+            torch.where(a > 0, a, b) if name == "where" else getattr(torch, name)(a, b)
+        return str(raised.value)
+
+    a, b = torch.ones(3, device=device), torch.ones(2, 4, device=device)
+    for x, y in ((a, b), (b, a)):
+        assert text(x, W(y)) == text(W(x), y) == text(W(x), W(y) * 1) == text(x, y)
+
+
 @device_param
 def test_division_by_a_wrapped_tensor_is_a_division(device):
     small = torch.full((3,), 1e-39, device=device)

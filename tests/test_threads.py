@@ -17,11 +17,13 @@ import autofuse
 from autofuse import inside
 from autofuse.chain import state
 from autofuse.hot import trial
+from autofuse.observe import events, findings, text
 from autofuse.patches import install as boundaries
 from autofuse.record import flush as flushing
 from autofuse.record import ways
 from autofuse.record.modes import forget_all
 from autofuse.run import cpu, eager
+from autofuse.supply import kernels
 from support import DEVICES, assert_same, elsewhere
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -537,3 +539,98 @@ def test_what_runs_while_a_thread_gets_its_recorders_finds_the_same(device, monk
     assert inner is outer
     assert_same(a, torch.full((8,), 3.0, device=device), None)
     assert_same(b, torch.full((8,), 2.0, device=device), None)
+
+
+# --- what others may remove as well -----------------------------------------------------------
+
+
+def test_a_backward_whose_kernel_fails_in_another_thread_too(device, monkeypatch, capsys):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    p = torch.rand(8, device=device).requires_grad_()
+    w = autofuse.wrap(p)
+
+    def make():
+        return autofuse.materialize(((w * 2.0 + 1.0) * w).sigmoid())
+
+    def fail(*args):
+        backward.direct.clear()  # as the other thread does
+        raise RuntimeError("no gradients today")
+
+    ones = torch.ones(8, device=device)
+    y = make()
+    backward, _ = y.grad_fn.work
+    want = torch.autograd.grad(y, w, ones)
+    assert backward.direct
+    backward.direct.update(dict.fromkeys(backward.direct, fail))
+    assert_same(torch.autograd.grad(make(), w, ones), want, 1e-6)
+    assert "no gradients today" in capsys.readouterr().err
+
+
+def test_settings_that_two_threads_change_at_once(device, tmp_path):
+    """Nobody goes on listening whom no setting names any more."""
+    before = list(events._observers)
+    try:
+
+        def change(k):
+            for _ in range(30):
+                autofuse.config.logs = ("flush", "kernel", "")[k]
+                autofuse.config.dump_dir = (tmp_path, None)[k % 2]
+
+        run(*[lambda k=k: change(k) for k in range(3)])
+    finally:
+        autofuse.config.logs, autofuse.config.dump_dir = "", None
+    assert events._observers == before
+
+
+def at_every_line(module, action):
+    """Have `action` run at every line of `module`, as a finalizer might."""
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        sys.settrace(None)
+        action()
+        sys.settrace(trace)
+        return trace
+
+    return trace
+
+
+def test_a_report_that_grows_while_it_is_read(device):
+    w = autofuse.wrap(torch.ones(4, device=device))
+    with autofuse.explain() as report:
+        names = iter(range(10**6))
+        grow = lambda: report.ran_eagerly(f"op{next(names)}", "new")  # noqa: E731
+        for _ in range(4):
+            w.sum()
+            grow()
+        for module in (findings, text):
+            sys.settrace(at_every_line(module, grow))
+            try:
+                print(report.ops_seen, report)
+            finally:
+                sys.settrace(None)
+
+
+def test_requests_that_are_forgotten_while_others_are(device, monkeypatch, capsys):
+    """Where there are too many, and a finalizer that comes in the middle needs a kernel too."""
+    w = autofuse.wrap(torch.rand(4, device=device))
+    requests = dict.fromkeys(range(8))
+    more = iter(range(8, 10**6))
+    monkeypatch.setattr(kernels, "_requests", requests)
+    monkeypatch.setattr(autofuse.config, "max_kernels", 1)
+
+    def exchange():
+        requests.pop(next(iter(requests), None), None)
+        requests[next(more)] = None
+
+    sys.settrace(at_every_line(kernels, exchange))
+    try:
+        y = (w * 2.0 + 1.0).sigmoid() * 3.25 - w.abs().exp()
+        autofuse.materialize(y)
+    finally:
+        sys.settrace(None)
+    assert not requests.keys() & range(8)
+    assert not capsys.readouterr().err  # such as that its kernel has failed
+    torch.testing.assert_close(autofuse.unwrap(y), (autofuse.unwrap(w) * 2.0 + 1.0).sigmoid() * 3.25
+                               - autofuse.unwrap(w).abs().exp())  # fmt: skip

@@ -25,9 +25,9 @@ from .unrecorded import Known, Plain, known_of
 
 Parameter = torch.nn.Parameter
 Handler = Callable[..., Any]
-OURS = (Tensor, Plain, Parameter)  # classes of tensors that autofuse reads and writes
+OURS = set(map(id, (Tensor, Plain, Parameter)))  # classes of tensors that are read and written
 TARGETS = {"out", "inplace"}  # keywords by which a function may write
-_SIZES = {tuple, list, torch.Size}
+_SIZES = set(map(id, (tuple, list, torch.Size)))
 
 
 def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
@@ -52,8 +52,9 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
                     return run_any(func, known, args, kwargs)
             elif state.__class__ is not Meta and state is not UNKNOWN:
                 return run_any(func, known, args, kwargs)
-        elif x.__class__ not in SIMPLE and not (
-            x.__class__ in _SIZES and (not x or x[0].__class__ is int or _made_concrete(x, known))
+        elif id(x.__class__) not in SIMPLE and not (
+            id(x.__class__) in _SIZES
+            and (not x or x[0].__class__ is int or _made_concrete(x, known))
         ):
             return run_any(func, known, args, kwargs)
     with NoTorchFunction():
@@ -77,7 +78,7 @@ def _made_concrete(items: Any, known: Known) -> bool:
                     return False
             elif state.__class__ is not Meta and state is not UNKNOWN:
                 return False
-        elif x.__class__ not in SIMPLE:
+        elif id(x.__class__) not in SIMPLE:
             return False
     return True
 
@@ -183,7 +184,7 @@ def run_any(
 
 def has_others(items: Iterable[Any]) -> bool:
     """Whether one of these is of a class that may have a say about what wrapped tensors know."""
-    others = [x for x in items if x.__class__ not in SIMPLE and x.__class__ is not Tensor]
+    others = [x for x in items if id(x.__class__) not in SIMPLE and x.__class__ is not Tensor]
     return any(isinstance(x, Plain) for x in others) or has_torch_function(others)
 
 

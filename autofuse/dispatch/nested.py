@@ -30,7 +30,7 @@ def flattened(values: Iterable[Any]) -> list[Any]:
     """Everything in arguments, in one list."""
     flat = []
     for item in values:
-        if item.__class__ in SIMPLE or item.__class__ is Tensor:
+        if id(item.__class__) in SIMPLE or item.__class__ is Tensor:
             flat.append(item)
         elif isinstance(item, (tuple, list)):
             flat += flattened(item)
@@ -42,16 +42,17 @@ def flattened(values: Iterable[Any]) -> list[Any]:
 
 
 # classes of what no walk looks into
-SIMPLE = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device,
-          torch.Tensor, torch.nn.Parameter}  # fmt: skip
-
-ATOMS = {int, float, bool, str, type(None), complex, bytes}
+SIMPLE_CLASSES = (int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device,
+                  torch.Tensor, torch.nn.Parameter)  # fmt: skip
+# sets of classes are kept by id: what its class equals, and how it hashes, a metaclass may say
+SIMPLE = set(map(id, SIMPLE_CLASSES))
+ATOMS = set(map(id, (int, float, bool, str, type(None), complex, bytes)))
 
 
 def mapped(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
     """`value` with `leaf` applied to its tensors; the same object where nothing changed."""
     cls = type(value)
-    if cls in ATOMS:
+    if id(cls) in ATOMS:
         return value
     if cls is torch.Tensor or cls is Tensor or isinstance(value, torch.Tensor):
         return leaf(value)

@@ -59,7 +59,7 @@ class Backward:
                 )
         elif not in_functorch():
             with NoTorchFunction():
-                key = tuple([plain_meta(g) if g.__class__ in _READ else None for g in grads])
+                key = tuple([plain_meta(g) if id(g.__class__) in _READ else None for g in grads])
             if len(grads) - key.count(None) == len(incoming):  # no sparse one, no other class
                 answer = self._answer(key)
         if answer is not None:
@@ -143,7 +143,8 @@ class Backward:
             return None
 
 
-_READ = (torch.Tensor, torch.nn.Parameter, Tensor)  # gradients whose memory is theirs
+# classes of gradients whose memory is theirs
+_READ = set(map(id, (torch.Tensor, torch.nn.Parameter, Tensor)))
 
 
 class _Fused(torch.autograd.Function):
@@ -177,7 +178,7 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
                 except Exception as error:
                     if isinstance(error, ColdKernelError) or is_foreign(error):
                         raise
-                    del backward.direct[g.stride()]
+                    backward.direct.pop(g.stride(), None)  # another thread may have failed too
                     warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
             result = backward.gradients(grads, saved, consts)
             answer = backward.answers.get((plain_meta(g), *[None] * (len(grads) - 1)))

@@ -9,7 +9,6 @@ from .c import (
     FUNCTION_MODES,
     FUNCTIONS_OFF,
     ITEMS,
-    SIMPLE,
     SKIPS_NEXT,
     Plain,
     PyDict_GetItemWithError,
@@ -17,14 +16,13 @@ from .c import (
     PyList_GetItem,
     PyList_Size,
     PyObject_Vectorcall,
-    PySet_Contains,
     PyThreadState_Get,
     PyTuple_Size,
     _PyObject_MakeTpCall,
     call_pointer,
     load,
 )
-from .values import class_of, has_target
+from .values import class_of, has_target, is_simple
 
 
 def builtin(entry, function, args, flags, names):
@@ -103,4 +101,4 @@ def is_known(x):
     kind = class_of(x)
     if kind is Tensor or kind is Plain or kind is float or kind is int:
         return 1
-    return PySet_Contains(SIMPLE, kind) == 1
+    return is_simple(kind)

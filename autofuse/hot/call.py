@@ -16,7 +16,6 @@ from .c import (
     ITEMS,
     LAYOUT,
     PEEK,
-    SIMPLE,
     Plain,
     Py_DecRef,
     Py_IncRef,
@@ -32,7 +31,6 @@ from .c import (
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyObject_Vectorcall,
-    PySet_Contains,
     PyThread_get_thread_ident,
     PyTuple_Size,
     call_pointer,
@@ -45,7 +43,17 @@ from .c import (
 from .flush import flush_now
 from .inputs import likely_meta
 from .record import are_watched, called, number_chain
-from .values import ask2, class_of, has_target, is_ours, number_of, python, slot_of, state_of
+from .values import (
+    ask2,
+    class_of,
+    has_target,
+    is_ours,
+    is_simple,
+    number_of,
+    python,
+    slot_of,
+    state_of,
+)
 
 
 def torch_function(entry, function, args, flags, names):
@@ -109,9 +117,12 @@ def are_none(options):
     if class_of(options) is not dict:
         return 0
     size = PyDict_Size(options)
-    if size == 1 and PyDict_GetItemWithError(options, INPLACE) is False:
-        return 1
-    return size == 0
+    if size != 1:
+        return size == 0
+    value = PyDict_GetItemWithError(options, INPLACE)
+    if value == 0:
+        PyErr_Clear()  # of a key that is no ordinary string
+    return value is False
 
 
 def passing(entry, function, args, flags, names):
@@ -181,7 +192,7 @@ def is_concrete(recorder: Recorder, known: Known, x):
     if kind is not Tensor:
         if kind is float or kind is int or kind is bool or x is None:
             return 1
-        if PySet_Contains(SIMPLE, kind) != 1:
+        if is_simple(kind) == 0:
             return 0
     chain: Chain = recorder.chain
     tip: Node = chain.tip

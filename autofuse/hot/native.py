@@ -173,7 +173,7 @@ def _given() -> dict[str, Any]:
         "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": state.writing, "all_recorders": state.all_recorders.refs,
         "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
-        "function_modes": function_modes, "SIMPLE": nested.SIMPLE, "TARGETS": eager.TARGETS,
+        "function_modes": function_modes, "SIMPLE": nested.SIMPLE_CLASSES, "TARGETS": eager.TARGETS,
         "strided": torch.strided,
         "increment_version": count_write,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),

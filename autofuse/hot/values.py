@@ -12,6 +12,7 @@ from .c import (
     GRAD_MODE,
     ITEMS,
     PYTHON,
+    SIMPLE,
     TARGETS,
     Parameter,
     Plain,
@@ -62,6 +63,16 @@ def is_ours(x):
     return kind is Tensor or kind is Plain or kind is Parameter
 
 
+def is_simple(kind):
+    """Whether no walk over arguments looks into what is of this class; nobody is asked."""
+    k = PyTuple_Size(SIMPLE)
+    while k > 0:
+        k -= 1
+        if load(SIMPLE + ITEMS + 8 * k) is kind:
+            return 1
+    return 0
+
+
 def state_of(x):
     """What `x._af` is, borrowed from x."""
     state = PyObject_GetAttr(x, AF)
@@ -79,7 +90,9 @@ def has_target(names):
     k = PyTuple_Size(names)
     while k > 0:
         k -= 1
-        if PySet_Contains(TARGETS, load(names + ITEMS + 8 * k)) != 0:
+        found = PySet_Contains(TARGETS, load(names + ITEMS + 8 * k))
+        if found != 0:
+            PyErr_Clear()  # of a name that is no ordinary string
             return 1
     return 0
 

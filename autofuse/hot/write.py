@@ -67,6 +67,8 @@ def writing(entry, function, args, flags, names):
     if names != 0:
         every += PyTuple_Size(names)
     if count == 0 or is_ours(load(args)) == 0 or is_free(recorder) == 0:
+        if PyErr_Occurred() != 0:
+            return 0
         return python(function, args, flags, names)
     target = load(args)
     known: Known = load(entry + 8)

@@ -87,7 +87,7 @@ class Findings:
     def ops_seen(self) -> Counter[str]:
         """Every op on a wrapped tensor that ran, fused or not."""
         seen = self.ops_fused
-        for (op, reason), count in self.ops_eager.items():
+        for (op, reason), count in list(self.ops_eager.items()):  # others may run some meanwhile
             if not reason.startswith(ASIDE):
                 seen[op] += count
         return seen

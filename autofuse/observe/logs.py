@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -135,24 +136,26 @@ def assembly(source: Source, target: str) -> tuple[str, str]:
 
 _SERVED: dict[str, Callable[[Any], Observer]] = {"logs": Log, "dump_dir": Dump}  # by setting
 _active: dict[str, tuple[object, Observer]] = {}  # setting -> (its value, who serves it)
+_lock = threading.RLock()  # threads may assign at the same time
 
 
 def _configure(*reason: object) -> None:
     """Follow the settings."""
-    for name, make in _SERVED.items():
-        value = getattr(config, name)
-        was, observer = _active.get(name, (None, None))
-        if (was or None) == (value or None):
-            continue
-        if observer is not None:
-            events.remove(observer)
-            if isinstance(observer, Log):
-                observer.close()
-            del _active[name]
-        if value:
-            made = make(value)
-            _active[name] = value, made
-            events.add(made)
+    with _lock:
+        for name, make in _SERVED.items():
+            value = getattr(config, name)
+            was, observer = _active.get(name, (None, None))
+            if (was or None) == (value or None):
+                continue
+            if observer is not None:
+                events.remove(observer)
+                if isinstance(observer, Log):
+                    observer.close()
+                del _active[name]
+            if value:
+                made = make(value)
+                _active[name] = value, made
+                events.add(made)
 
 
 def install() -> None:

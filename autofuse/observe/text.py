@@ -42,8 +42,8 @@ def _bytes(count: float) -> str:
 
 def _eager_for(reason: str, report: Findings) -> Counter[tuple[str, str]]:
     """What ran as plain PyTorch for a reason that begins so."""
-    eager = report.ops_eager.items()
-    return Counter({which: n for which, n in eager if which[1].startswith(reason)})
+    counted = list(report.ops_eager.items())
+    return Counter({which: n for which, n in counted if which[1].startswith(reason)})
 
 
 def summary(report: Findings) -> str:

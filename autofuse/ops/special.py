@@ -173,7 +173,7 @@ row("logit_clamped_backward", "g x e:opmath",
 def logit(input, eps=None):
     if eps is None:
         return OPS["logit"], (input,)
-    if eps.__class__ not in (float, int) or eps < 0:
+    if not (eps.__class__ is float or eps.__class__ is int) or eps < 0:
         return None
     return OPS["logit_clamped"], (input, float(eps))
 

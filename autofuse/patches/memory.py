@@ -20,7 +20,7 @@ from ..record.writes import flush_readers
 from ..torch_private import TensorBase, function_modes, torch_functions_are_on
 from .around import around, replace
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = set(map(id, (torch.Tensor, torch.nn.Parameter)))
 
 
 _KEEP = {"share_memory_", "retain_grad_", "rename_"}  # change nothing that a pending op reads
@@ -59,7 +59,7 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not recorders:
             return original(*args, **kwargs)
-        if handler is not None and args and args[0].__class__ in _PLAIN:
+        if handler is not None and args and id(args[0].__class__) in _PLAIN:
             for known in recorders[:]:
                 recorder = known()
                 if recorder is not None and recorder.chain:
@@ -89,7 +89,7 @@ def _asks_us(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for x in (*args, *kwargs.values()) if kwargs else args:
         if x.__class__ is Tensor:
             wrapped = True
-        elif x.__class__ not in SIMPLE:
+        elif id(x.__class__) not in SIMPLE:
             return False
     return wrapped and torch_functions_are_on() and not function_modes()
 

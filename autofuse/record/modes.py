@@ -70,7 +70,7 @@ def close_thread(reason: str) -> None:
         reopen(reason)
     except BaseException:  # nothing has changed, for the recorders before it neither
         this_thread.closed -= 1
-        for recorder in this_thread.recorders.values():
+        for recorder in list(this_thread.recorders.values()):
             if recorder.off is not (this_thread.closed > 0) and not recorder.chain:
                 recorder.off = this_thread.closed > 0
                 recorder.open()

@@ -37,12 +37,10 @@ def make_eager(node: Node, reason: str) -> None:
     """Let the op of `node`, where a chain begins with it, run as eager PyTorch for a while."""
     tip = node.parent
     assert tip is not None and node.op is not None
-    for key, known in tip.next.items():
-        if known is node:
-            tip.next[key] = eager = eager_node(node.recorder, tip, node.op, reason, node.meta)
-            tip.recent = None
-            eager.key, eager.returns = key, (tip, key, node)
-            return
+    if tip.next.get(node.key) is node:
+        eager = eager_node(node.recorder, tip, node.op, reason, node.meta)
+        eager.key, eager.returns = node.key, (tip, node.key, node)
+        tip.next[node.key], tip.recent = eager, None
 
 
 def record_again(eager: Node) -> None:
@@ -100,7 +98,7 @@ _KERNELS = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Compare)
 
 def kernel_news() -> tuple[int, ...]:
     """Something else whenever this thread has waited for a kernel or any thread has got one."""
-    waits = [recorder.last_wait for recorder in this_thread.recorders.values()]
+    waits = [recorder.last_wait for recorder in list(this_thread.recorders.values())]
     return compiling.news(), *waits
 
 
@@ -111,7 +109,7 @@ def is_settled(before: tuple[int, ...]) -> bool:
 
 def rests() -> bool:
     """Whether this thread records nothing for now because its kernels are being compiled."""
-    return any(recorder.resting for recorder in this_thread.recorders.values())
+    return any(recorder.resting for recorder in list(this_thread.recorders.values()))
 
 
 def contest_for(device: torch.device, differentiated: bool) -> Contest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..chain.state import Chain, all_recorders
 from ..run.runner import Runner
 
 open_ranges: list[Callable[[str], contextlib.AbstractContextManager[Any]]] = []  # for profilers
+_lock = threading.RLock()  # threads may begin and end profiles at the same time
 
 
 def annotate(make: Callable[[str], contextlib.AbstractContextManager[Any]], on: bool) -> None:
@@ -17,9 +19,10 @@ def annotate(make: Callable[[str], contextlib.AbstractContextManager[Any]], on: 
 
     The runners change, so that a flush need not ask.
     """
-    if on is (make in open_ranges):
-        return
-    open_ranges.append(make) if on else open_ranges.remove(make)
+    with _lock:
+        if on is (make in open_ranges):
+            return
+        open_ranges.append(make) if on else open_ranges.remove(make)
     for recorder in all_recorders:
         with recorder.lock:
             for runner in recorder.runners:

@@ -97,7 +97,7 @@ def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bo
         if torch.is_grad_enabled():
             return False
         made = meta.ungraded = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
-    for recorder in this_thread.recorders.values():
+    for recorder in list(this_thread.recorders.values()):
         if recorder.chain.tip.holds_grad:
             return False
     result = record(op, operands)

@@ -173,8 +173,9 @@ def _looked_up(wanted: Wanted, counted: bool) -> tuple[Kernel | None, str]:
         raise ColdKernelError(_cold(request, "no_compile() is active"))
     if not known:
         if len(_requests) >= 4 * config.max_kernels:
-            for key in [key for key, old in _requests.items() if old not in _queued]:
-                del _requests[key]
+            for key, old in list(_requests.items()):  # a finalizer may look up others meanwhile
+                if old not in _queued:
+                    _requests.pop(key, None)
         _requests[wanted] = request
     return _advance(request, counted)
 
