@@ -149,13 +149,13 @@ def test_training_switches_in_the_middle(device, monkeypatch):
 
 
 @both
-def test_fuse_does_not_step_aside_while_it_waits(device, monkeypatch):
+def test_what_rests_records_again_when_there_is_news(device, monkeypatch):
     monkeypatch.setattr(Service, "submit", lambda self, job: None)
     fused = autofuse.fuse(chain)
     x = torch.randn(64, device=device)
     for _ in range(20):
         fused(x)
-    assert autofuse.record.policy.rests()
+    assert autofuse.chain.state.this_thread.current.resting
     compile.stir()  # as when a kernel has come
     before = autofuse.stats().eager_flushes
     fused(x)

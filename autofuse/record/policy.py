@@ -107,11 +107,6 @@ def is_settled(before: tuple[int, ...]) -> bool:
     return not compiling.outstanding() and kernel_news() == before
 
 
-def rests() -> bool:
-    """Whether this thread records nothing for now because its kernels are being compiled."""
-    return any(recorder.resting for recorder in list(this_thread.recorders.values()))
-
-
 def contest_for(device: torch.device, differentiated: bool) -> Contest:
     """Between fused calls on `device` and plain ones.
 
