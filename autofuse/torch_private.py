@@ -102,10 +102,6 @@ take = taker()
 # --- CUDA ----------------------------------------------------------------------------------------
 
 
-# of torch.cuda.Event, without what `patches.streams` puts around its methods
-StreamEvent: Any = getattr(torch._C, "_CudaEventBase", None)
-
-
 def stream_reader(device: torch.device) -> Callable[[], int]:
     """A function that gives the raw handle of the current stream; 0 on the CPU."""
     if device.type != "cuda":
