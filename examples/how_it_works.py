@@ -29,6 +29,7 @@ def expression(x: autofuse.Tensor) -> str:
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
+    autofuse.config.always_fuse = True  # short chains of tensors as small as these too
 
     show("1. wrap: the same memory, another class")
     plain = torch.randn(4, 8, device=device)

@@ -707,6 +707,7 @@ def script(text, tmp_path, **options):
         import os, signal, sys, time, torch, autofuse
         from autofuse.supply import kernels as compile, service as background
         autofuse.config.compile, autofuse.config.compile_after = "background", 1
+        autofuse.config.always_fuse = True  # chains of small tensors too
         x = autofuse.wrap(torch.ones(8))
     """
     environment = {**os.environ, "AUTOFUSE_CACHE_DIR": str(tmp_path / "kernels")}
@@ -849,7 +850,7 @@ class TestShortChains:
     def as_on_cuda(self, monkeypatch):
         monkeypatch.setattr(autofuse.config, "compile", "now")
         forget_all("test")
-        autofuse.record.policy.SHORTEST.update(cuda=2, cpu=2)
+        autofuse.record.policy.FLUSH_US.update(cuda=10.1, cpu=3.5)
 
     def test_one_op_has_no_kernel_and_soon_is_not_recorded(self):
         x = autofuse.wrap(torch.randn(5))
@@ -860,6 +861,33 @@ class TestShortChains:
         assert stats.kernels_compiled == stats.kernels_launched == 0
         assert stats.eager_ops["tanh", "a chain of one op"] >= 4
         assert not autofuse.is_pending(torch.tanh(x))
+
+    def test_a_short_chain_of_small_tensors_is_as_its_ops_are_on_a_cpu(self):
+        """By length, size and functions, and the same at every run: the bits are eager's."""
+        autofuse.record.policy.FLUSH_US.update(cpu=9.3)
+        small, large = torch.randn(5), torch.randn(1 << 14)
+        for x, n, fused in ((small, 2, 0), (small, 12, 1), (large, 2, 1), (large[:200], 2, 0)):
+            forget_all("test")
+            for _ in range(30):
+                y, expected = autofuse.wrap(x), x
+                autofuse.reset_stats()
+                for _ in range(n):
+                    y, expected = torch.tanh(y * 0.5), torch.tanh(expected * 0.5)
+                autofuse.materialize(y)
+                assert autofuse.stats().kernels_launched == fused
+                assert fused or torch.equal(y, expected)
+
+    def test_arithmetic_on_large_tensors_pays_from_some_ops_on(self):
+        autofuse.record.policy.FLUSH_US.update(cpu=9.3)
+        x = torch.randn(1 << 17)
+        for n, fused in ((1, 0), (3, 1)):
+            forget_all("test")
+            autofuse.reset_stats()
+            y = autofuse.wrap(x)
+            for _ in range(n):
+                y = y * 0.5
+            autofuse.materialize(y)
+            assert autofuse.stats().kernels_launched == fused
 
     def test_a_chain_that_begins_so_is_fused(self):
         x = autofuse.wrap(torch.randn(5))

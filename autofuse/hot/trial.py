@@ -28,7 +28,7 @@ from ..dispatch import protocol
 from ..kernel.llvm import link, parsed, target_machine, undisturbed
 from ..observe import counters as report
 from ..ops.arithmetic import OPS
-from ..record import flush, modes, policy, record, writes
+from ..record import flush, modes, record, writes
 from ..run import cuda, devices, runner
 from ..settings.config import config
 from ..supply.worker import send
@@ -380,7 +380,6 @@ def differences() -> str:
     try:
         native.make()
         install()
-        policy.SHORTEST.update(cuda=1, cpu=1)
         config.compile, config.always_fuse = "now", True
         with torch.no_grad():
             return next(_differences(), "")

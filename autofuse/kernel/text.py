@@ -17,6 +17,8 @@ from __future__ import annotations
 import ast
 from functools import cache
 
+from ..dtypes import CODES
+from ..ops.row import Op
 from ..program.program import CONST
 from .plan import Line, Plan
 from .source import Source, carried, walk
@@ -126,6 +128,22 @@ def _statements(plan: Plan, index: int, line: Line, target: str) -> list[str]:
 def parse(source: str) -> tuple[ast.stmt, ...]:
     """The statements of an op's expression; the last is its value."""
     return tuple(ast.parse(source.replace(";", "\n").replace("\n ", "\n")).body)
+
+
+_ARITHMETIC = {"abs", "floor", "ceil", "trunc", "round", "copysign", "fmax", "fmin", "clip", "own",
+               "rnd", *CODES.values()}  # fmt: skip
+
+
+@cache
+def calls_functions(op: Op, common: str) -> bool:
+    """Whether the CPU kernel of `op` needs more than arithmetic and what is exact."""
+    trees = [tree for part in parse(op.expression(common, "cpu")) for tree in ast.walk(part)]
+    called = {
+        tree.func.id
+        for tree in trees
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)
+    }
+    return not called <= _ARITHMETIC
 
 
 class _Substitute(ast.NodeTransformer):

@@ -12,7 +12,6 @@ CUDA graph captures are not compared.
 
 from __future__ import annotations
 
-import ast
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from ..dtypes import CODES
 from ..errors import MismatchError
 from ..grad.backward import Backward
 from ..grad.rules import Torch
-from ..kernel.text import parse
+from ..kernel.text import calls_functions
 from ..lines import shown, user_position
 from ..ops.row import Op
 from ..program.program import CONST, Ref
@@ -258,8 +257,6 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 _ULP = 32  # how far a function may be from eager's on the CPU; README has what was measured
 _ULP_NARROW = 4  # an op on 16-bit floats, which eager rounds on the way: of its operands, too
-_EXACT = {"abs", "floor", "ceil", "trunc", "round", "copysign", "fmax", "fmin", "clip", "own",
-          "rnd", *CODES.values()}  # fmt: skip
 # differences of greater numbers: what is small is the error in terms of 1
 _CANCELLING = {"lgamma", "digamma", "logaddexp", "logaddexp2", "gelu", "gelu_tanh", "logit",
                "logit_clamped"}  # fmt: skip
@@ -272,13 +269,7 @@ def _is_exact(op: Op, common: str) -> bool:
     """Whether the CPU kernel of `op` computes what eager's does."""
     if op.name in _TWO_ORDERS:
         return False
-    trees = [tree for part in parse(op.expression(common, "cpu")) for tree in ast.walk(part)]
-    called = {
-        tree.func.id
-        for tree in trees
-        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)
-    }
-    return common not in ("f16", "bf16") and called <= _EXACT
+    return common not in ("f16", "bf16") and not calls_functions(op, common)
 
 
 class _Nudging(Torch):

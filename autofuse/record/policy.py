@@ -6,19 +6,48 @@ All thresholds of recording stand here; what the types of operands forbid is in 
 from __future__ import annotations
 
 import ast
+import math
+from dataclasses import dataclass
 
 import torch
 
 from ..chain.state import Node, Recorder, this_thread
 from ..chain.trie import eager_node
 from ..grad.segments import Outline
+from ..kernel.text import calls_functions
 from ..settings.config import config
 from ..supply import kernels as compiling
 from .contest import Contest, clock_of
 
-# ops from which a kernel costs less than they do: one op alone takes 10.4 us fused, 6.1 us eager,
-# and no kernel has to be compiled for it (H200, bench/overhead.py)
-SHORTEST = {"cuda": 2, "cpu": 1}
+# What chains cost the host, in us: on one NVIDIA H200 machine (bench/overhead.py), where the device
+# has its own time, and on a CPU, one thread. A flush, which runs one kernel, an eager op (on a CPU
+# 1.3 plain and 1.1 more for a wrapped tensor), and one that is recorded, without grad...
+FLUSH_US = {"cuda": 10.1, "cpu": 9.3}
+_OP_US = {"cuda": 6.1, "cpu": 2.4}
+_RECORDED_US = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class _GradCosts:
+    """...and under grad, forward and backward."""
+
+    op: float
+    gradient: float  # by its node
+    kernel: float  # of its backward
+    flush: float
+    recorded: float  # an op
+    node: float  # a Python node in the engine's thread
+
+
+_GRAD_US = {
+    "cuda": _GradCosts(op=7.0, gradient=3.5, kernel=7.5, flush=25.0, recorded=2.6, node=50.0),
+    "cpu": _GradCosts(op=3.0, gradient=1.7, kernel=1.3, flush=12.0, recorded=0.9, node=22.0),
+}
+# us for 1000 elements on a CPU, beside the call: of arithmetic, which is bound by memory, and of
+# functions; a kernel, which goes through memory once, takes half of it
+_ARITHMETIC_US, _FUNCTION_US = 0.05, 1.0
+_FUNCTIONS_US = {"sigmoid": 0.22, "silu": 0.23, "rsqrt": 0.23, "sqrt": 0.38, "gelu": 0.47,
+                 "exp": 0.65, "tanh": 2.2}  # fmt: skip
 # A chain that costs less as the ops it is runs as these (`ways.ShortRunner`), TRIES times. Then
 # another node stands for its first (`make_eager`), whose op is run at once (`dispatch.eager`) and
 # not recorded any more, SKIPS times: longer chains may begin so by then (`record_again`). Once one
@@ -30,7 +59,25 @@ _PATIENCE = 8  # flushes in a row that waited for kernels
 
 def is_short(nodes: list[Node], device_type: str) -> bool:
     """Whether the chain of `nodes` costs less as the ops it is, while no longer one begins so."""
-    return len(nodes) < SHORTEST[device_type] and not (nodes[0].long or config.always_fuse)
+    if nodes[0].long or config.always_fuse:
+        return False
+    eager, fused = _OP_US[device_type] * len(nodes), _RECORDED_US * len(nodes)
+    if device_type == "cpu":
+        work = _work(nodes)
+        eager, fused = eager + work, fused + work / 2
+    return eager < fused + FLUSH_US[device_type]
+
+
+def _work(nodes: list[Node]) -> float:
+    """us that eager ops take for their elements on one thread of a CPU."""
+    total = 0.0
+    for node in nodes:
+        assert node.op is not None and node.meta is not None
+        each = _ARITHMETIC_US
+        if calls_functions(node.op, node.common):
+            each = _FUNCTIONS_US.get(node.op.name, _FUNCTION_US)
+        total += each * math.prod(node.meta.shape) / 1000
+    return total
 
 
 def make_eager(node: Node, reason: str) -> None:
@@ -71,25 +118,27 @@ def rest(recorder: Recorder) -> None:
 def pays(nodes: list[Node], outline: Outline) -> bool:
     """Whether fusing a chain under grad costs less than running its ops, forward and backward.
 
-    In us on one NVIDIA H200 machine (bench/training.py, chains of 3 to 10): the host needs 7 for
-    an op, 3.5 for its node's every gradient and 7.5 for a kernel of its backward, against 25 for a
-    flush, 2.6 for a recorded op and 50 for a Python node in the engine's thread, forward and
-    backward; the device moves 4 MB in 1, three tensors for an op, of which fusing saves two.
+    A GPU moves 4 MB in 1 us beside that, three tensors for an op, of which fusing saves two.
     """
     if config.always_fuse:
         return True
-    eager = 7.0 * len(nodes)
-    fused = 25.0 + 2.6 * len(nodes)
+    device_type = nodes[0].recorder.device.type
+    costs = _GRAD_US[device_type]
+    eager = costs.op * len(nodes)
+    fused = costs.flush + costs.recorded * len(nodes)
     traffic = 0.0
     for segment in outline.segments:
-        fused += 50.0
+        fused += costs.node
         for index in segment.steps:
             kernels = 0
             for use in segment.uses[index]:
                 here = sum(isinstance(tree, _KERNELS) for tree in ast.walk(use.rule))
                 kernels += here
-                eager += 3.5 + 7.5 * here
+                eager += costs.gradient + costs.kernel * here
             traffic += 3 * (1 + kernels) * segment.meta_of(index).nbytes / 4e6
+    if device_type == "cpu":
+        work = _work(nodes)
+        return fused + work / 2 < eager + work
     return max(fused, traffic / 3) < max(eager, traffic)
 
 

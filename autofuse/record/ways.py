@@ -100,7 +100,9 @@ class ShortRunner(EagerRunner):
 
     @property
     def reason(self) -> str:
-        return "a chain of one op" if len(self.nodes) == 1 else "a short chain under grad"
+        if len(self.nodes) == 1:
+            return "a chain of one op"
+        return "a short chain" if self.until_long else "a short chain under grad"
 
     def run(self, chain: Chain) -> None:
         super().run(chain)

@@ -95,7 +95,8 @@ class Config:
         that called it, of plain tensors too, which saves handing each node's Python to another
         core; gradients have the same bits where one device computes them""")
     always_fuse: bool = _row(False, """
-        fuse chains of one op on CUDA, and short ones under grad, though eager ops cost less""")
+        fuse chains of one op, and short ones on the CPU and under grad, though eager ops cost less
+        """)
     measure: bool = _row(True, """
         time fused calls and the same calls without autofuse in turns, on the stream and without
         waiting for it, and keep to what costs less; measured again at growing intervals, but once
