@@ -1,13 +1,17 @@
 """The first iterations of a fresh process: eager, torch.compile, autofuse cold and warm.
 
     python bench/cold_start.py [--device cuda] [--processes 5] [--seconds 4] [--compile] [--json F]
+    python bench/cold_start.py --imports [--processes 21]
 
 Every figure is of a process of its own: `cold` has an empty cache directory, `warm` the one that a
 cold process has filled. Timing begins after torch's own CUDA initialisation and after
 `import autofuse`; every iteration ends with a synchronize. Printed are medians over the processes
 of the first iteration, the first 5, the first 100, the longest after the first, and how long after
 the first iteration a kernel was in use. `--slowdown` times an eager loop while kernels are being
-compiled against the same loop before and after.
+compiled against the same loop before and after. `--imports` times `import autofuse` after `import
+torch`, without CUDA, least and median: with a warm cache, with one that has lost machine code, and
+without machine code. A full garbage collection in the middle, for which torch's import has made the
+objects and which would come soon after without autofuse, is counted apart.
 """
 
 from __future__ import annotations
@@ -164,6 +168,47 @@ def slowdown(device: str) -> None:
           f"40 kernels in {took:.2f} s")  # fmt: skip
 
 
+IMPORT = """
+import gc, time, torch
+full = []
+def collecting(phase, info):
+    if info["generation"] == 2:
+        full.append(time.perf_counter() if phase == "start" else time.perf_counter() - full.pop())
+gc.callbacks.append(collecting)
+start = time.perf_counter()
+import autofuse
+took = time.perf_counter() - start
+print(took - sum(full), sum(full))
+"""
+
+
+def imports(processes: int) -> None:
+    """Print what `import autofuse` takes in fresh processes that take turns."""
+    names = ("warm", "machine code to be compiled", "AUTOFUSE_NATIVE=0")
+    taken: dict[str, list[list[float]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "AUTOFUSE_CACHE_DIR": cache, "CUDA_VISIBLE_DEVICES": ""}
+
+        def once(native: str) -> list[float]:
+            command = [sys.executable, "-c", IMPORT]
+            done = subprocess.run(command, env={**environment, "AUTOFUSE_NATIVE": native},
+                                  stdout=subprocess.PIPE, text=True, check=True)  # fmt: skip
+            return [1e3 * float(word) for word in done.stdout.split()]
+
+        once("1"), once("0")  # the verdict, and bytecode
+        for _ in range(processes):
+            taken["warm"].append(once("1"))
+            for entry in Path(cache).glob("*.kernel"):
+                if b'"object file"' in entry.read_bytes()[:1000]:
+                    entry.unlink()
+            taken["machine code to be compiled"].append(once("1"))
+            taken["AUTOFUSE_NATIVE=0"].append(once("0"))
+    for name, results in taken.items():
+        ours, full = zip(*results, strict=True)
+        print(f"{name:28s} least {min(ours):.0f} ms, median {statistics.median(ours):.0f}; "
+              f"full collections {statistics.median(full):.0f}")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -171,6 +216,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each process")
     parser.add_argument("--compile", action="store_true", help="measure torch.compile, once")
     parser.add_argument("--slowdown", action="store_true", help="only the loop beside the compiler")
+    parser.add_argument("--imports", action="store_true", help="only what the import takes")
     parser.add_argument("--json", help="write all figures here")
     parser.add_argument("--workload", default="", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -179,6 +225,9 @@ def main() -> None:
         return child(args.child, args.workload, args.device, args.seconds)
     if args.slowdown:
         return slowdown(args.device)
+    if args.imports:
+        print(machine(args.device))
+        return imports(args.processes)
     print(machine(args.device))
     everything = {}
     for workload in WORKLOADS:

@@ -13,7 +13,7 @@ import sys
 os.environ["AUTOFUSE_NATIVE"] = "0"
 
 from autofuse.hot import c, native, trial, values  # noqa: E402
-from autofuse.hot.machine import C  # noqa: E402
+from autofuse.hot.c import C  # noqa: E402
 
 
 def replace(function):

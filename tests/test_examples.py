@@ -49,6 +49,8 @@ def test_foreign_model():
 def test_cold_start():
     out = run("bench/cold_start.py", "--device", "cpu", "--processes", "1", "--seconds", "0")
     assert len(re.findall(r"first 5 \d", out)) == 6 and out.count("import s") == 4
+    out = run("bench/cold_start.py", "--imports", "--processes", "1")
+    assert len(re.findall(r"least \d+ ms", out)) == 3
 
 
 def test_overhead():

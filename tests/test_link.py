@@ -188,10 +188,10 @@ def test_a_kernel_that_calls_what_is_not_there_is_refused(mode, cold, monkeypatc
 
 
 def test_machine_code_that_calls_what_is_not_there_is_refused():
-    from autofuse.hot import machine
+    from autofuse.hot import c, machine
 
     def function(x):
         return no_such_function(x)  # noqa: F821
 
     with pytest.raises(NotImplementedError, match="Python has no function no_such_function"):
-        machine.Machine([function], {"no_such_function": machine.C("word", 1)})
+        machine.Machine([function], {"no_such_function": c.C("word", 1)})

@@ -10,7 +10,9 @@ import pytest
 
 from autofuse.hot import native
 from autofuse.hot.c import (
+    GIVEN,
     ITEMS,
+    C,
     Py_IncRef,
     PyFloat_AsDouble,
     PyList_Append,
@@ -25,7 +27,8 @@ from autofuse.hot.c import (
     store_double,
     store_float,
 )
-from autofuse.hot.machine import GIVEN, C, Machine, offset_of
+from autofuse.hot.code import offset_of
+from autofuse.hot.machine import Machine
 
 
 class Pair:

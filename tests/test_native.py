@@ -21,7 +21,7 @@ from autofuse.chain import state
 from autofuse.dispatch import handlers as tensor
 from autofuse.dispatch import protocol
 from autofuse.hot import native
-from autofuse.hot.machine import GIVEN
+from autofuse.hot.c import GIVEN
 from autofuse.lines import OURS
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing

@@ -1,1 +1,1 @@
-"""The hot path once more, compiled by LLVM at import; without it Python does the same."""
+"""The hot path once more, compiled by LLVM; without it Python does the same."""

@@ -1,4 +1,4 @@
-"""What machine code may name: what `machine` builds in, C functions, and what `native` gives it.
+"""What machine code may name: what `compiler` builds in, C functions, and what `native` gives it.
 
 Nothing here can be called from Python.
 """
@@ -7,7 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from .machine import GIVEN, C
+GIVEN: Any = object()  # stands for what the namespace has to give
+
+
+class C:
+    """A C function of this process; `C("int", 2)` takes two words and gives an int."""
+
+    def __init__(self, result: str, arity: int) -> None:
+        """result: "word", "int", "double" or "void"."""
+        self.result, self.arity = result, arity
+
+    def __call__(self, *args: Any) -> Any:
+        raise TypeError("only machine code calls it")
+
+
+class Address(int):
+    """A number that is another one in the next process."""
+
 
 load: Any = GIVEN  # (address): the word there
 load32: Any = GIVEN  # its lower half

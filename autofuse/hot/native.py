@@ -4,7 +4,7 @@ Each machine function stands for a Python one and does the same to the same obje
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
 `values`, `inputs`, `record`, `launch`, `flush`, `call`, `write` and `builtins`, in the language of
-`machine`.
+`compiler`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ _Function = Callable[..., Any]
 
 
 # what machine code relies on in this package: folders and modules beside them
-_RELIED = ("chain", "dispatch", "hooks", "hot", "inside", "record", "run", "torch_private")
+_RELIED = ("chain", "dispatch", "hooks", "hot", "inside", "kernel/llvm", "record", "run",
+           "torch_private")  # fmt: skip
 
 
 class _Calls:
@@ -177,7 +178,7 @@ def _given() -> dict[str, Any]:
         "strided": torch.strided,
         "increment_version": count_write,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
-        "NoTorchFunction": NoTorchFunction, **_places(),
+        "NoTorchFunction": NoTorchFunction, **_places(), "WEAKREFS": _weakrefs(),
         "enter": vars(NoTorchFunction)["__enter__"], "leave": vars(NoTorchFunction)["__exit__"],
     }  # fmt: skip
 
@@ -185,7 +186,7 @@ def _given() -> dict[str, Any]:
 class _Native:
     """The compiled stages, and the functions that they stand for."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: Sequence[str]) -> None:
         self.on = False
         _check_objects()
         self.hot, self.calls = _hot(), _Calls()
@@ -208,9 +209,11 @@ class _Native:
         names = {**vars(builtins), **vars(c)}
         for stage in _STAGES:
             names |= vars(stage)
-        names |= {**_given(), "PYTHON": self.calls.python}
+        names |= {**_given(), "PYTHON": c.Address(self.calls.python)}
         begun = [(name, ctypes.addressof(words)) for name, _, words in self._kept]
-        self.machine = Machine(_functions(), names, begun)
+        self.machine = Machine(_functions(), names, begun, facts)
+        if self.machine.is_new and _facts() == facts:  # nobody has replaced sources meanwhile
+            self.machine.keep()
         # for ever: whoever reloads a module still holds functions that lead into it
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
@@ -260,13 +263,15 @@ def _places() -> dict[str, int]:
     no_arguments = 0x0004
     if address[2] != no_arguments or users[2] != no_arguments:
         raise NotImplementedError("torch's methods are called another way")
-    return {
+    places = {
         "VERSION_GETTER": version[1], "VERSION_CLOSURE": version[4],
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
         "ADDRESS_METHOD": address[1], "USERS_METHOD": users[1],
-        "GRAD_MODE": mode, "PEEK": peek, "TAKE": take, "WEAKREFS": _weakrefs(),
+        "GRAD_MODE": mode, "PEEK": peek, "TAKE": take,
         "FUNCTIONS_OFF": disabled, "FUNCTION_MODES": modes, "SKIPS_NEXT": skips,
     }  # fmt: skip
+    # 0, for none, is 0 in every process
+    return {name: place and c.Address(place) for name, place in places.items()}
 
 
 def _entry(descriptor: Any, kind: type, size: int) -> list[int]:
@@ -305,9 +310,10 @@ def _follow(*reason: object) -> None:
         if absent:
             return
         try:
-            absent = verdict(_facts())
+            facts = _facts()
+            absent = verdict(facts)
             if not absent:
-                make()
+                make(facts)
         except Exception as error:  # no source text of the stages; another torch; another LLVM
             absent = f"{type(error).__name__}: {error}"
         if absent:
@@ -316,11 +322,14 @@ def _follow(*reason: object) -> None:
     switch(config.native)
 
 
-def make() -> None:
-    """Make the machine code, which nothing runs yet. Raises whatever stands in its way."""
+def make(facts: Sequence[str] = ()) -> None:
+    """Make the machine code, which nothing runs yet. Raises whatever stands in its way.
+
+    facts: what it relies on; with them it is looked for and kept on disk.
+    """
     global _native
     if _native is None:
-        _native = _Native()
+        _native = _Native(facts)
 
 
 def switch(on: bool) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from itertools import count
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import BuildError
 from ..inside import in_another_thread
-from .emit import emit_cpu
 from .source import Source
 
 _P = ParamSpec("_P")
@@ -45,6 +44,8 @@ _WAIT_SECONDS = 10.0
 def compile_object(source: Source) -> bytes:
     """An object file with the kernel, for the processor of this machine."""
     from llvmlite import binding as llvm
+
+    from .emit import emit_cpu  # 20 ms, which nobody needs whose kernels are on disk
 
     machine = _own_machine()
     module = parsed(str(emit_cpu(source, converts_halves())), machine)
@@ -115,8 +116,12 @@ class Linked:
 
 
 @undisturbed
-def link(binary: bytes, names: Sequence[str]) -> tuple[list[int], Linked]:
+def link(
+    binary: bytes, names: Sequence[str], symbols: Mapping[str, int] | None = None
+) -> tuple[list[int], Linked]:
     """The addresses of functions of an object file in this process, while what it gives is held.
+
+    symbols: addresses of what it does not define, besides what the process exports.
 
     Raises BuildError where the object file calls what this process does not have: LLVM's MCJIT
     would call address 0.
@@ -126,6 +131,8 @@ def link(binary: bytes, names: Sequence[str]) -> tuple[list[int], Linked]:
     _retired.clear()
     jit, linked = _linker(), Linked()
     builder = llvm.JITLibraryBuilder().add_object_img(binary).add_current_process()
+    for name, address in (symbols or {}).items():
+        builder.import_symbol(name, address)
     for name in names:
         builder.export_symbol(name)
     try:
