@@ -433,3 +433,55 @@ def test_a_signal_handler_may_call_a_fused_function():
     fused = autofuse.fuse(lambda x: x * 2.0 + 1.0)
     with fusing._lending:
         assert torch.equal(fused(torch.ones(4)), torch.full((4,), 3.0))
+
+
+AT_EXIT = """
+import sys
+import torch
+wrap = fuse = lambda x: x
+if "plain" not in sys.argv:
+    from autofuse import fuse, wrap
+
+class Late:
+    def __init__(self, name, torch=torch):
+        self.name, self.w, self.step = name, wrap(torch.ones(2)), fuse(lambda t: t * 3 + 1)
+        self.torch, self.late = torch, sys.is_finalizing
+
+    def __del__(self):
+        w = self.w
+        a = (w * 2.0 + 1.0) - 3.5
+        b = (a.abs() * w).clamp(0, 1)
+        b += 1
+        with self.torch.no_grad():
+            w.add_(b)
+        print(self.name, self.late(), a.tolist(), (a * b).tolist(), w.sum().item(),
+              self.step(w).tolist())
+
+if "warm" in sys.argv:
+    Late("")
+late = Late("a global")
+held = sys.modules["held"] = type(sys)("held")
+held.late = Late("of a module")
+pending = late.w * 3 - 1
+"""
+
+
+def test_finalizers_that_run_when_python_ends(tmp_path):
+    """There is nothing left to make a kernel with: chains run as eager ops, and nobody is told."""
+
+    def told(how, compile="now"):
+        settings = {
+            "AUTOFUSE_COMPILE": compile,
+            "AUTOFUSE_CACHE_DIR": str(tmp_path),
+            "AUTOFUSE_NATIVE": "0",
+        }  # fmt: skip - whose trial would take a while
+        command = [sys.executable, "-c", AT_EXIT, how]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **settings}, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return [line for line in done.stdout.splitlines() if "True [" in line]
+
+    want = told("plain")
+    assert len(want) == 2
+    assert told("cold") == told("warm") == told("cold", "background") == want

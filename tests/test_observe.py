@@ -1,6 +1,7 @@
 """Logs, dumps, check mode and the progress line: what they say, and that results stay the same."""
 
 import ast
+import contextlib
 import inspect
 import io
 import logging
@@ -509,6 +510,45 @@ def test_functions_may_differ_on_the_cpu_by_what_they_carry(settings):
     ):
         autofuse.materialize(function(w))
     assert autofuse.stats().kernels_launched == 6
+
+
+GATES = {
+    "readme": lambda x, y, b: torch.sigmoid(x + b[0]) * y + (1 - torch.sigmoid(x + b[0])) * x,
+    "gru": lambda x, y, n: (1 - torch.sigmoid(x)) * torch.tanh(n) + torch.sigmoid(x) * y,
+    "lstm": lambda x, y, n: torch.sigmoid(n) * torch.tanh(torch.sigmoid(x) * y + n.tanh() * x),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_ops_round_otherwise_after_a_function_that_differs(settings, name):
+    """Also where the function's own difference cancels: (1 - z) * t + z * y with y next to t."""
+    settings(check=True, always_fuse=True)
+    for seed in range(12):
+        inputs = [random_tensor((64, 128), torch.float32, seed=3 * seed + k) for k in range(3)]
+        autofuse.materialize(GATES[name](*map(autofuse.wrap, inputs)))
+        leaf = inputs[0].clone().requires_grad_()
+        GATES[name](*map(autofuse.wrap, (leaf, *inputs[1:]))).sum().backward()
+    assert autofuse.stats().kernels_launched >= 24
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_broken_gate_is_caught(settings, broken, fresh_trie, name):
+    settings(check=True)
+    inputs = [random_tensor((64, 128), torch.float32, seed=k) for k in range(3)]
+    with pytest.raises(autofuse.MismatchError):
+        autofuse.materialize(GATES[name](*map(autofuse.wrap, inputs)))
+
+
+@pytest.mark.parametrize("ulps", [4, 400])
+def test_how_far_a_gate_may_be_from_eager(settings, fresh_trie, monkeypatch, ulps):
+    settings(check=True)
+    inputs = [random_tensor((64, 128), torch.float32, seed=k).abs() for k in range(3)]
+    got = check._Forward.got
+    monkeypatch.setattr(
+        check._Forward, "got", lambda self: [x * (1 + ulps * 2.0**-24) for x in got(self)]
+    )
+    with contextlib.nullcontext() if ulps < 10 else pytest.raises(autofuse.MismatchError):
+        autofuse.materialize(GATES["gru"](*map(autofuse.wrap, inputs)))
 
 
 def test_a_small_error_of_a_function_is_caught(settings, monkeypatch, fresh_trie):

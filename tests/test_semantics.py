@@ -340,6 +340,23 @@ def test_dtype_and_device_after_a_change_of_memory():
     assert (v * 0.5).device == v.device == torch.device("cpu")
 
 
+@pytest.mark.parametrize("times", ["pending", "concrete", "read"])
+@pytest.mark.parametrize("swap", [torch.utils.swap_tensors, "_swap_tensor_impl"])
+def test_tensors_that_are_exchanged_in_c(swap, times):
+    """What was known of them is not true any more."""
+
+    def program(wrap):
+        a, b = wrap(torch.ones(4)), wrap(torch.full((4,), 3, dtype=torch.int32))
+        if times == "pending":
+            a, b = a * 2.0, b + 1
+        elif times == "read":
+            a.add(1).tolist(), b.add(1).tolist()
+        (getattr(torch._C, swap) if isinstance(swap, str) else swap)(a, b)
+        return [a.clone(), b.clone(), a + 1, b * 0.5, a.dtype, b.dtype, a.tolist()]
+
+    assert_same(program(W), program(torch.clone), None)
+
+
 def test_python_functions_of_torch_ask_other_classes_and_modes():
     class Other(torch.Tensor):
         pass

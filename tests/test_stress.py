@@ -1,5 +1,6 @@
 """The stress of tests/stress.py, where it is asked for: by machine code and by Python alone, or as
-AUTOFUSE_NATIVE says; on the CPU also as CUDA launches, with backward in a thread of its own."""
+AUTOFUSE_NATIVE says; on the CPU also with backward in a thread of its own, and then with kernels
+launched as on CUDA."""
 
 import os
 import subprocess
@@ -15,23 +16,23 @@ SECONDS = float(os.environ.get("AUTOFUSE_TEST_STRESS_SECONDS", "0"))  # for each
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
-@pytest.mark.parametrize("launching", [False, True], ids=["", "launching"])
+@pytest.mark.parametrize("way", ["", "engine", "launching"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_stress(device, launching, native):
+def test_stress(device, way, native):
     if not SECONDS:
         pytest.skip("AUTOFUSE_TEST_STRESS_SECONDS is not set")
     if os.environ.get("AUTOFUSE_NATIVE", native) != native:
         pytest.skip("AUTOFUSE_NATIVE says the other")
-    if launching and device == "cuda":
+    if way and device == "cuda":
         pytest.skip("CUDA does")
     command = [sys.executable, str(HERE / "stress.py"), "--seconds", str(SECONDS)]
     done = subprocess.run(
-        [*command, "--device", device, *["--engine"] * launching],
+        [*command, "--device", device, *["--engine"] * bool(way)],
         env={
             **os.environ,
             "AUTOFUSE_NATIVE": native,
             "PYTHONPATH": str(HERE.parent),
-            "AUTOFUSE_TEST_LAUNCH": "1" * launching,
+            "AUTOFUSE_TEST_LAUNCH": "1" * (way == "launching"),
         },
         capture_output=True,
         text=True,

@@ -3,8 +3,9 @@
 Every flush that launches a kernel, and every backward. On CUDA every bit counts. On the CPU values
 of sums, products, quotients, comparisons and selections have to be equal; where a function stands
 in the chain, eager is run again with the results of its functions moved by some units in the last
-place, and the kernel may be as far away as that carries. A backward is compared with its derivative
-rules run as torch ops, which is how it runs until its kernel is there.
+place, and those of ops that read them by one rounding, and the kernel may be as far away as that
+carries. A backward is compared with its derivative rules run as torch ops, which is how it runs
+until its kernel is there.
 
 Results, versions and graphs stay what they are without it. Chains under `config.relaxed` and what a
 CUDA graph captures are not compared.
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import cycle
+from itertools import cycle, repeat
 from typing import Any
 
 import torch
@@ -219,6 +220,7 @@ def _compare(case: _Case, got: list[torch.Tensor]) -> None:
 def _difference(case: _Case, got: list[torch.Tensor]) -> str:
     """What differs from eager, in words; empty if nothing does."""
     moved: list[list[torch.Tensor]] = []
+    singles: list[list[torch.Tensor]] = []
     for k, (what, ours, theirs) in enumerate(zip(case.what, got, case.want, strict=True)):
         if ours.dtype is not theirs.dtype or ours.shape != theirs.shape:
             return f"{what}, is {_spelled(ours)}, in eager {_spelled(theirs)}"
@@ -229,8 +231,11 @@ def _difference(case: _Case, got: list[torch.Tensor]) -> str:
         if bool(same.all()):
             continue
         if ours.device.type == "cpu":
-            moved = moved or [case.eager(_Nudging(case.consts, signs)) for signs in _SIGNS]
+            moved = moved or [case.eager(_Nudging(case.consts, cycle(signs))) for signs in _SIGNS]
             same |= _within(ours, theirs, [run[k] for run in moved])
+            if not bool(same.all()):  # what moves together may have cancelled
+                singles = singles or _singly_moved(case)
+                same |= _reached(ours, theirs, [run[k] for run in singles])
         if not bool(same.all()):
             where = tuple((~same).nonzero()[0].tolist())
             return (
@@ -256,6 +261,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 _ULP = 32  # how far a function may be from eager's on the CPU; README has what was measured
+_ULP_READ = 2  # a rounding on either side, of what reads such a result
 _ULP_NARROW = 4  # an op on 16-bit floats, which eager rounds on the way: of its operands, too
 # differences of greater numbers: what is small is the error in terms of 1
 _CANCELLING = {"lgamma", "digamma", "logaddexp", "logaddexp2", "gelu", "gelu_tanh", "logit",
@@ -273,22 +279,39 @@ def _is_exact(op: Op, common: str) -> bool:
 
 
 class _Nudging(Torch):
-    """Applies ops, and moves the result of every inexact one: by turns as `signs` say."""
+    """Applies ops, and moves the results that may differ from eager's, each as `signs` say."""
 
-    def __init__(self, consts: list[Any], signs: tuple[int, ...]) -> None:
+    def __init__(self, consts: list[Any], signs: Iterator[int]) -> None:
         super().__init__(consts)
-        self.signs = cycle(signs)
+        self.signs = signs
+        self.inexact: dict[int, torch.Tensor] = {}  # these results, by id
+        self.moved = 0  # how many of them were, or could be, moved
 
     def apply(self, op: Op, operands: tuple[Any, ...]) -> torch.Tensor:
-        value, sign = super().apply(op, operands), next(self.signs)
+        value = super().apply(op, operands)
+        size = self._size(op, operands, value)
+        if size is not None:
+            self.moved += 1
+            sign = next(self.signs)
+            if sign:
+                value = (value.double() + sign * size).to(value.dtype)
+        if size is not None or any(id(x) in self.inexact for x in operands):
+            self.inexact[id(value)] = value
+        return value
+
+    def _size(self, op: Op, operands: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor | None:
+        """How far `value` may be from eager's besides what operands carry; None if not at all."""
+        if not value.dtype.is_floating_point:
+            return None
         resolved = op.resolve(tuple(
             (x.dtype, x.ndim) if isinstance(x, torch.Tensor) else (type(x), 0) for x in operands
         ))  # fmt: skip
         assert resolved is not None  # or there would be no kernel
         common = CODES[resolved[0]]
-        if not value.dtype.is_floating_point or _is_exact(op, common):
-            return value
         info = torch.finfo(value.dtype)
+        if _is_exact(op, common):
+            reads = any(id(x) in self.inexact for x in operands)
+            return _ULP_READ * info.eps * (value.double().abs() + info.tiny) if reads else None
         size = value.double().abs() + (1 if op.name in _CANCELLING else info.tiny)
         if op.name.endswith("_backward"):  # a gradient times a derivative: such a difference
             size = size + operands[0].double().abs()
@@ -297,7 +320,32 @@ class _Nudging(Torch):
             ulp = _ULP_NARROW * torch.finfo(resolved[0]).eps
             for x in operands:
                 size = size + abs(x.double() if isinstance(x, torch.Tensor) else x)
-        return (value.double() + sign * ulp * size).to(value.dtype)
+        return ulp * size if ulp else None
+
+
+def _singly_moved(case: _Case) -> list[list[torch.Tensor]]:
+    """Runs with one result moved each: up and down, one after the other."""
+    counting = _Nudging(case.consts, repeat(0))
+    case.eager(counting)
+    runs = []
+    for k in range(counting.moved):
+        for sign in (1, -1):
+            signs = [0] * counting.moved
+            signs[k] = sign
+            runs.append(case.eager(_Nudging(case.consts, cycle(signs))))
+    return runs
+
+
+def _reached(ours: torch.Tensor, theirs: torch.Tensor, runs: list[torch.Tensor]) -> torch.Tensor:
+    """Elementwise: whether `ours` is as near to eager as all single moves together carry."""
+    centre = theirs.double()
+    reach = torch.zeros_like(centre)
+    for up, down in zip(runs[::2], runs[1::2], strict=True):
+        apart = [
+            (run.double() - centre).abs().masked_fill(_same(run, theirs), 0) for run in (up, down)
+        ]
+        reach += torch.maximum(*apart)
+    return (reach != 0) & (((ours.double() - centre).abs() <= reach) | ~reach.isfinite())
 
 
 def _within(ours: torch.Tensor, theirs: torch.Tensor, runs: list[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..chain import state as _state
-from ..chain.shell import Tensor
+from ..chain.meta import UNKNOWN, Meta
+from ..chain.shell import Tensor, set_attribute
 from ..chain.state import writing
 from ..dispatch.nested import SIMPLE
 from ..dispatch.protocol import HANDLERS, OPTIONS
@@ -47,6 +48,7 @@ def patch_inplace() -> None:
         if name.endswith("_") and not name.startswith("_"):
             setattr(torch._VF, name, getattr(torch, name))
     around(torch.utils, "swap_tensors", partial(flush_all, "swap_tensors"))
+    torch._C._swap_tensor_impl = _swapping(torch._C._swap_tensor_impl)
     for name in ("batch_norm", "instance_norm", "native_batch_norm"):  # write running statistics
         around(torch, name, partial(flush_thread, name))
 
@@ -80,6 +82,20 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     for table in (HANDLERS, OPTIONS):  # __torch_function__ is told of the new one
         if original in table:
             table[call] = table[original]
+    return call
+
+
+def _swapping(swap: Callable[..., None]) -> Callable[..., None]:
+    """`swap` of values that are computed, after which nothing is known of wrapped tensors."""
+
+    @wraps(swap)
+    def call(*tensors: Any) -> None:
+        flush_all("swap_tensors")
+        swap(*tensors)
+        for tensor in tensors:
+            if tensor.__class__ is Tensor and tensor._af.__class__ is Meta:
+                set_attribute(tensor, "_af", UNKNOWN)
+
     return call
 
 

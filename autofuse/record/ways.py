@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from ..chain.liveness import DEAD
 from ..chain.state import Chain, Node, Recorder
 from ..errors import ColdKernelError, KernelError
@@ -73,6 +75,8 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
         alone = ShortRunner(node, outputs)
         alone.until_long = True
         return alone
+    if sys.is_finalizing():  # a finalizer, when modules are gone that a kernel needs
+        return EagerRunner(node, outputs)
     live = tuple(output.step for output in outputs)
     graph, computed = None, outputs
     if any(nodes[index].meta.requires_grad for index in live):  # type: ignore[union-attr]

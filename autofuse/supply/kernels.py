@@ -79,7 +79,7 @@ class Order:
     @property
     def quiet(self) -> bool:
         """Whether asking is of no use: 0.1 us; finding kernels by their Plans takes 10 and more."""
-        return self.seen == _news
+        return self.seen == _news or sys.is_finalizing()  # then nothing can be imported any more
 
     @property
     def refused(self) -> bool:
