@@ -20,7 +20,7 @@ from ..ops.row import Op
 from ..program.program import Output, Program, Ref, Step
 from ..settings.config import config
 from ..supply.load import enter_context
-from ..torch_private import NoModes, NoTorchFunction, stream_reader
+from ..torch_private import stream_reader
 from .meta import Meta, same_device
 from .shell import Tensor
 
@@ -135,10 +135,10 @@ class Chain(list):  # type: ignore[type-arg]
 class Recorder:
     """What one thread records on one device."""
 
-    __slots__ = ("__weakref__", "acquire", "chain", "device", "ended", "enter", "exit", "grad",
-                 "guarded", "hide", "home", "ident", "inference", "last_wait", "launches", "lock",
-                 "nowhere", "off", "reading", "release", "resting", "roots", "running", "runners",
-                 "show", "size", "spare", "stream", "thread", "waits")  # fmt: skip
+    __slots__ = ("__weakref__", "acquire", "chain", "device", "ended", "grad", "home", "ident",
+                 "inference", "last_wait", "launches", "lock", "nowhere", "off", "reading",
+                 "release", "resting", "roots", "running", "runners", "size", "spare", "stream",
+                 "thread", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
@@ -146,11 +146,6 @@ class Recorder:
         self.ident = ident  # the same, or 0 while a flush has taken the chain; -1 after `leave`
         self.relock()
         self.ended = False  # its thread has gone
-        self.guarded = False  # machine code runs an eager op, with torch functions off
-        modes = NoTorchFunction()
-        self.enter, self.exit = modes.__enter__, modes.__exit__
-        modes = NoModes()
-        self.hide, self.show = modes.__enter__, modes.__exit__
         self.stream = stream_reader(device)
         enter_context(device)
         self.nowhere = Node(self, None, None)  # after which nothing is ever recorded

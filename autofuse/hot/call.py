@@ -9,12 +9,12 @@ from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
     AF,
-    CLASS,
     COUNT,
     CURRENT,
     INPLACE,
     ITEMS,
-    LAYOUT,
+    LAYOUT_CLOSURE,
+    LAYOUT_GETTER,
     PEEK,
     SIMPLE,
     Plain,
@@ -45,7 +45,17 @@ from .c import (
 from .flush import flush_now
 from .inputs import likely_meta
 from .record import are_watched, called, number_chain
-from .values import ask2, class_of, has_target, is_ours, number_of, python, slot_of, state_of
+from .values import (
+    ask2,
+    class_of,
+    has_target,
+    is_ours,
+    number_of,
+    python,
+    set_class,
+    slot_of,
+    state_of,
+)
 
 
 def torch_function(entry, function, args, flags, names):
@@ -137,7 +147,7 @@ def passing(entry, function, args, flags, names):
 
 def is_everyday(recorder: Recorder, known: Known, args, count, names):
     """Whether Python has nothing to do for these arguments; pending ones are flushed."""
-    if recorder.guarded is True or are_watched() != 0:
+    if are_watched() != 0:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
@@ -203,7 +213,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
     pending = 0
     if tip.holds_grad is True:
         pending = call_pointer(PEEK) == PyLong_AsLong(chain.first) + PyList_Size(chain)
-    result = called(recorder, load(entry), known.reason, args, count, names)
+    result = called(load(entry), known.reason, args, count, names)
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - PyList_Size(chain))
     Py_DecRef(chain)
@@ -213,7 +223,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
         if known.feeds is True:
             meta = likely_meta(known.likely, result)
             if meta != 0:
-                PyObject_GenericSetAttr(result, CLASS, Tensor)
+                set_class(result, Tensor)
                 PyObject_GenericSetAttr(result, AF, meta)
                 return result
             if PyErr_Occurred() != 0:
@@ -223,7 +233,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
             Py_DecRef(result)
             return wrapped
         if load32(result) == 1 and is_strided(result) != 0:
-            PyObject_GenericSetAttr(result, CLASS, Tensor)
+            set_class(result, Tensor)
         return result
     kind = class_of(result)
     if known.feeds is True or kind is Tensor or kind is float or kind is int or kind is bool:
@@ -235,7 +245,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
 
 def is_strided(tensor):
     """Whether its memory is laid out by strides."""
-    layout = PyObject_GetAttr(tensor, LAYOUT)
+    layout = call_pointer(LAYOUT_GETTER, tensor, LAYOUT_CLOSURE)
     if layout == 0:
         PyErr_Clear()
         return 0

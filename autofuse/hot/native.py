@@ -37,7 +37,7 @@ from ..kernel.llvm import processor
 from ..record import flush, numbers, ranges, record, writes
 from ..run import cuda, words
 from ..settings.config import config, watch
-from ..torch_private import NoTorchFunction, TensorBase, count_write, function_modes
+from ..torch_private import TensorBase, count_write, function_modes
 from . import builtins as _builtins
 from . import c, call, inputs, values, write
 from . import flush as _flush
@@ -177,8 +177,7 @@ def _given() -> dict[str, Any]:
         "strided": torch.strided,
         "increment_version": count_write,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
-        "NoTorchFunction": NoTorchFunction, **_places(),
-        "enter": vars(NoTorchFunction)["__enter__"], "leave": vars(NoTorchFunction)["__exit__"],
+        **_places(),
     }  # fmt: skip
 
 
@@ -243,8 +242,8 @@ def _functions() -> list[_Function]:
 def _places() -> dict[str, int]:
     """Where C keeps what the functions call: getters and methods of torch's tensors."""
     base = TensorBase
-    version, grad = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
-                     for name in ("_version", "requires_grad"))  # fmt: skip
+    version, grad, layout = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
+                     for name in ("_version", "requires_grad", "layout"))  # fmt: skip
     address, users = (_entry(vars(base)[name], types.MethodDescriptorType, 3)
                       for name in ("data_ptr", "_use_count"))  # fmt: skip
     state = ("at", "impl", "PythonTorchFunctionTLS")
@@ -255,7 +254,10 @@ def _places() -> dict[str, int]:
                       ("c10", "GradMode", "is_enabled"), (*state, "get_disabled_state"),
                       (*state, "stack_len"), (*state, "peek_skip_next"))
     )  # fmt: skip
-    if not (peek and take and mode and disabled and modes):  # older ones skip nothing
+    switch = torch_private.c_function(
+        *state[:3], "set_disabled_state", takes="NS0_26TorchFunctionDisabledStateE"
+    )
+    if not (peek and take and mode and disabled and modes and switch):  # older ones skip nothing
         raise NotImplementedError("torch's C++ hides its modes or the numbers of autograd's nodes")
     no_arguments = 0x0004
     if address[2] != no_arguments or users[2] != no_arguments:
@@ -263,9 +265,11 @@ def _places() -> dict[str, int]:
     return {
         "VERSION_GETTER": version[1], "VERSION_CLOSURE": version[4],
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
+        "LAYOUT_GETTER": layout[1], "LAYOUT_CLOSURE": layout[4],
         "ADDRESS_METHOD": address[1], "USERS_METHOD": users[1],
         "GRAD_MODE": mode, "PEEK": peek, "TAKE": take, "WEAKREFS": _weakrefs(),
-        "FUNCTIONS_OFF": disabled, "FUNCTION_MODES": modes, "SKIPS_NEXT": skips,
+        "FUNCTIONS_OFF": disabled, "SWITCH_OFF": switch, "FUNCTION_MODES": modes,
+        "SKIPS_NEXT": skips,
     }  # fmt: skip
 
 

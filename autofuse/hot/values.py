@@ -9,13 +9,16 @@ from .c import (
     AF,
     CURRENT,
     EMPTY,
+    FUNCTIONS_OFF,
     GRAD_MODE,
     ITEMS,
     PYTHON,
+    SWITCH_OFF,
     TARGETS,
     Parameter,
     Plain,
     Py_DecRef,
+    Py_IncRef,
     PyDict_GetItemWithError,
     PyDict_SetItem,
     PyErr_Clear,
@@ -52,8 +55,32 @@ def grad_mode():
     return call_pointer(GRAD_MODE) & 255
 
 
+def switch_off(state):
+    """Switch torch functions off for classes (1) or for modes too (2); what was before.
+
+    As the context managers of torch do it: 5 ns, theirs 100. `switch_back` takes what was before.
+    """
+    before = call_pointer(FUNCTIONS_OFF) & 255
+    if before < state:
+        call_pointer(SWITCH_OFF, state)
+    return before
+
+
+def switch_back(before):
+    """Let torch functions be off for whom they were off."""
+    call_pointer(SWITCH_OFF, before)
+
+
 def class_of(x):
     return load(x + 8)
+
+
+def set_class(x, kind):
+    """`x.__class__ = kind` between classes of tensors, of one layout: 60 ns less."""
+    before = class_of(x)
+    Py_IncRef(kind)
+    store(x + 8, kind)
+    Py_DecRef(before)
 
 
 def is_ours(x):

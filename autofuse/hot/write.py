@@ -32,7 +32,6 @@ from .c import (
     PyList_Size,
     PyLong_AsLong,
     PyLong_FromLong,
-    PyObject_CallNoArgs,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyObject_RichCompareBool,
@@ -49,7 +48,7 @@ from .flush import flush_into, flush_now
 from .inputs import item_of, likely_meta
 from .launch import address_of
 from .record import are_watched, called, recorded
-from .values import class_of, grad_mode, is_ours, python, slot_of, state_of
+from .values import class_of, grad_mode, is_ours, python, slot_of, state_of, switch_back, switch_off
 
 
 def writing(entry, function, args, flags, names):
@@ -90,7 +89,7 @@ def writing(entry, function, args, flags, names):
 
 def is_free(recorder: Recorder):
     """Whether this thread may use it now, and may write without anybody else in its way."""
-    if recorder is None or recorder == 0 or recorder.guarded is True or are_watched() != 0:
+    if recorder is None or recorder == 0 or are_watched() != 0:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
@@ -133,7 +132,7 @@ def is_pending_elsewhere(recorder: Recorder):
 
 def write_now(recorder: Recorder, function, known: Known, args, count, names):
     """Run an in-place op as eager PyTorch; 1, or 0 after an error."""
-    result = called(recorder, function, known.reason, args, count, names)
+    result = called(function, known.reason, args, count, names)
     if result == 0:
         return 0
     Py_DecRef(result)
@@ -240,7 +239,7 @@ def wrote(op, target, operands, count):
     Py_DecRef(recorder)
     if recorder is None:
         return 0
-    if grad_mode() != 0 or recorder.grad is True or recorder.guarded is True:
+    if grad_mode() != 0 or recorder.grad is True:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
@@ -310,16 +309,12 @@ def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, co
 
 def reads_apart(recorder: Recorder, chain: Chain, target, meta: Meta):
     """Whether `chain` may read memory of `target` by another tensor."""
-    begun = PyObject_CallNoArgs(recorder.hide)
-    if begun == 0:
-        return 1
-    Py_DecRef(begun)
+    before = switch_off(2)
     start = address_of(target)
     failed = PyErr_Occurred() != 0
     if failed != 0:
         PyErr_Clear()
-    ended = PyObject_CallNoArgs(recorder.show)
-    Py_DecRef(ended)
+    switch_back(before)
     tip: Node = chain.tip
     end = start + PyLong_AsLong(meta.nbytes)
     k = PyList_Size(chain.inputs)
