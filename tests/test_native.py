@@ -122,6 +122,9 @@ ENTERED = {
     "answer": ("answer", Operands.answer),
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
     "passing": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
+    "getting": ("get", lambda o: from_c(vars(autofuse.Tensor)["shape"].fget)(o.x)),
+    "asking": ("read", lambda o: from_c(autofuse.Tensor.size)(o.x, 0)),
+    "setting": ("call", lambda o: from_c(autofuse.Tensor.__setitem__)(o.w, 0, 1.0)),
     "torch_function": (
         "torch_function", lambda o: from_c(protocol.torch_function)(torch.tanh, ONLY, (o.x,))
     ),

@@ -82,7 +82,6 @@ is_foreign: Any = GIVEN
 others_writing: Any = GIVEN
 all_recorders: Any = GIVEN
 relieve: Any = GIVEN
-function_modes: Any = GIVEN  # how many are on
 TARGETS: Any = GIVEN  # keywords by which a function may write
 strided: Any = GIVEN  # the layout
 SIMPLE: Any = GIVEN  # classes of what no walk over arguments looks into

@@ -31,13 +31,13 @@ import torch
 from .. import hooks, torch_private
 from ..chain import liveness, state
 from ..chain.shell import Tensor
-from ..dispatch import eager, handlers, nested, protocol
+from ..dispatch import handlers, nested, protocol, unrecorded
 from ..errors import warn_once
 from ..kernel.llvm import processor
 from ..record import flush, numbers, ranges, record, writes
 from ..run import cuda, words
 from ..settings.config import config, watch
-from ..torch_private import TensorBase, count_write, function_modes
+from ..torch_private import TensorBase, count_write
 from . import builtins as _builtins
 from . import c, call, inputs, values, write
 from . import flush as _flush
@@ -159,7 +159,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("flush", flush.flush, ()),
         ("answer", words.answer, ()),
         ("torch_function", protocol.torch_function, (protocol.HANDLERS,)),
-        ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS,)),
+        ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS, protocol.OPTIONS)),
         *handlers.HOT,
     ]
 
@@ -173,7 +173,7 @@ def _given() -> dict[str, Any]:
         "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": state.writing, "all_recorders": state.all_recorders.refs,
         "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
-        "function_modes": function_modes, "SIMPLE": nested.SIMPLE, "TARGETS": eager.TARGETS,
+        "SIMPLE": nested.SIMPLE, "TARGETS": unrecorded.TARGETS,
         "strided": torch.strided,
         "increment_version": count_write,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
@@ -197,6 +197,9 @@ class _Native:
         entries = [("builtin", (protocol.HANDLERS, protocol.OPTIONS)), ("passing", (table,))]
         self.runs: list[tuple[_Function, int]] = []  # and the number of the entry that runs it
         for name, function, data in self.hot:
+            if name == "getting":
+                getter = _entry(data[0], types.GetSetDescriptorType, 5)
+                data = (getter[1], getter[4], data[1])
             if name == "passing":
                 table[function] = data
                 self.runs.append((function, 1))

@@ -14,7 +14,6 @@ from .c import (
     ITEMS,
     PYTHON,
     SWITCH_OFF,
-    TARGETS,
     Parameter,
     Plain,
     Py_DecRef,
@@ -99,15 +98,17 @@ def state_of(x):
     return state
 
 
-def has_target(names):
-    """Whether a keyword says where to write; torch knows which functions take one."""
+def has_target(targets, names, values):
+    """Whether a keyword of `targets` says that something is written, or where."""
     if names == 0:
         return 0
     k = PyTuple_Size(names)
     while k > 0:
         k -= 1
-        if PySet_Contains(TARGETS, load(names + ITEMS + 8 * k)) != 0:
-            return 1
+        value = load(values + 8 * k)
+        if value is not None and value is not False:
+            if PySet_Contains(targets, load(names + ITEMS + 8 * k)) != 0:
+                return 1
     return 0
 
 

@@ -44,6 +44,7 @@ from .c import (
     room,
     store,
 )
+from .call import is_everyday
 from .flush import flush_into, flush_now
 from .inputs import item_of, likely_meta
 from .launch import address_of
@@ -85,6 +86,25 @@ def writing(entry, function, args, flags, names):
         Py_IncRef(target)
         return target
     return PyObject_Vectorcall(load(entry + 32), args, count, names)
+
+
+def setting(entry, function, args, flags, names):
+    """`x[i] = value`; entry: the function, what is known of it."""
+    recorder: Recorder = PyObject_GetAttr(local, CURRENT)
+    if recorder == 0:
+        return 0
+    Py_DecRef(recorder)
+    if names == 0 and flags & COUNT == 3 and class_of(load(args)) is Tensor:
+        known: Known = load(entry + 8)
+        if is_free(recorder) != 0 and is_everyday(recorder, known, args, 3, 0) != 0:
+            if flush_now(recorder, known.name) == 0:
+                return 0
+            if write_now(recorder, load(entry), known, args, 3, 0) != 0:
+                Py_IncRef(None)
+                return None
+        if PyErr_Occurred() != 0:
+            return 0
+    return python(function, args, flags, names)
 
 
 def is_free(recorder: Recorder):
