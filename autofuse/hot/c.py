@@ -63,6 +63,7 @@ _PyObject_MakeTpCall = C("word", 5)  # (thread, function, args, count, names)
 COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
 ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python 3.14 on 32
 EQUAL = 2  # Py_EQ
+FAILED = (1 << 32) - 1  # the bits of a C int, which is not 0 where a setter fails
 LISTED = 24  # where a list has the address of its first item
 AF, CURRENT, OBSERVER, WORDS, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, INPLACE = (
     "_af", "current", "flushing", "words", "__class__", "flushes", "eager", "recorders", "",

@@ -149,6 +149,10 @@ def _check_objects() -> None:
         raise NotImplementedError("lists have their items elsewhere")
 
 
+# machine functions that are given a descriptor of torch's, and which of its C functions they call
+_ATTRIBUTES = {"getting": 1, "taking": 1, "placing": 2}
+
+
 def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
     """(machine function, the Python function it stands for, what it is given of that)."""
     return [
@@ -193,16 +197,17 @@ class _Native:
             self.calls.check(function)
         # one entry for all, which finds in a table what each is given, or one entry for each, which
         # takes 20 ns less and 0.2 ms more of every import
-        table: dict[_Function, tuple[Any, ...]] = {}
-        entries = [("builtin", (protocol.HANDLERS, protocol.OPTIONS)), ("passing", (table,))]
+        tables: dict[str, dict[_Function, tuple[Any, ...]]] = {"passing": {}, "unread": {}}
+        entries = [("builtin", (protocol.HANDLERS, protocol.OPTIONS))]
+        entries += [(name, (table,)) for name, table in tables.items()]
         self.runs: list[tuple[_Function, int]] = []  # and the number of the entry that runs it
         for name, function, data in self.hot:
-            if name == "getting":
-                getter = _entry(data[0], types.GetSetDescriptorType, 5)
-                data = (getter[1], getter[4], data[1])
-            if name == "passing":
-                table[function] = data
-                self.runs.append((function, 1))
+            if name in _ATTRIBUTES:
+                words = _entry(data[0], types.GetSetDescriptorType, 5)
+                data = (words[_ATTRIBUTES[name]], words[4], *data[1:])
+            if name in tables:
+                tables[name][function] = data
+                self.runs.append((function, 1 + list(tables).index(name)))
             else:
                 self.runs.append((function, len(entries)))
                 entries.append((name, data))

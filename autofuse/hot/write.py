@@ -12,6 +12,7 @@ from .c import (
     COUNT,
     CURRENT,
     EQUAL,
+    FAILED,
     ITEMS,
     RECORDERS,
     WRITE,
@@ -39,6 +40,7 @@ from .c import (
     PyThread_get_thread_ident,
     PyTuple_Size,
     all_recorders,
+    call_pointer,
     load,
     local,
     room,
@@ -105,6 +107,58 @@ def setting(entry, function, args, flags, names):
         if PyErr_Occurred() != 0:
             return 0
     return python(function, args, flags, names)
+
+
+def unread(entry, function, args, flags, names):
+    """What `patches.memory` puts before a function that writes; entry: by those, the function."""
+    own = PyDict_GetItemWithError(load(entry), function)
+    if own == 0:
+        return 0
+    if is_quiet() != 0:
+        return PyObject_Vectorcall(load(own + ITEMS), args, flags, names)
+    return python(function, args, flags, names)
+
+
+def placing(entry, function, args, flags, names):
+    """`patches.memory`'s setter of an attribute; entry: C's setter, its closure."""
+    if names == 0 and flags & COUNT == 2 and is_ours(load(args)) != 0:
+        value = load(args + 8)
+        if value is None or value is True or value is False or class_of(value) is Plain:
+            if is_quiet() != 0:
+                if call_pointer(load(entry), load(args), value, load(entry + 8)) & FAILED != 0:
+                    return 0
+                Py_IncRef(None)
+                return None
+    return python(function, args, flags, names)
+
+
+def taking(entry, function, args, flags, names):
+    """`patches.memory`'s getter of an attribute; entry: C's getter, its closure."""
+    if names == 0 and flags & COUNT == 1 and is_ours(load(args)) != 0:
+        return call_pointer(load(entry), load(args), load(entry + 8))
+    return python(function, args, flags, names)
+
+
+def is_quiet():
+    """Whether nobody but this thread has recorded anything, and nothing is pending."""
+    if PyList_Size(all_recorders) == 0:
+        return 1
+    recorders = PyObject_GetAttr(local, RECORDERS)
+    if recorders == 0:
+        PyErr_Clear()
+        return 0
+    Py_DecRef(recorders)
+    if PyList_Size(all_recorders) != PyDict_Size(recorders):
+        return 0
+    place = room(3)  # the position, a key, a value
+    store(place, 0)
+    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
+        recorder: Recorder = load(place + 16)
+        if PyList_Size(recorder.chain) != 0 or recorder.reading is True:
+            return 0
+        if PyLong_AsLong(recorder.ident) == 0:
+            return 0
+    return 1
 
 
 def is_free(recorder: Recorder):
