@@ -112,6 +112,7 @@ PROGRAMS = {
     "out=None": lambda x, i, m: torch.sum(x, dim=0, out=None),
     "out=": lambda x, i, m: torch.sum(x, dim=0, out=torch.empty(6)),
     "likes": lambda x, i, m: (torch.zeros_like(x), torch.full_like(x, 2.0), torch.ones_like(i)),
+    "grad_fn": lambda x, i, m: (x.grad_fn is None, x.sum().grad_fn is None),
     "contiguous": lambda x, i, m: (x.contiguous() is x, x.t().contiguous()),
 }  # fmt: skip
 

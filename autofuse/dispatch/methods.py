@@ -25,7 +25,7 @@ def install_methods() -> None:
         if name in _OPERATORS or not name.startswith("_"):
             if func.__class__ in IN_C and name not in Tensor.__dict__:
                 handle(Plain, name, passing(func))
-    for name in _VIEWS:
+    for name in _ATTRIBUTES:
         getter = getattr(Plain, name).__get__
         setter = getattr(getattr(Plain, name), "__set__", None)
         HANDLERS[getter] = OPTIONS[getter] = handler = passing(getter)
@@ -39,7 +39,7 @@ def install_methods() -> None:
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
 
 
-_VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # attributes that are ops
+_ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "grad_fn")  # for which a value is needed
 _OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__",
               "__rmatmul__"}  # fmt: skip
 # not of operators: Python would ask a reflected one first that differs from a plain tensor's

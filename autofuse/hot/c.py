@@ -73,6 +73,7 @@ AF, CURRENT, OBSERVER, WORDS, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, IN
 # objects of `chain`, `record` and torch
 Plain: Any = GIVEN  # torch.Tensor
 Parameter: Any = GIVEN
+Builtin: Any = GIVEN  # the class of functions of C
 local: Any = GIVEN
 counts: Any = GIVEN
 ranges: Any = GIVEN

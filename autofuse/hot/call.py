@@ -17,13 +17,16 @@ from .c import (
     LAYOUT_CLOSURE,
     LAYOUT_GETTER,
     PEEK,
+    RECORDERS,
     SIMPLE,
+    TARGETS,
     VERSION_CLOSURE,
     VERSION_GETTER,
     Plain,
     Py_DecRef,
     Py_IncRef,
     PyDict_GetItemWithError,
+    PyDict_Next,
     PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
@@ -38,10 +41,13 @@ from .c import (
     PySet_Contains,
     PyThread_get_thread_ident,
     PyTuple_Size,
+    all_recorders,
     call_pointer,
     load,
     load32,
     local,
+    room,
+    store,
     strided,
 )
 from .flush import flush_now
@@ -184,8 +190,11 @@ def is_everyday(recorder: Recorder, known: Known, args, count, names):
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
     if names != 0:
-        if has_target(known.targets, names, args + 8 * count) != 0:
+        if has_target(TARGETS, names, args + 8 * count) != 0:
             return 0
+        if known.targets is not TARGETS and has_target(known.targets, names, args + 8 * count) != 0:
+            if is_pending_elsewhere(recorder) != 0 or flush_now(recorder, known.name) == 0:
+                return 0
         count += PyTuple_Size(names)
     k = 0
     while k < count:
@@ -198,6 +207,23 @@ def is_everyday(recorder: Recorder, known: Known, args, count, names):
             return 0
         k += 1
     return 1
+
+
+def is_pending_elsewhere(recorder: Recorder):
+    """Whether another device has something pending, or another thread may have."""
+    recorders = PyObject_GetAttr(local, RECORDERS)
+    if recorders == 0:
+        return 1
+    Py_DecRef(recorders)
+    if PyList_Size(all_recorders) != PyDict_Size(recorders):
+        return 1
+    place = room(3)  # the position, a key, a value
+    store(place, 0)
+    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
+        other: Recorder = load(place + 16)
+        if other is not recorder and PyList_Size(other.chain) != 0:
+            return 1
+    return 0
 
 
 def are_concrete(recorder: Recorder, known: Known, items):
@@ -278,6 +304,8 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
         Py_DecRef(result)
         return wrapped
     if known.feeds is True or kind is Tensor or kind is float or kind is int or kind is bool:
+        return result
+    if result is None:
         return result
     wrapped = PyObject_CallOneArg(load(entry + 16), result)
     Py_DecRef(result)

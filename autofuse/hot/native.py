@@ -172,7 +172,8 @@ def _given() -> dict[str, Any]:
     """What the stages leave to be given."""
     return {
         "Plain": torch.Tensor,
-        "Parameter": torch.nn.Parameter, "local": state.this_thread, "counts": state.counts,
+        "Parameter": torch.nn.Parameter, "Builtin": type(len),
+        "local": state.this_thread, "counts": state.counts,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": state.writing, "all_recorders": state.all_recorders.refs,

@@ -16,6 +16,7 @@ from .c import (
     EMPTY,
     ITEMS,
     TAKE,
+    Builtin,
     Py_DecRef,
     Py_IncRef,
     PyDict_GetItemWithError,
@@ -29,8 +30,10 @@ from .c import (
     PyObject_GetAttr,
     PyObject_Vectorcall,
     PyThread_get_thread_ident,
+    PyThreadState_Get,
     PyTuple_New,
     PyTuple_Size,
+    _PyObject_MakeTpCall,
     call_pointer,
     counts,
     load,
@@ -262,7 +265,10 @@ def are_watched():
 def called(function, reason, args, count, names):
     """What an eager function returns, with torch functions off; 0 after an error."""
     before = switch_off(1)
-    result = PyObject_Vectorcall(function, args, count, names)
+    if class_of(function) is Builtin:  # what stands before it would find torch functions off
+        result = _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
+    else:
+        result = PyObject_Vectorcall(function, args, count, names)
     switch_back(before)
     if result != 0:
         eager = PyObject_GetAttr(counts, EAGER)

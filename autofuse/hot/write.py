@@ -46,7 +46,7 @@ from .c import (
     room,
     store,
 )
-from .call import is_everyday
+from .call import is_everyday, is_pending_elsewhere
 from .flush import flush_into, flush_now
 from .inputs import item_of, likely_meta
 from .launch import address_of
@@ -185,23 +185,6 @@ def are_settled(args, count):
                 return 0
         k += 1
     return 1
-
-
-def is_pending_elsewhere(recorder: Recorder):
-    """Whether another device has something pending, or another thread may have."""
-    recorders = PyObject_GetAttr(local, RECORDERS)
-    if recorders == 0:
-        return 1
-    Py_DecRef(recorders)
-    if PyList_Size(all_recorders) != PyDict_Size(recorders):
-        return 1
-    place = room(3)  # the position, a key, a value
-    store(place, 0)
-    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
-        other: Recorder = load(place + 16)
-        if other is not recorder and PyList_Size(other.chain) != 0:
-            return 1
-    return 0
 
 
 def write_now(recorder: Recorder, function, known: Known, args, count, names):
