@@ -380,3 +380,40 @@ def test_setting_an_item_makes_it_require_grad(on):
         assert x.requires_grad and x._version == k + 1
     (x * 2.0).sum().backward()
     assert value.grad.tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("index", [1, (1, slice(None)), torch.tensor([1]), [1]], ids=str)
+def test_setting_an_item_of_a_plain_tensor(index, on):
+    """What has read it is read first, and the value is computed."""
+    for make in (torch.zeros, lambda *size: torch.nn.Parameter(torch.zeros(*size))):
+        target, x = make(3, 2), autofuse.wrap(torch.ones(2))
+        with torch.no_grad():
+            before = x + target
+            target[index] = x * 2.0 + 1.0
+            after = x + target
+        assert before.tolist() == [[1.0, 1.0]] * 3
+        assert after.tolist() == [[1.0, 1.0], [4.0, 4.0], [1.0, 1.0]]
+        assert target._version == 1 and type(target) is not autofuse.Tensor
+
+
+def test_attributes_of_plain_tensors(on):
+    p, x = torch.nn.Parameter(torch.ones(2)), autofuse.wrap(torch.ones(2))
+    pending = x * p.detach()
+    p.data = torch.full((2,), 3.0)
+    assert pending.tolist() == [1.0, 1.0]
+    for value in (torch.ones(2), None, autofuse.wrap(torch.ones(2)), x * 2.0):
+        p.grad = value
+        assert (p.grad is None) == (value is None)
+    assert p.grad.tolist() == [2.0, 2.0]
+    for wrong in (torch.ones(3), True, 1, "a"):
+        with pytest.raises((TypeError, RuntimeError)) as here:
+            p.grad = wrong
+        with pytest.raises(type(here.value)) as there:
+            torch._C.TensorBase.grad.__set__(p, wrong)
+        assert str(here.value) == str(there.value)
+    with pytest.raises((TypeError, RuntimeError)):
+        torch.Tensor.grad.fget(5)
+    p.requires_grad = False
+    assert not p.requires_grad
+    del p.grad
+    assert p.grad is None
