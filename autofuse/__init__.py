@@ -65,7 +65,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-native.install()
 _install_patches()
+native.install()
 check.install()
 logs.install()

@@ -78,11 +78,14 @@ _Node = torch._C._functions.DelayedError  # type: ignore[attr-defined]
 peek: Callable[[], int] = torch._C._autograd._get_sequence_nr  # the number that comes next
 
 
-def c_function(*names: str) -> int:
-    """Where C++ has the function without arguments of these nested names; 0 if it is not found."""
+def c_function(*names: str, takes: str = "v") -> int:
+    """Where C++ has the function of these nested names; 0 if it is not found.
+
+    takes: its parameters, as symbols spell them.
+    """
     symbol = "".join(f"{len(name)}{name}" for name in names)
     try:
-        function = ctypes.PyDLL(torch._C.__file__)[f"_ZN{symbol}Ev"]
+        function = ctypes.PyDLL(torch._C.__file__)[f"_ZN{symbol}E{takes}"]
     except (OSError, AttributeError):  # a build that names or hides them another way
         return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0

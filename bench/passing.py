@@ -10,6 +10,7 @@ one's.
 from __future__ import annotations
 
 import argparse
+import operator
 import statistics
 import subprocess
 import sys
@@ -31,12 +32,13 @@ def rows(device: str) -> dict[str, Row]:
     norm = torch.nn.LayerNorm(256, device=device)
     batch_norm = torch.nn.BatchNorm1d(256, device=device).eval()
     first, mask = torch.zeros(64, 1, dtype=torch.long, device=device), x > 0
-    table = torch.randn(100, 16, device=device)
     return {
         "x[:, 3]": lambda x: x[:, 3],
         "x[3]": lambda x: x[3],
         "x[mask]": lambda x: x[mask],
-        "x[:, 3] = 0.5": lambda x: x.__setitem__((slice(None), 3), 0.5),
+        "x[first[:, 0]]": lambda x: x[first[:, 0]],
+        "x[:, 3] = 0.5": lambda x: operator.setitem(x, (slice(None), 3), 0.5),
+        "x[3] = x[4]": lambda x: operator.setitem(x, 3, x[4]),
         "x.view(-1)": lambda x: x.view(-1),
         "x.t()": lambda x: x.t(),
         "x.T": lambda x: x.T,
@@ -46,6 +48,8 @@ def rows(device: str) -> dict[str, Row]:
         "x.transpose(0, 1)": lambda x: x.transpose(0, 1),
         "torch.transpose(x, 0, 1)": lambda x: torch.transpose(x, 0, 1),
         "x.chunk(4, 1)": lambda x: x.chunk(4, 1),
+        "x.split(64, 1)": lambda x: x.split(64, 1),
+        "x[:4].unbind()": lambda x: x[:4].unbind(),
         "x.contiguous()": lambda x: x.contiguous(),
         "x.sum(-1)": lambda x: x.sum(-1),
         "x.mean(-1, keepdim=True)": lambda x: x.mean(-1, keepdim=True),
@@ -59,6 +63,7 @@ def rows(device: str) -> dict[str, Row]:
         "torch.cat([x, x])": lambda x: torch.cat([x, x]),
         "torch.stack([x, x])": lambda x: torch.stack([x, x]),
         "torch.gather(x, 1, first)": lambda x: torch.gather(x, 1, first),
+        "x.gather(1, x.argmax())": lambda x: x.gather(1, x.argmax(1, keepdim=True)),
         "torch.roll(x, 1, 0)": lambda x: torch.roll(x, 1, 0),
         "torch.softmax(x, -1)": lambda x: torch.softmax(x, -1),
         "F.softmax(x, -1)": lambda x: F.softmax(x, -1),
@@ -67,16 +72,20 @@ def rows(device: str) -> dict[str, Row]:
         "nn.BatchNorm1d, eval": batch_norm,
         "F.cross_entropy": lambda x: F.cross_entropy(x, first[:, 0]),
         "F.dropout": lambda x: F.dropout(x, 0.5, True),
-        "F.embedding": lambda x: F.embedding(first, table),
+        "F.embedding": lambda x: F.embedding(first, x),
         "torch.einsum": lambda x: torch.einsum("ij,jk->ik", x, w),
         "x.shape": lambda x: x.shape,
         "x.size(0)": lambda x: x.size(0),
         "x.dim()": lambda x: x.dim(),
+        "x.ndim": lambda x: x.ndim,
+        "x.stride()": lambda x: x.stride(),
         "x.device": lambda x: x.device,
         "x.dtype": lambda x: x.dtype,
+        "x.is_cuda": lambda x: x.is_cuda,
         "x.requires_grad": lambda x: x.requires_grad,
         "bool(x[0, 0] > 9)": lambda x: bool(x[0, 0] > 9),
         "x[0, 0].item()": lambda x: x[0, 0].item(),
+        "x[0, :4].tolist()": lambda x: x[0, :4].tolist(),
     }
 
 
@@ -86,12 +95,17 @@ def plain_rows(device: str) -> dict[str, Row]:
     t.requires_grad_(False)
     return {
         "t.add_(1)": lambda _: t.add_(1),
+        "t[0] = 1": lambda _: operator.setitem(t, 0, 1),
+        "t.data_ptr()": lambda _: t.data_ptr(),
+        "t.grad": lambda _: t.grad,
+        "t.requires_grad": lambda _: t.requires_grad,
         "t.grad = None": lambda _: setattr(t, "grad", None),
         "torch.sigmoid(t)": lambda _: torch.sigmoid(t),
         "torch.add(t, t)": lambda _: torch.add(t, t),
         "torch.add(t, t, alpha=2)": lambda _: torch.add(t, t, alpha=2),
         "torch.sum(t, 0)": lambda _: torch.sum(t, 0),
         "torch.cat([t, t])": lambda _: torch.cat([t, t]),
+        "torch.relu_(t)": lambda _: torch.relu_(t),
         "F.relu(t)": lambda _: F.relu(t),
         "F.linear(t, t[None])": lambda _: F.linear(t, t[None]),
         "F.layer_norm(t, (1,))": lambda _: F.layer_norm(t, (1,)),

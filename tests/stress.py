@@ -34,6 +34,7 @@ from collections import Counter
 from contextlib import suppress
 
 import torch
+import torch.nn.functional as F
 
 import autofuse
 from autofuse.hot import native, trial
@@ -107,6 +108,9 @@ class World:
         with torch.no_grad():
             self.chain = (self.x * 2.0 + self.z).abs() - self.x
             self.chains = [(self.x * float(k) - self.z).tolist() for k in range(64)]
+            halves = self.chain.view(2, -1)
+            self.softmax = torch.softmax(halves, -1).tolist()
+            self.normal = F.layer_norm(halves, (N // 2,)).tolist()
             self.chain = self.chain.tolist()
         p = torch.nn.Parameter(self.x.clone())
         (p * self.z * 2.0).abs().sub(self.z).sum().backward()
@@ -132,6 +136,28 @@ class World:
             check(
                 torch.sub(torch.abs(torch.add(self.w * 2.0, self.v)), self.w), self.chain, "torch.*"
             )
+
+    def pass_on(self) -> None:
+        """Ops that are not recorded: views, items, lists, metadata, Python functions of torch."""
+        with torch.no_grad():
+            y = (self.w * 2.0 + self.v).abs() - self.w
+            if tuple(y.shape) != (N,) or y.size(0) != N or y.dim() != 1 or y.requires_grad:
+                failed("metadata of a pending value")
+            a, b = y.chunk(2)
+            check(torch.cat([b, a]), self.chain[N // 2 :] + self.chain[: N // 2], "joined")
+            rows = autofuse.wrap(torch.zeros(3, N, device=self.device))
+            for k in range(3):
+                rows[k] = y
+            read = rows[1] * 1.0
+            rows[:, :3] = 0.0
+            check(read, self.chain, "read before an item is set")
+            check(rows[2], [0.0] * 3 + self.chain[3:], "set")
+            check(rows.T[:, 0], [0.0] * 3 + self.chain[3:], "transposed")
+            halves = torch.stack(y.split(N // 2))
+            check(F.softmax(halves, -1), self.softmax, "softmax")
+            check(F.layer_norm(halves, (N // 2,)), self.normal, "layer norm")
+            if y[0].item() != self.chain[0] or bool(y[0] != self.chain[0]):
+                failed("an item")
 
     def copy(self) -> None:
         value = (self.w * 2.0 + self.v).abs() - self.w
@@ -210,7 +236,7 @@ class World:
 
 
 ACTIONS = 3 * ["record", "read", "function", "write", "count", "train", "flush"]
-ACTIONS += ["fail", "copy"]
+ACTIONS += ["fail", "copy", "pass_on"]
 
 
 class Garbage:
@@ -292,7 +318,12 @@ def functions(world: World) -> None:
     check(fused(world.x, world.z), world.chain, "of a fused function")
 
 
-PROGRAMS = [values, sums, writes, gradients, functions]
+def passed(world: World) -> None:
+    for _ in range(3):
+        world.pass_on()
+
+
+PROGRAMS = [values, passed, sums, writes, gradients, functions]
 
 
 def run(world: World, program) -> None:

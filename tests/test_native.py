@@ -122,6 +122,12 @@ ENTERED = {
     "answer": ("answer", Operands.answer),
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
     "passing": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
+    "getting": ("get", lambda o: from_c(vars(autofuse.Tensor)["shape"].fget)(o.x)),
+    "asking": ("read", lambda o: from_c(autofuse.Tensor.size)(o.x, 0)),
+    "setting": ("call", lambda o: from_c(autofuse.Tensor.__setitem__)(o.w, 0, 1.0)),
+    "unread": ("call", lambda o: from_c(torch.Tensor.add_)(o.plain, 0.0)),
+    "placing": ("set_", lambda o: from_c(torch.Tensor.grad.fset)(o.plain, None)),
+    "taking": ("get", lambda o: from_c(torch.Tensor.grad.fget)(o.plain)),
     "torch_function": (
         "torch_function", lambda o: from_c(protocol.torch_function)(torch.tanh, ONLY, (o.x,))
     ),

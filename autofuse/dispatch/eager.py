@@ -26,7 +26,6 @@ from .unrecorded import Known, Plain, known_of
 Parameter = torch.nn.Parameter
 Handler = Callable[..., Any]
 OURS = set(map(id, (Tensor, Plain, Parameter)))  # classes of tensors that are read and written
-TARGETS = {"out", "inplace"}  # keywords by which a function may write
 _SIZES = set(map(id, (tuple, list, torch.Size)))
 
 
@@ -37,7 +36,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     ordinary `torch.Tensor`, the same object, so that it meets nothing it does not know.
     """
     known = known_of(func)
-    if known.writes or not known.in_c or (kwargs and not kwargs.keys().isdisjoint(TARGETS)):
+    if known.writes or not known.in_c or (kwargs and _has_target(known, kwargs)):
         return run_any(func, known, args, kwargs)
     recorder, first = this_thread.current, None
     if recorder is not None and recorder.chain.tip.holds_grad:
@@ -64,7 +63,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
         pass_over(first)
     if known.feeds:
         return fed(result, known)
-    return lifted_split(result) if known.splits else lifted(result)
+    return lifted_split(result, known) if known.splits else lifted(result)
 
 
 def _made_concrete(items: Any, known: Known) -> bool:
@@ -131,7 +130,7 @@ def run_any(
     call: what to call with plain tensors in place of `func`.
     """
     name = known.name
-    writes = known.writes or (kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")))
+    writes = known.writes or (kwargs and _has_target(known, kwargs))
     if writes and get_ident() not in writing:
         return announced(run_any, func, known, args, kwargs)
     recorder = this_thread.current
@@ -182,9 +181,20 @@ def run_any(
     return lifted(result)
 
 
+def _has_target(known: Known, kwargs: Any) -> bool:
+    """Whether a keyword says that, or where, the function writes."""
+    for key in known.targets:
+        value = kwargs.get(key)
+        if value is not None and value is not False:
+            return True
+    return False
+
+
 def has_others(items: Iterable[Any]) -> bool:
     """Whether one of these is of a class that may have a say about what wrapped tensors know."""
     others = [x for x in items if id(x.__class__) not in SIMPLE and x.__class__ is not Tensor]
+    if not others:
+        return False
     return any(isinstance(x, Plain) for x in others) or has_torch_function(others)
 
 
@@ -262,13 +272,14 @@ def lifted(result: Any) -> Any:
     return result
 
 
-def lifted_split(views: Any) -> Any:
+def lifted_split(views: Any, known: Known) -> Any:
     """`lifted` for the views of one tensor, which mostly have one Meta."""
     meta, shape, stride = None, None, None
     for view in views:
         if view.__class__ is Plain:
             if view.shape != shape or view.stride() != stride:  # 0.3 us against 1 us for a Meta
-                meta, shape, stride = plain_meta(view), view.shape, view.stride()
+                meta = plain_meta(view) if view.is_inference() else likely_meta(view, known)
+                shape, stride = view.shape, view.stride()
             view.__class__ = Tensor
             if meta is not None:
                 view.__dict__["_af"] = meta

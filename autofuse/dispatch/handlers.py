@@ -28,9 +28,20 @@ from ..record.numbers import follows
 from ..record.record import record, record_fresh, relieve
 from ..record.writes import flush_readers, record_inplace, record_write
 from ..torch_private import NoTorchFunction
-from .eager import OURS, TARGETS, Handler, Parameter, Plain, has_others, run_eager, run_short
+from .eager import (
+    OURS,
+    Handler,
+    Parameter,
+    Plain,
+    fed,
+    has_others,
+    lifted,
+    lifted_split,
+    run_eager,
+    run_short,
+)
 from .protocol import HANDLERS, OPTIONS
-from .unrecorded import Known
+from .unrecorded import TARGETS, Known, known_of
 
 # (function of `hot`, the one here that it stands for, what it is given of that)
 HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
@@ -199,6 +210,8 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
     Functions may have `out` and `inplace`; methods, which torch's parser does not check, have not.
     """
 
+    rest = passing(func)
+
     def call(*args: Any, **kwargs: Any) -> Any:
         options = kwargs
         if kwargs and not method:
@@ -224,7 +237,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
                 return shell
         elif chosen is not None and not has_others((*args, *kwargs.values())):
             return chosen
-        return run_eager(func, args, kwargs)
+        return rest(*args, **kwargs)
 
     return call
 
@@ -240,10 +253,12 @@ def _write(chosen: Any, target: Any) -> bool:
 def _composite(compose: Handler, func: Handler) -> Handler:
     """A handler for functions that PyTorch makes of other ones; what it passes on runs eagerly."""
 
+    rest = passing(func)
+
     def call(*args: Any, **kwargs: Any) -> Any:
         others = has_others((*args, *kwargs.values()))
         result = None if others else _chosen(compose, args, kwargs)
-        return run_eager(func, args, kwargs) if result is None else result
+        return rest(*args, **kwargs) if result is None else result
 
     return call
 
@@ -313,6 +328,15 @@ def eagerly(func: Handler) -> Handler:
         return run_eager(func, args, kwargs)
 
     return functools.wraps(func)(call)
+
+
+def passing(func: Handler) -> Handler:
+    """A handler for `func`, which is not recorded."""
+    handler, known = eagerly(func), known_of(func)
+    if known.in_c and not known.writes:
+        wrap = fed if known.feeds else lifted_split if known.splits else lifted
+        HOT.append(("passing", handler, (func, known, wrap)))
+    return handler
 
 
 def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handler:

@@ -12,7 +12,7 @@ from ..chain.shell import Tensor
 from ..record.writes import pending_version
 from ..torch_private import NoTorchFunction
 from .eager import Handler, Plain, run_eager
-from .handlers import handle
+from .handlers import HOT, handle
 from .protocol import HANDLERS, OPTIONS
 
 _PROPERTIES = (
@@ -33,6 +33,7 @@ def _reading(base: Handler) -> Handler:
         with NoTorchFunction():
             return base(*args, **kwargs)
 
+    HOT.append(("asking", read, (base,)))
     return read
 
 
@@ -56,6 +57,7 @@ def install_metadata() -> None:
             read = _from_meta(name, get)
         elif name in ("requires_grad", "is_leaf"):
             read = _pending_grad(name == "is_leaf", get)
+        HOT.append(("getting", read, (base, name in ("requires_grad", "is_leaf"))))
         HANDLERS[getter] = read  # type: ignore[index]
         setattr(Tensor, name, property(read, set_ if setter is not None else None))
     for name in _METHODS:

@@ -9,14 +9,15 @@ from typing import Any
 
 from ..chain.shell import Tensor
 from ..torch_private import TensorBase
-from .eager import Handler, Plain, fed, lifted, lifted_split
-from .handlers import HOT, eagerly, handle, unhandled
-from .unrecorded import IN_C, PASSED, known_of
+from .eager import Handler, Plain, run_eager
+from .handlers import HOT, eagerly, handle, passing, unhandled
+from .protocol import HANDLERS, OPTIONS
+from .unrecorded import IN_C, LIKE_C, PASSED, known_of
 
 
 def install_methods() -> None:
     """Every other C method of a tensor, and the functions that stand beside chains."""
-    for name in PASSED:
+    for name in PASSED | {func.__name__ for func in LIKE_C}:
         for place, func in unhandled(name):
             handle(place, name, passing(func))
     for name in dir(TensorBase):
@@ -24,6 +25,12 @@ def install_methods() -> None:
         if name in _OPERATORS or not name.startswith("_"):
             if func.__class__ in IN_C and name not in Tensor.__dict__:
                 handle(Plain, name, passing(func))
+    for name in _ATTRIBUTES:
+        getter = getattr(Plain, name).__get__
+        setter = getattr(getattr(Plain, name), "__set__", None)
+        HANDLERS[getter] = OPTIONS[getter] = handler = passing(getter)
+        setattr(Tensor, name, property(handler, None if setter is None else eagerly(setter)))
+    handle(Plain, "__setitem__", _setting(Plain.__setitem__))
     for name, func in vars(Plain).items():
         if name in _EXPORTS or not name.startswith("__"):
             if _asks_for_overrides(func) and name not in Tensor.__dict__:
@@ -32,7 +39,9 @@ def install_methods() -> None:
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
 
 
-_OPERATORS = ("__getitem__", "__matmul__", "__rmatmul__")
+_ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "grad_fn")  # for which a value is needed
+_OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__",
+              "__rmatmul__"}  # fmt: skip
 # not of operators: Python would ask a reflected one first that differs from a plain tensor's
 _EXPORTS = ("__reduce_ex__", "__deepcopy__", "__array__", "__dlpack__", "__dlpack_device__")
 
@@ -45,13 +54,14 @@ def _asks_for_overrides(method: Any) -> bool:
     )
 
 
-def passing(func: Handler) -> Handler:
-    """A handler for `func`, which is not recorded."""
-    handler, known = eagerly(func), known_of(func)
-    if known.in_c and not known.writes:
-        wrap = fed if known.feeds else lifted_split if known.splits else lifted
-        HOT.append(("passing", handler, (func, known, wrap)))
-    return handler
+def _setting(func: Handler) -> Handler:
+    """A handler for `x[i] = value`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run_eager(func, args, kwargs)
+
+    HOT.append(("setting", call, (func, known_of(func))))
+    return call
 
 
 def made_no_sequence(cls: type) -> bool:

@@ -23,34 +23,43 @@ PASSED = FEEDS | set(
     "adaptive_avg_pool1d adaptive_avg_pool2d addbmm addmv addr all amax amin any argmax argmin "
     "avg_pool1d avg_pool2d avg_pool3d baddbmm bincount broadcast_to bucketize cat chain_matmul "
     "chunk column_stack concat concatenate conv3d conv_transpose1d conv_transpose2d count_nonzero "
-    "cross cummax cummin cumprod cumsum diag diagonal diff dot einsum embedding flatten flip "
-    "fliplr flipud gather ger hstack index_add index_select inner instance_norm kron logcumsumexp "
-    "log_softmax logsumexp masked_select matrix_power max max_pool1d max_pool2d mean median min "
-    "moveaxis movedim mv narrow native_layer_norm norm outer permute pixel_shuffle prod "
-    "ravel repeat_interleave reshape roll rot90 scaled_dot_product_attention scatter scatter_add "
-    "searchsorted select slice_scatter softmax sort split squeeze stack std std_mean sum swapaxes "
-    "t take take_along_dim tensor_split tensordot tile topk trace transpose tril triu unbind "
-    "unflatten unsqueeze upsample_nearest2d var var_mean vdot view_as_complex view_as_real "
-    "vstack".split()
+    "cross cummax cummin cumprod cumsum diag diagonal diff dot einsum embedding empty_like "
+    "flatten flip fliplr flipud full_like gather ger hstack index_add index_select inner "
+    "instance_norm kron log_softmax logcumsumexp logsumexp masked_select matrix_power max "
+    "max_pool1d max_pool2d mean median min moveaxis movedim mv narrow native_layer_norm norm "
+    "ones_like outer permute pixel_shuffle prod rand_like randn_like ravel repeat_interleave "
+    "reshape roll rot90 scaled_dot_product_attention scatter scatter_add searchsorted select "
+    "slice_scatter softmax sort split squeeze stack std std_mean sum swapaxes t take "
+    "take_along_dim tensor_split tensordot tile topk trace transpose tril triu unbind unflatten "
+    "unsqueeze upsample_nearest2d var var_mean vdot view_as_complex view_as_real vstack "
+    "zeros_like".split()
 )
 _SPLITS = {"chunk", "split", "unbind", "tensor_split"}
 # Python functions that only pass their tensors on to C
-_LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,
-           F.mish, F.elu, F.softmax, F.log_softmax, F.mse_loss, F.l1_loss, F.dropout}  # fmt: skip
+LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,
+           F.mish, F.elu, F.softmax, F.log_softmax, F.mse_loss, F.l1_loss, F.dropout,
+           F.batch_norm, F.pad, F.interpolate, torch.einsum, torch.norm, torch.split,
+           Plain.norm, Plain.split}  # fmt: skip
+
+
+TARGETS = {"out", "inplace"}  # keywords by which a function may write
 
 
 class Known:
     """What `run_eager` has to know of a function."""
 
-    __slots__ = ("feeds", "in_c", "likely", "name", "own", "reason", "splits", "writes")
+    __slots__ = ("feeds", "in_c", "likely", "name", "own", "reason", "splits", "targets",
+                 "writes")  # fmt: skip
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.name = getattr(func, "__name__", "function")
         self.reason = (self.name, "not in the table")
-        self.in_c = func in _LIKE_C or (func.__class__ in IN_C and self.name not in _EXACT_CLASS)
+        self.in_c = func in LIKE_C or (func.__class__ in IN_C and self.name not in _EXACT_CLASS)
         # torch's: what it reads is among its arguments
         self.own = self.in_c or func.__class__ in IN_C or _is_torch_own(func)
-        self.writes = _writes(self.name, func)
+        # running statistics are written in training alone
+        self.targets = TARGETS | {"training"} if func is F.batch_norm else TARGETS
+        self.writes = _writes(self.name, func) and func is not F.batch_norm
         self.feeds = self.name in FEEDS
         self.splits = self.name in _SPLITS
         # what its results are, see `likely_meta`; these are fresh, and so never inference tensors

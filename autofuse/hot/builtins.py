@@ -10,6 +10,7 @@ from .c import (
     FUNCTIONS_OFF,
     ITEMS,
     SKIPS_NEXT,
+    TARGETS,
     Plain,
     PyDict_GetItemWithError,
     PyErr_Occurred,
@@ -36,7 +37,7 @@ def builtin(entry, function, args, flags, names):
         k = count  # few functions take one there: torch's parser knows which
     while k < count and has_wrapped(load(args + 8 * k)) == 0:
         k += 1
-    if k < count and has_target(names) == 0:
+    if k < count and has_target(TARGETS, names, args + 8 * count) == 0:
         table = load(entry)
         values = count
         if names != 0:

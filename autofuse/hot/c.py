@@ -79,15 +79,17 @@ _PyObject_MakeTpCall = C("word", 5)  # (thread, function, args, count, names)
 COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
 ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python 3.14 on 32
 EQUAL = 2  # Py_EQ
+FAILED = (1 << 32) - 1  # the bits of a C int, which is not 0 where a setter fails
 LISTED = 24  # where a list has the address of its first item
-AF, CURRENT, OBSERVER, WORDS, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, INPLACE, LAYOUT = (
+AF, CURRENT, OBSERVER, WORDS, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, INPLACE = (
     "_af", "current", "flushing", "words", "__class__", "flushes", "eager", "recorders", "",
-    "write", "inplace", "layout",
+    "write", "inplace",
 )  # fmt: skip
 
 # objects of `chain`, `record` and torch
 Plain: Any = GIVEN  # torch.Tensor
 Parameter: Any = GIVEN
+Builtin: Any = GIVEN  # the class of functions of C
 local: Any = GIVEN
 counts: Any = GIVEN
 ranges: Any = GIVEN
@@ -98,15 +100,11 @@ is_foreign: Any = GIVEN
 others_writing: Any = GIVEN
 all_recorders: Any = GIVEN
 relieve: Any = GIVEN
-function_modes: Any = GIVEN  # how many are on
 TARGETS: Any = GIVEN  # keywords by which a function may write
 strided: Any = GIVEN  # the layout
 SIMPLE: Any = GIVEN  # classes of what no walk over arguments looks into
 increment_version: Any = GIVEN
 get_device: Any = GIVEN
-NoTorchFunction: Any = GIVEN
-enter: Any = GIVEN  # its methods
-leave: Any = GIVEN
 entered: Any = GIVEN  # threads of torch's engine in which a context is current
 
 PYTHON: Any = GIVEN  # (function, args, flags, names): what functions do by themselves
@@ -116,13 +114,16 @@ VERSION_GETTER: Any = GIVEN
 VERSION_CLOSURE: Any = GIVEN
 GRAD_GETTER: Any = GIVEN
 GRAD_CLOSURE: Any = GIVEN
+LAYOUT_GETTER: Any = GIVEN
+LAYOUT_CLOSURE: Any = GIVEN
 ADDRESS_METHOD: Any = GIVEN
 USERS_METHOD: Any = GIVEN
 
 GRAD_MODE: Any = GIVEN  # (): whether grad mode is on, in the lowest byte
 PEEK: Any = GIVEN  # (): the number of the next node of autograd
 TAKE: Any = GIVEN  # (): the same, used up
-FUNCTIONS_OFF: Any = GIVEN  # (): whether torch functions are off, in the lowest byte
+FUNCTIONS_OFF: Any = GIVEN  # (): what torch functions are off for, in the lowest byte
+SWITCH_OFF: Any = GIVEN  # (state): 0 for nobody, 1 for classes, 2 for modes too
 FUNCTION_MODES: Any = GIVEN  # (): how many modes of torch functions are on
 SKIPS_NEXT: Any = GIVEN  # (): whether the next call asks for no overrides, in the lowest byte; or 0
 

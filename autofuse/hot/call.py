@@ -9,17 +9,23 @@ from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
     AF,
-    CLASS,
     COUNT,
     CURRENT,
+    FUNCTION_MODES,
     INPLACE,
     ITEMS,
-    LAYOUT,
+    LAYOUT_CLOSURE,
+    LAYOUT_GETTER,
     PEEK,
+    RECORDERS,
+    TARGETS,
+    VERSION_CLOSURE,
+    VERSION_GETTER,
     Plain,
     Py_DecRef,
     Py_IncRef,
     PyDict_GetItemWithError,
+    PyDict_Next,
     PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
@@ -33,11 +39,13 @@ from .c import (
     PyObject_Vectorcall,
     PyThread_get_thread_ident,
     PyTuple_Size,
+    all_recorders,
     call_pointer,
-    function_modes,
     load,
     load32,
     local,
+    room,
+    store,
     strided,
 )
 from .flush import flush_now
@@ -49,10 +57,12 @@ from .values import (
     has_target,
     is_ours,
     is_simple,
-    number_of,
     python,
+    set_class,
     slot_of,
     state_of,
+    switch_back,
+    switch_off,
 )
 
 
@@ -81,28 +91,33 @@ def torch_function(entry, function, args, flags, names):
 
 
 def ask_overrides(entry, function, args, flags, names):
-    """`dispatch.protocol.ask_overrides`; entry: the handlers by torch function."""
+    """`dispatch.protocol.ask_overrides`; entry: handlers by torch function, those for keywords."""
     count = flags & COUNT
-    if count >= 2:
+    if count > 2:
         relevant = load(args + 8)
         if class_of(relevant) is tuple and are_alone(relevant) != 0:
-            if names == 0 or is_silent(names, args + 8 * count) != 0:
-                known = PyDict_GetItemWithError(load(entry), load(args))
-                if known != 0:
-                    return PyObject_Vectorcall(known, args + 16, count - 2, 0)
-                if PyErr_Occurred() != 0:
-                    return 0
+            table = load(entry)
+            given = 0
+            if names != 0 and is_silent(names, args + 8 * count) == 0:
+                table = load(entry + 8)
+                given = names
+            known = PyDict_GetItemWithError(table, load(args))
+            if known != 0:
+                return PyObject_Vectorcall(known, args + 16, count - 2, given)
+            if PyErr_Occurred() != 0:
+                return 0
     return python(function, args, flags, names)
 
 
 def are_alone(tensors):
     """Whether nobody but autofuse has a say about a function of these."""
-    if number_of(function_modes) != 0:
+    if call_pointer(FUNCTION_MODES) != 0:
         return 0
     k = PyTuple_Size(tensors)
     while k > 0:
         k -= 1
-        if is_ours(load(tensors + ITEMS + 8 * k)) == 0:
+        x = load(tensors + ITEMS + 8 * k)
+        if x is not None and is_ours(x) == 0:  # an option that was not given
             return 0
     return 1
 
@@ -123,6 +138,30 @@ def are_none(options):
     if value == 0:
         PyErr_Clear()  # of a key that is no ordinary string
     return value is False
+
+
+def getting(entry, function, args, flags, names):
+    """A property of `dispatch.metadata`; entry: C's getter, its closure, whether gradients count.
+
+    A shell says of itself what its value will say, but for those.
+    """
+    x = load(args)
+    if names != 0 or flags & COUNT != 1 or class_of(x) is not Tensor:
+        return python(function, args, flags, names)
+    if load(entry + 16) is True and class_of(state_of(x)) is Node:
+        return python(function, args, flags, names)
+    before = switch_off(1)
+    result = call_pointer(load(entry), x, load(entry + 8))
+    switch_back(before)
+    return result
+
+
+def asking(entry, function, args, flags, names):
+    """A method of `dispatch.metadata`; entry: the method of torch's."""
+    before = switch_off(1)
+    result = PyObject_Vectorcall(load(entry), args, flags, names)
+    switch_back(before)
+    return result
 
 
 def passing(entry, function, args, flags, names):
@@ -148,13 +187,16 @@ def passing(entry, function, args, flags, names):
 
 def is_everyday(recorder: Recorder, known: Known, args, count, names):
     """Whether Python has nothing to do for these arguments; pending ones are flushed."""
-    if recorder.guarded is True or are_watched() != 0:
+    if are_watched() != 0:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
     if names != 0:
-        if has_target(names) != 0:
+        if has_target(TARGETS, names, args + 8 * count) != 0:
             return 0
+        if known.targets is not TARGETS and has_target(known.targets, names, args + 8 * count) != 0:
+            if is_pending_elsewhere(recorder) != 0 or flush_now(recorder, known.name) == 0:
+                return 0
         count += PyTuple_Size(names)
     k = 0
     while k < count:
@@ -167,6 +209,23 @@ def is_everyday(recorder: Recorder, known: Known, args, count, names):
             return 0
         k += 1
     return 1
+
+
+def is_pending_elsewhere(recorder: Recorder):
+    """Whether another device has something pending, or another thread may have."""
+    recorders = PyObject_GetAttr(local, RECORDERS)
+    if recorders == 0:
+        return 1
+    Py_DecRef(recorders)
+    if PyList_Size(all_recorders) != PyDict_Size(recorders):
+        return 1
+    place = room(3)  # the position, a key, a value
+    store(place, 0)
+    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
+        other: Recorder = load(place + 16)
+        if other is not recorder and PyList_Size(other.chain) != 0:
+            return 1
+    return 0
 
 
 def are_concrete(recorder: Recorder, known: Known, items):
@@ -214,7 +273,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
     pending = 0
     if tip.holds_grad is True:
         pending = call_pointer(PEEK) == PyLong_AsLong(chain.first) + PyList_Size(chain)
-    result = called(recorder, load(entry), known.reason, args, count, names)
+    result = called(load(entry), known.reason, args, count, names)
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - PyList_Size(chain))
     Py_DecRef(chain)
@@ -224,7 +283,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
         if known.feeds is True:
             meta = likely_meta(known.likely, result)
             if meta != 0:
-                PyObject_GenericSetAttr(result, CLASS, Tensor)
+                set_class(result, Tensor)
                 PyObject_GenericSetAttr(result, AF, meta)
                 return result
             if PyErr_Occurred() != 0:
@@ -234,19 +293,73 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
             Py_DecRef(result)
             return wrapped
         if load32(result) == 1 and is_strided(result) != 0:
-            PyObject_GenericSetAttr(result, CLASS, Tensor)
+            set_class(result, Tensor)
         return result
     kind = class_of(result)
+    if known.splits is True and kind is tuple:
+        if wrapped_views(known, result) != 0:
+            return result
+        if PyErr_Occurred() != 0:
+            Py_DecRef(result)
+            return 0
+        wrapped = ask2(load(entry + 16), result, known)
+        Py_DecRef(result)
+        return wrapped
     if known.feeds is True or kind is Tensor or kind is float or kind is int or kind is bool:
+        return result
+    if result is None:
         return result
     wrapped = PyObject_CallOneArg(load(entry + 16), result)
     Py_DecRef(result)
     return wrapped
 
 
+def wrapped_views(known: Known, views):
+    """Wrap the views of one tensor, which mostly have one Meta; 0 where Python has to go on."""
+    count = PyTuple_Size(views)
+    if count == 0 or class_of(load(views + ITEMS)) is not Plain:
+        return 0
+    version = call_pointer(VERSION_GETTER, load(views + ITEMS), VERSION_CLOSURE)
+    if version == 0:  # inference tensors, which no check tells from others
+        PyErr_Clear()
+        return 0
+    Py_DecRef(version)
+    likely = known.likely
+    Py_IncRef(likely)
+    size = PyTuple_Size(likely)
+    place = 0
+    done = 1
+    k = 0
+    while k < count and done != 0:
+        view = load(views + ITEMS + 8 * k)
+        done = class_of(view) is Plain and load32(view) == 1
+        tried = 0
+        meta = 0
+        while done != 0 and meta == 0 and tried < size:
+            same = PyObject_CallOneArg(load(likely + ITEMS + 8 * place), view)
+            Py_DecRef(same)
+            if same is True:
+                meta = load(likely + ITEMS + 8 * place + 8)
+            elif same == 0:
+                done = 0
+            else:
+                tried += 2
+                place += 2
+                if place == size:
+                    place = 0
+        if meta == 0:
+            done = 0
+        else:
+            set_class(view, Tensor)
+            PyObject_GenericSetAttr(view, AF, meta)
+        k += 1
+    Py_DecRef(likely)
+    return done
+
+
 def is_strided(tensor):
     """Whether its memory is laid out by strides."""
-    layout = PyObject_GetAttr(tensor, LAYOUT)
+    layout = call_pointer(LAYOUT_GETTER, tensor, LAYOUT_CLOSURE)
     if layout == 0:
         PyErr_Clear()
         return 0

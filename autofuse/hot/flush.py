@@ -29,7 +29,6 @@ from .c import (
     PyList_Size,
     PyLong_AsLong,
     PyLong_FromLong,
-    PyObject_CallNoArgs,
     PyObject_CallOneArg,
     PyObject_GetAttr,
     PyThread_get_thread_ident,
@@ -46,7 +45,7 @@ from .c import (
     store,
 )
 from .launch import launched
-from .values import count_one, ended, python, state_of
+from .values import count_one, ended, python, state_of, switch_back, switch_off
 
 
 def flush(entry, function, args, flags, names):
@@ -127,8 +126,6 @@ def flushed(recorder: Recorder, reason, target, expected, last):
         return 0
     if PyList_Size(recorder.chain) == 0:
         return target == 0
-    if recorder.guarded is True:
-        return 0
     if PyDict_GetItemWithError(hook_names, OBSERVER) is not None or PyList_Size(ranges) != 0:
         return 0  # somebody looks
     if recorder.spare is None:  # what may run Python comes before anything is looked at
@@ -211,11 +208,9 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
     if target != 0:
         chain.into = target
     done = 0
-    begun = PyObject_CallNoArgs(recorder.hide)
-    if begun != 0:
-        Py_DecRef(begun)
-        done = launched(recorder, chain, program)
-        ended(recorder.show)
+    before = switch_off(2)
+    done = launched(recorder, chain, program)
+    switch_back(before)
     PyDict_DelItem(inside, recorder.thread)
     if done == 0 and chain.values is not None:
         done = -1

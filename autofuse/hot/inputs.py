@@ -36,7 +36,7 @@ from .c import (
     room,
     store,
 )
-from .values import class_of, ended, forget_error, slot_of, state_of
+from .values import class_of, forget_error, slot_of, state_of, switch_back, switch_off
 
 
 def fits(node: Node, operands, key, count):
@@ -119,7 +119,7 @@ def on_device(recorder: Recorder, meta: Meta):
 
 def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
     """Make the operands that are Metas in `key` Inputs; 0, having done nothing, if it cannot."""
-    if recorder.guarded is True or PyDict_Size(others_writing) != 0:
+    if PyDict_Size(others_writing) != 0:
         return 0
     if PyTuple_Size(tip.inputs) == 0:
         stream = PyObject_CallNoArgs(recorder.stream)
@@ -127,10 +127,7 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
             return 0
         chain.stream = stream
         Py_DecRef(stream)
-    begun = PyObject_CallNoArgs(recorder.hide)
-    if begun == 0:
-        return 0
-    Py_DecRef(begun)
+    before = switch_off(2)
     marks = room(28)  # of each the version, the address, its own as a number, its slot
     known = 0
     done = 1
@@ -144,7 +141,7 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
         k += 1
     if done == 0:
         forget_error()
-    ended(recorder.show)
+    switch_back(before)
     if recorder.reading is not True or recorder.chain is not chain or chain.tip is not tip:
         done = 0
     if done != 0:

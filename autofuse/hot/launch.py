@@ -31,16 +31,13 @@ from .c import (
     USERS_METHOD,
     VERSION_CLOSURE,
     VERSION_GETTER,
-    NoTorchFunction,
     Py_DecRef,
     Py_IncRef,
     PyDict_GetItemWithError,
     PyDict_New,
     PyDict_SetItem,
     PyErr_Clear,
-    PyErr_Fetch,
     PyErr_Occurred,
-    PyErr_Restore,
     PyEval_RestoreThread,
     PyEval_SaveThread,
     PyFloat_AsDouble,
@@ -59,19 +56,16 @@ from .c import (
     PyTuple_New,
     PyTuple_Size,
     call_pointer,
-    enter,
     entered,
     get_device,
     increment_version,
-    leave,
     load,
     reciprocal,
-    room,
     store,
     store_double,
     store_float,
 )
-from .values import class_of, forget_error, number_of, python
+from .values import class_of, forget_error, number_of, python, switch_back, switch_off
 
 
 def address_of(tensor):
@@ -282,18 +276,11 @@ def answer(entry, function, args, flags, names):
         program: Words = load(args)
         words = PyLong_AsVoidPtr(program.address)
         if load(words + BUSY) == 0:
-            guard = PyObject_CallNoArgs(NoTorchFunction)  # a leaf of the user's may be wrapped
-            if guard == 0:
-                return 0
             store(words + BUSY, 1)
-            Py_DecRef(PyObject_CallOneArg(enter, guard))
+            before = switch_off(1)  # a leaf of the user's may be wrapped
             result = answered(program, words, load(args + 8), load(args + 16), load(args + 24))
             given_up(words)  # what it returns it holds
-            error = room(3)
-            PyErr_Fetch(error, error + 8, error + 16)
-            Py_DecRef(PyObject_CallOneArg(leave, guard))
-            PyErr_Restore(load(error), load(error + 8), load(error + 16))
-            Py_DecRef(guard)
+            switch_back(before)
             store(words + BUSY, 0)
             if result != 0:
                 return result

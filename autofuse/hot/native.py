@@ -31,13 +31,13 @@ import torch
 from .. import hooks, torch_private
 from ..chain import liveness, state
 from ..chain.shell import Tensor
-from ..dispatch import eager, handlers, nested, protocol
+from ..dispatch import handlers, nested, protocol, unrecorded
 from ..errors import warn_once
 from ..kernel.llvm import processor
 from ..record import flush, numbers, ranges, record, writes
 from ..run import cuda, words
 from ..settings.config import config, watch
-from ..torch_private import NoTorchFunction, TensorBase, count_write, function_modes
+from ..torch_private import TensorBase, count_write
 from . import builtins as _builtins
 from . import c, call, inputs, values, write
 from . import flush as _flush
@@ -150,6 +150,10 @@ def _check_objects() -> None:
         raise NotImplementedError("lists have their items elsewhere")
 
 
+# machine functions that are given a descriptor of torch's, and which of its C functions they call
+_ATTRIBUTES = {"getting": 1, "taking": 1, "placing": 2}
+
+
 def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
     """(machine function, the Python function it stands for, what it is given of that)."""
     return [
@@ -160,7 +164,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("flush", flush.flush, ()),
         ("answer", words.answer, ()),
         ("torch_function", protocol.torch_function, (protocol.HANDLERS,)),
-        ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS,)),
+        ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS, protocol.OPTIONS)),
         *handlers.HOT,
     ]
 
@@ -169,17 +173,17 @@ def _given() -> dict[str, Any]:
     """What the stages leave to be given."""
     return {
         "Plain": torch.Tensor,
-        "Parameter": torch.nn.Parameter, "local": state.this_thread, "counts": state.counts,
+        "Parameter": torch.nn.Parameter, "Builtin": type(len),
+        "local": state.this_thread, "counts": state.counts,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": state.writing, "all_recorders": state.all_recorders.refs,
         "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
-        "function_modes": function_modes, "SIMPLE": nested.SIMPLE_CLASSES, "TARGETS": eager.TARGETS,
+        "SIMPLE": nested.SIMPLE_CLASSES, "TARGETS": unrecorded.TARGETS,
         "strided": torch.strided,
         "increment_version": count_write,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
-        "NoTorchFunction": NoTorchFunction, **_places(), "WEAKREFS": _weakrefs(),
-        "enter": vars(NoTorchFunction)["__enter__"], "leave": vars(NoTorchFunction)["__exit__"],
+        **_places(), "WEAKREFS": _weakrefs(),
     }  # fmt: skip
 
 
@@ -195,13 +199,18 @@ class _Native:
             self.calls.check(function)
         # one entry for all, which finds in a table what each is given, or one entry for each, which
         # takes 20 ns less and 0.2 ms more of every import
-        table: dict[_Function, tuple[Any, ...]] = {}
-        entries = [("builtin", (protocol.HANDLERS, protocol.OPTIONS)), ("passing", (table,))]
+        tables: dict[str, dict[_Function, tuple[Any, ...]]] = {"passing": {}, "unread": {}}
+        builtin: tuple[object, ...] = (protocol.HANDLERS, protocol.OPTIONS)
+        entries = [("builtin", builtin)]
+        entries += [(name, (table,)) for name, table in tables.items()]
         self.runs: list[tuple[_Function, int]] = []  # and the number of the entry that runs it
         for name, function, data in self.hot:
-            if name == "passing":
-                table[function] = data
-                self.runs.append((function, 1))
+            if name in _ATTRIBUTES:
+                words = _entry(data[0], types.GetSetDescriptorType, 5)
+                data = (words[_ATTRIBUTES[name]], words[4], *data[1:])
+            if name in tables:
+                tables[name][function] = data
+                self.runs.append((function, 1 + list(tables).index(name)))
             else:
                 self.runs.append((function, len(entries)))
                 entries.append((name, data))
@@ -246,8 +255,8 @@ def _functions() -> list[_Function]:
 def _places() -> dict[str, int]:
     """Where C keeps what the functions call: getters and methods of torch's tensors."""
     base = TensorBase
-    version, grad = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
-                     for name in ("_version", "requires_grad"))  # fmt: skip
+    version, grad, layout = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
+                     for name in ("_version", "requires_grad", "layout"))  # fmt: skip
     address, users = (_entry(vars(base)[name], types.MethodDescriptorType, 3)
                       for name in ("data_ptr", "_use_count"))  # fmt: skip
     state = ("at", "impl", "PythonTorchFunctionTLS")
@@ -258,7 +267,10 @@ def _places() -> dict[str, int]:
                       ("c10", "GradMode", "is_enabled"), (*state, "get_disabled_state"),
                       (*state, "stack_len"), (*state, "peek_skip_next"))
     )  # fmt: skip
-    if not (peek and take and mode and disabled and modes):  # older ones skip nothing
+    switch = torch_private.c_function(
+        *state[:3], "set_disabled_state", takes="NS0_26TorchFunctionDisabledStateE"
+    )
+    if not (peek and take and mode and disabled and modes and switch):  # older ones skip nothing
         raise NotImplementedError("torch's C++ hides its modes or the numbers of autograd's nodes")
     no_arguments = 0x0004
     if address[2] != no_arguments or users[2] != no_arguments:
@@ -266,9 +278,11 @@ def _places() -> dict[str, int]:
     places = {
         "VERSION_GETTER": version[1], "VERSION_CLOSURE": version[4],
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
+        "LAYOUT_GETTER": layout[1], "LAYOUT_CLOSURE": layout[4],
         "ADDRESS_METHOD": address[1], "USERS_METHOD": users[1],
         "GRAD_MODE": mode, "PEEK": peek, "TAKE": take,
-        "FUNCTIONS_OFF": disabled, "FUNCTION_MODES": modes, "SKIPS_NEXT": skips,
+        "FUNCTIONS_OFF": disabled, "SWITCH_OFF": switch, "FUNCTION_MODES": modes,
+        "SKIPS_NEXT": skips,
     }  # fmt: skip
     # 0, for none, is 0 in every process
     return {name: place and c.Address(place) for name, place in places.items()}

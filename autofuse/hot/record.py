@@ -11,12 +11,12 @@ from ..chain.state import Chain, Node, Recorder
 from ..record.policy import SKIPS
 from .c import (
     AF,
-    CLASS,
     COUNT,
     EAGER,
     EMPTY,
     ITEMS,
     TAKE,
+    Builtin,
     Py_DecRef,
     Py_IncRef,
     PyDict_GetItemWithError,
@@ -26,13 +26,14 @@ from .c import (
     PyList_Size,
     PyLong_AsLong,
     PyLong_FromLong,
-    PyObject_CallNoArgs,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyObject_Vectorcall,
     PyThread_get_thread_ident,
+    PyThreadState_Get,
     PyTuple_New,
     PyTuple_Size,
+    _PyObject_MakeTpCall,
     call_pointer,
     counts,
     load,
@@ -41,7 +42,17 @@ from .c import (
     store,
 )
 from .inputs import added, fits, item_of
-from .values import ask2, class_of, count_one, ended, grad_mode, python, recorder_of
+from .values import (
+    ask2,
+    class_of,
+    count_one,
+    grad_mode,
+    python,
+    recorder_of,
+    set_class,
+    switch_back,
+    switch_off,
+)
 
 
 def handler(entry, function, args, flags, names):
@@ -222,7 +233,7 @@ def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
 
 def run_short(recorder: Recorder, func, node: Node, operands, count):
     """Run an op that the trie has found better off eager: `dispatch.eager.run_short`."""
-    if recorder.guarded is True or are_watched() != 0:
+    if are_watched() != 0:
         return 0
     if node.returns is not None and PyLong_AsLong(node.skips) >= SKIPS:
         return 0
@@ -233,9 +244,9 @@ def run_short(recorder: Recorder, func, node: Node, operands, count):
     node.skips = skips
     Py_DecRef(skips)
     Py_IncRef(node)  # a finalizer may let the op be recorded again
-    result = called(recorder, func, node.counted, operands, count, 0)
+    result = called(func, node.counted, operands, count, 0)
     if result != 0:
-        PyObject_GenericSetAttr(result, CLASS, Tensor)
+        set_class(result, Tensor)
         if node.meta is not None:
             PyObject_GenericSetAttr(result, AF, node.meta)
     Py_DecRef(node)
@@ -251,16 +262,14 @@ def are_watched():
     return class_of(eager) is not Counter
 
 
-def called(recorder: Recorder, function, reason, args, count, names):
+def called(function, reason, args, count, names):
     """What an eager function returns, with torch functions off; 0 after an error."""
-    begun = PyObject_CallNoArgs(recorder.enter)
-    if begun == 0:
-        return 0
-    Py_DecRef(begun)
-    recorder.guarded = True
-    result = PyObject_Vectorcall(function, args, count, names)
-    recorder.guarded = False
-    ended(recorder.exit)
+    before = switch_off(1)
+    if class_of(function) is Builtin:  # what stands before it would find torch functions off
+        result = _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
+    else:
+        result = PyObject_Vectorcall(function, args, count, names)
+    switch_back(before)
     if result != 0:
         eager = PyObject_GetAttr(counts, EAGER)
         if eager == 0:

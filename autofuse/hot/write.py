@@ -12,6 +12,7 @@ from .c import (
     COUNT,
     CURRENT,
     EQUAL,
+    FAILED,
     ITEMS,
     RECORDERS,
     WRITE,
@@ -32,7 +33,6 @@ from .c import (
     PyList_Size,
     PyLong_AsLong,
     PyLong_FromLong,
-    PyObject_CallNoArgs,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyObject_RichCompareBool,
@@ -40,16 +40,18 @@ from .c import (
     PyThread_get_thread_ident,
     PyTuple_Size,
     all_recorders,
+    call_pointer,
     load,
     local,
     room,
     store,
 )
+from .call import is_everyday, is_pending_elsewhere
 from .flush import flush_into, flush_now
 from .inputs import item_of, likely_meta
 from .launch import address_of
 from .record import are_watched, called, recorded
-from .values import class_of, grad_mode, is_ours, python, slot_of, state_of
+from .values import class_of, grad_mode, is_ours, python, slot_of, state_of, switch_back, switch_off
 
 
 def writing(entry, function, args, flags, names):
@@ -90,9 +92,80 @@ def writing(entry, function, args, flags, names):
     return PyObject_Vectorcall(load(entry + 32), args, count, names)
 
 
+def setting(entry, function, args, flags, names):
+    """`x[i] = value`; entry: the function, what is known of it."""
+    recorder: Recorder = PyObject_GetAttr(local, CURRENT)
+    if recorder == 0:
+        return 0
+    Py_DecRef(recorder)
+    if names == 0 and flags & COUNT == 3 and class_of(load(args)) is Tensor:
+        known: Known = load(entry + 8)
+        if is_free(recorder) != 0 and is_everyday(recorder, known, args, 3, 0) != 0:
+            if flush_now(recorder, known.name) == 0:
+                return 0
+            if write_now(recorder, load(entry), known, args, 3, 0) != 0:
+                Py_IncRef(None)
+                return None
+        if PyErr_Occurred() != 0:
+            return 0
+    return python(function, args, flags, names)
+
+
+def unread(entry, function, args, flags, names):
+    """What `patches.memory` puts before a function that writes; entry: by those, the function."""
+    own = PyDict_GetItemWithError(load(entry), function)
+    if own == 0:
+        return 0
+    if is_quiet() != 0:
+        return PyObject_Vectorcall(load(own + ITEMS), args, flags, names)
+    return python(function, args, flags, names)
+
+
+def placing(entry, function, args, flags, names):
+    """`patches.memory`'s setter of an attribute; entry: C's setter, its closure."""
+    if names == 0 and flags & COUNT == 2 and is_ours(load(args)) != 0:
+        value = load(args + 8)
+        if value is None or value is True or value is False or class_of(value) is Plain:
+            if is_quiet() != 0:
+                if call_pointer(load(entry), load(args), value, load(entry + 8)) & FAILED != 0:
+                    return 0
+                Py_IncRef(None)
+                return None
+    return python(function, args, flags, names)
+
+
+def taking(entry, function, args, flags, names):
+    """`patches.memory`'s getter of an attribute; entry: C's getter, its closure."""
+    if names == 0 and flags & COUNT == 1 and is_ours(load(args)) != 0:
+        return call_pointer(load(entry), load(args), load(entry + 8))
+    return python(function, args, flags, names)
+
+
+def is_quiet():
+    """Whether nobody but this thread has recorded anything, and nothing is pending."""
+    if PyList_Size(all_recorders) == 0:
+        return 1
+    recorders = PyObject_GetAttr(local, RECORDERS)
+    if recorders == 0:
+        PyErr_Clear()
+        return 0
+    Py_DecRef(recorders)
+    if PyList_Size(all_recorders) != PyDict_Size(recorders):
+        return 0
+    place = room(3)  # the position, a key, a value
+    store(place, 0)
+    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
+        recorder: Recorder = load(place + 16)
+        if PyList_Size(recorder.chain) != 0 or recorder.reading is True:
+            return 0
+        if PyLong_AsLong(recorder.ident) == 0:
+            return 0
+    return 1
+
+
 def is_free(recorder: Recorder):
     """Whether this thread may use it now, and may write without anybody else in its way."""
-    if recorder is None or recorder == 0 or recorder.guarded is True or are_watched() != 0:
+    if recorder is None or recorder == 0 or are_watched() != 0:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
@@ -116,26 +189,9 @@ def are_settled(args, count):
     return 1
 
 
-def is_pending_elsewhere(recorder: Recorder):
-    """Whether another device has something pending, or another thread may have."""
-    recorders = PyObject_GetAttr(local, RECORDERS)
-    if recorders == 0:
-        return 1
-    Py_DecRef(recorders)
-    if PyList_Size(all_recorders) != PyDict_Size(recorders):
-        return 1
-    place = room(3)  # the position, a key, a value
-    store(place, 0)
-    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
-        other: Recorder = load(place + 16)
-        if other is not recorder and PyList_Size(other.chain) != 0:
-            return 1
-    return 0
-
-
 def write_now(recorder: Recorder, function, known: Known, args, count, names):
     """Run an in-place op as eager PyTorch; 1, or 0 after an error."""
-    result = called(recorder, function, known.reason, args, count, names)
+    result = called(function, known.reason, args, count, names)
     if result == 0:
         return 0
     Py_DecRef(result)
@@ -242,7 +298,7 @@ def wrote(op, target, operands, count):
     Py_DecRef(recorder)
     if recorder is None:
         return 0
-    if grad_mode() != 0 or recorder.grad is True or recorder.guarded is True:
+    if grad_mode() != 0 or recorder.grad is True:
         return 0
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
@@ -312,16 +368,12 @@ def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, co
 
 def reads_apart(recorder: Recorder, chain: Chain, target, meta: Meta):
     """Whether `chain` may read memory of `target` by another tensor."""
-    begun = PyObject_CallNoArgs(recorder.hide)
-    if begun == 0:
-        return 1
-    Py_DecRef(begun)
+    before = switch_off(2)
     start = address_of(target)
     failed = PyErr_Occurred() != 0
     if failed != 0:
         PyErr_Clear()
-    ended = PyObject_CallNoArgs(recorder.show)
-    Py_DecRef(ended)
+    switch_back(before)
     tip: Node = chain.tip
     end = start + PyLong_AsLong(meta.nbytes)
     k = PyList_Size(chain.inputs)

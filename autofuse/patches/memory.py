@@ -13,6 +13,7 @@ from ..chain import state as _state
 from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor, set_attribute
 from ..chain.state import writing
+from ..dispatch.handlers import HOT
 from ..dispatch.nested import SIMPLE
 from ..dispatch.protocol import HANDLERS, OPTIONS
 from ..dispatch.unrecorded import EXPORTS
@@ -79,6 +80,7 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             if not nested:
                 writing.pop(ident, None)
 
+    HOT.append(("unread", call, (original,)))
     for table in (HANDLERS, OPTIONS):  # __torch_function__ is told of the new one
         if original in table:
             table[call] = table[original]
@@ -147,6 +149,7 @@ def patch_attributes() -> None:
         def delete(self: Any, base: Any = base) -> None:
             base.__delete__(self)
 
+        HOT.extend([("taking", get, (base,)), ("placing", set_, (base,))])
         attribute = _Attribute(get, set_, delete)
         attribute.__name__ = name  # type: ignore[attr-defined]
         setattr(torch.Tensor, name, attribute)

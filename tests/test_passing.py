@@ -1,0 +1,419 @@
+"""Ops that autofuse does not record, and metadata: what they give, raise and leave is eager's."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autofuse
+from autofuse.hot import native
+from autofuse.record.flush import flush_all
+
+NATIVE = [False, True] if native.active() else [False]
+
+
+@pytest.fixture(params=NATIVE, ids=lambda on: "native" if on else "python")
+def on(request):
+    before = autofuse.config.native
+    autofuse.config.native = request.param
+    yield request.param
+    autofuse.config.native = before
+
+
+def set_item(x, i, value):
+    x[i] = value
+
+
+def set_real(x):
+    x.real = 2.0
+
+
+def delete_item(x):
+    del x[0]
+
+
+# of x [4, 6] float, i [2] long, m [4] bool
+PROGRAMS = {
+    "x[1]": lambda x, i, m: x[1],
+    "x[-1, 2:]": lambda x, i, m: x[-1, 2:],
+    "x[None, ..., 0]": lambda x, i, m: x[None, ..., 0],
+    "x[:, None]": lambda x, i, m: x[:, None],
+    "x[i]": lambda x, i, m: x[i],
+    "x[m]": lambda x, i, m: x[m],
+    "x[i, 1:3]": lambda x, i, m: x[i, 1:3],
+    "x[[0, 2]]": lambda x, i, m: x[[0, 2]],
+    "x[True]": lambda x, i, m: x[True],
+    "x[9]": lambda x, i, m: x[9],
+    "x['a']": lambda x, i, m: x["a"],
+    "x[1] = 0.5": lambda x, i, m: set_item(x, 1, 0.5),
+    "x[:, 3] = row": lambda x, i, m: set_item(x, (slice(None), 3), x[:, 0]),
+    "x[0] = pending": lambda x, i, m: set_item(x, 0, x[1] * 2.0 + 1.0),
+    "x[i] = pending": lambda x, i, m: set_item(x, i, x[1] * 2.0 + 1.0),
+    "x[m] = 0": lambda x, i, m: set_item(x, m, 0),
+    "x[..., None] = 1": lambda x, i, m: set_item(x, (..., None), 1),
+    "x[[0, 1], :2] = 2": lambda x, i, m: set_item(x, ([0, 1], slice(2)), 2),
+    "x[0] = plain": lambda x, i, m: set_item(x, 0, torch.ones(6)),
+    "x[0] = wrong": lambda x, i, m: set_item(x, 0, torch.ones(7)),
+    "x[9] = 1": lambda x, i, m: set_item(x, 9, 1),
+    "x[0] = 'a'": lambda x, i, m: set_item(x, 0, "a"),
+    "x[0] = parameter": lambda x, i, m: set_item(x, 0, torch.nn.Parameter(torch.ones(6))),
+    "what read it": lambda x, i, m: (y := x * 2.0, set_item(x, 0, 7.0), y),
+    "what reads it": lambda x, i, m: (x * 2.0, set_item(x, 0, 7.0), x * 2.0),
+    "del x[0]": lambda x, i, m: delete_item(x),
+    "x.T": lambda x, i, m: (x.T, x.mT, x.H, x.mH),
+    "x[None].mT": lambda x, i, m: x[None].mT,
+    "x.real": lambda x, i, m: x.real,
+    "x.imag": lambda x, i, m: x.imag,
+    "x.real = 2": lambda x, i, m: set_real(x),
+    "view": lambda x, i, m: (x.view(-1), x.view(2, 12), x.view_as(x)),
+    "view(5)": lambda x, i, m: x.view(5),
+    "chunk": lambda x, i, m: x.chunk(4, 1),
+    "chunk(0)": lambda x, i, m: x.chunk(0),
+    "split": lambda x, i, m: (*x.split(3, 1), *x.split([1, 3]), *torch.split(x, 2)),
+    "split(-1)": lambda x, i, m: x.split(-1),
+    "unbind": lambda x, i, m: (*x.unbind(), *torch.unbind(x, 1), *x),
+    "tensor_split": lambda x, i, m: x.tensor_split((1, 3), 1),
+    "empty chunk": lambda x, i, m: x[:0].chunk(2),
+    "a, b = chunk": lambda x, i, m: [y * 2.0 + 1.0 for y in x.chunk(2, 1)],
+    "cat": lambda x, i, m: (torch.cat([x, x]), torch.cat((x, x), 1), torch.hstack([x, x])),
+    "cat wrong": lambda x, i, m: torch.cat([x, x[0]]),
+    "stack": lambda x, i, m: torch.stack([x, x], dim=1),
+    "numbers": lambda x, i, m: (bool(x[0, 0]), float(x[0, 1]), int(x[0, 2]), x[0, 3].item()),
+    "index": lambda x, i, m: ([0, 1, 2][i[0]], x.tolist(), x[0].tolist()),
+    "bool of many": lambda x, i, m: bool(x),
+    "index of a float": lambda x, i, m: [0, 1][x[0, 0]],
+    "layer_norm": lambda x, i, m: (F.layer_norm(x, (6,)), F.layer_norm(x, (6,), x[0], x[1])),
+    "layer_norm wrong": lambda x, i, m: F.layer_norm(x, (5,)),
+    "group_norm": lambda x, i, m: F.group_norm(x, 3),
+    "batch_norm": lambda x, i, m: F.batch_norm(x, x[0], x[1].abs()),
+    "softmax": lambda x, i, m: (F.softmax(x, -1), F.log_softmax(x, 0, dtype=torch.float64)),
+    "softmax wrong": lambda x, i, m: F.softmax(x, 5),
+    "cross_entropy": lambda x, i, m: (F.cross_entropy(x[:2], i),
+                                      F.cross_entropy(x[:2], i, reduction="sum")),
+    "cross_entropy wrong": lambda x, i, m: F.cross_entropy(x, i),
+    "nll_loss": lambda x, i, m: F.nll_loss(x[:2], i, reduction="none"),
+    "dropout": lambda x, i, m: (F.dropout(x, 0.0), F.dropout(x, 1.0), F.dropout(x, 0.5, False)),
+    "dropout in place": lambda x, i, m: F.dropout(x, 1.0, True, True) is x,
+    "dropout wrong": lambda x, i, m: F.dropout(x, 2.0),
+    "embedding": lambda x, i, m: F.embedding(i, x),
+    "einsum": lambda x, i, m: (torch.einsum("ij,kj->ik", x, x), torch.einsum("ij->j", [x]),
+                               torch.einsum("ij,ij,ik->jk", x, x, x)),
+    "einsum wrong": lambda x, i, m: torch.einsum("ij,jk", x, x),
+    "pad": lambda x, i, m: (F.pad(x, (1, 1)), F.pad(x, (1, 0), value=2.0)),
+    "interpolate": lambda x, i, m: F.interpolate(x[None], scale_factor=2.0),
+    "norm": lambda x, i, m: (x.norm(), torch.norm(x, dim=1), x.norm(p=1, dim=0, keepdim=True)),
+    "gather": lambda x, i, m: torch.gather(x, 1, x.argmax(1, keepdim=True)),
+    "linear": lambda x, i, m: F.linear(x, x, x[:, 0]),
+    "sums": lambda x, i, m: (x.sum(), x.mean(-1, keepdim=True), torch.sum(x, dim=0), x.max(1)),
+    "out=None": lambda x, i, m: torch.sum(x, dim=0, out=None),
+    "out=": lambda x, i, m: torch.sum(x, dim=0, out=torch.empty(6)),
+    "likes": lambda x, i, m: (torch.zeros_like(x), torch.full_like(x, 2.0), torch.ones_like(i)),
+    "grad_fn": lambda x, i, m: (x.grad_fn is None, x.sum().grad_fn is None),
+    "contiguous": lambda x, i, m: (x.contiguous() is x, x.t().contiguous()),
+}  # fmt: skip
+
+
+def flat(value):
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in flat(item)]
+    return [value]
+
+
+def facts(t, kinds):
+    """What can be seen of a tensor, or of anything else."""
+    if not isinstance(t, torch.Tensor):
+        return repr(t)
+    kinds.append(type(t) is autofuse.Tensor)
+    t = autofuse.unwrap(t)
+    node = None if t.grad_fn is None or "autofuse" in str(type(t.grad_fn)) else t.grad_fn.name()
+    told = (t.dtype, t.shape, t.stride(), t.storage_offset(), t.is_contiguous(), t.requires_grad,
+            t.is_inference(), repr(t.tolist()))  # fmt: skip
+    return (*told, None if t.is_inference() else t._version, node is None or node)
+
+
+@pytest.fixture(autouse=True)
+def always_fuse(monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+
+
+def operands(kind, grad):
+    """x, i and m of a program."""
+    base = torch.linspace(-1.5, 2.0, 24).view(4, 6)
+    if grad:
+        base = base.requires_grad_() * 1.0
+    x, i, m = base, torch.tensor([2, 0]), torch.tensor([True, False, True, False])
+    if kind != "plain":
+        x, i, m = (autofuse.wrap(t) for t in (x, i, m))
+    if kind != "wrapped":
+        x, m = x * 1.0, ~(~m)
+        assert kind == "plain" or autofuse.is_pending(x)
+    return x, i, m
+
+
+def outcome(program, kind, grad=False, mode=None):
+    """What a program gives or raises and leaves of its arguments, and which results are wrapped."""
+    x, i, m = operands(kind, grad)
+    kinds = []
+    try:
+        with mode or contextlib.nullcontext():
+            result = program(x, i, m)
+    except Exception as error:
+        result = (type(error), str(error))
+    told = [facts(t, kinds) for t in flat(result)]
+    return told, [facts(t, kinds)[:8] for t in (x, i, m)], kinds
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_gives_and_raises_what_eager_does(name, grad, on):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's of what is deprecated
+        autofuse.materialize(autofuse.wrap(torch.ones(2)) + 1)  # a thread that never records...
+        want = outcome(PROGRAMS[name], "plain", grad)
+        for kind in ("wrapped", "pending", "pending", "wrapped", "wrapped"):
+            got = outcome(PROGRAMS[name], kind, grad)
+            for a, b in zip(got[0], want[0], strict=True):
+                assert a[:8] == b[:8], (name, kind)
+            assert got[1] == want[1], (name, kind)
+
+
+@pytest.mark.skipif(len(NATIVE) < 2, reason="there is one way")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_both_ways_do_the_same(name, grad):
+    """Versions, views, nodes and classes too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for kind in ("wrapped", "pending"):
+            ways = []
+            for way in NATIVE:
+                autofuse.config.native = way
+                try:
+                    outcome(PROGRAMS[name], kind, grad)
+                    ways.append(outcome(PROGRAMS[name], kind, grad))
+                finally:
+                    autofuse.config.native = True
+            assert ways[0] == ways[1], (name, kind)
+
+
+METADATA = {
+    "attributes": lambda x: [getattr(x, name) for name in (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda",
+        "is_cpu", "is_sparse", "itemsize", "nbytes", "names", "output_nr", "is_quantized")],
+    "methods": lambda x: [x.size(), x.size(0), x.size(dim=-1), x.stride(), x.stride(1), x.dim(),
+                          x.numel(), x.nelement(), x.ndimension(), x.storage_offset(), len(x),
+                          x.is_contiguous(), x.is_contiguous(memory_format=torch.channels_last),
+                          x.element_size(), x.is_floating_point(), x.is_complex(), x.is_signed(),
+                          x.is_inference(), x.get_device()],
+    "functions": lambda x: [torch.numel(x), torch.is_floating_point(x), torch.is_complex(x)],
+    "size(9)": lambda x: x.size(9),
+    "size('a')": lambda x: x.size("a"),
+    "dim(1)": lambda x: x.dim(1),
+    "x.shape = 1": lambda x: setattr(x, "shape", 1),
+    "x.is_leaf = 1": lambda x: setattr(x, "is_leaf", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_is_eagers_and_runs_nothing(name, grad, on):
+    def told(x):
+        try:
+            return METADATA[name](x)
+        except Exception as error:
+            return type(error), str(error)
+
+    base = torch.ones(2, 3, 1, 1, requires_grad=grad)
+    want, wrapped = told(base * 1.0), autofuse.wrap(base * 1.0)
+    assert told(wrapped) == want
+    pending = wrapped * 1.0
+    assert told(pending) == want
+    if "=" not in name:
+        assert autofuse.is_pending(pending)
+    leaf = torch.ones(3)
+    assert told(autofuse.wrap(leaf)) == told(leaf)
+
+
+def test_getters_refuse_what_is_no_tensor(on):
+    shape = vars(autofuse.Tensor)["shape"].fget
+    with pytest.raises(TypeError):
+        shape(5)
+    with pytest.raises(TypeError):
+        shape()
+    with pytest.raises(TypeError):
+        autofuse.Tensor.size()
+    with pytest.raises(TypeError):
+        autofuse.Tensor.size(5)
+
+
+# --- who looks on -----------------------------------------------------------------------------
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **kwargs or {})
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+SEEN = ["x[1]", "x[1] = 0.5", "x.T", "chunk", "unbind", "cat", "layer_norm", "softmax", "einsum",
+        "cross_entropy", "embedding", "batch_norm", "norm", "numbers"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_mode_sees_the_ops_of_eager(name, on):
+    def ops(kind):
+        mode = Ops()
+        outcome(PROGRAMS[name], kind, mode=mode)
+        return mode.seen
+
+    assert ops("wrapped") == ops("plain")
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_mode_of_functions_is_asked(name):
+    def functions(way):
+        autofuse.config.native = way
+        mode = Functions()
+        told = outcome(PROGRAMS[name], "wrapped", mode=mode)
+        return mode.seen[0], told  # what follows may be autofuse's looks at results
+
+    try:
+        ways = [functions(way) for way in NATIVE]
+    finally:
+        autofuse.config.native = NATIVE[-1]
+    assert ways[0] == ways[-1]
+
+
+def test_metadata_asks_a_mode_as_a_plain_tensor_does(on):
+    def functions(x):
+        with Functions() as mode:
+            x.shape, x.size(0), x.requires_grad, len(x)
+        return mode.seen
+
+    plain = torch.ones(2)
+    assert functions(autofuse.wrap(plain)) == functions(plain)
+
+
+def test_saved_tensors_go_through_hooks(on):
+    x = autofuse.wrap(torch.randn(3, 6, requires_grad=True) * 1.0)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        y = F.layer_norm(x, (6,))
+        z = F.softmax(x, -1)
+    assert packed and type(x) is type(y) is autofuse.Tensor
+    assert torch.equal(autofuse.unwrap(z), torch.softmax(autofuse.unwrap(x), -1))
+
+
+def test_torch_functions_stay_off_where_they_were_off(on):
+    x = autofuse.wrap(torch.ones(2, 2))
+    for off in (torch._C.DisableTorchFunctionSubclass, torch._C.DisableTorchFunction):
+        with off():
+            assert not torch._C._is_torch_function_enabled()
+            x.shape, x.size(0), x.view(-1), x[0], x.chunk(2), F.softmax(x, 0)
+            assert not torch._C._is_torch_function_enabled()
+            with pytest.raises(RuntimeError):
+                x.view(3)
+            assert not torch._C._is_torch_function_enabled()
+        assert torch._C._is_torch_function_enabled()
+    with pytest.raises(RuntimeError):
+        x.view(3)
+    assert torch._C._is_torch_function_enabled()
+
+
+def test_inference_tensors_have_views_of_their_own(on):
+    with torch.inference_mode():
+        inside = torch.ones(4, 4)
+    plain = torch.ones(4, 4)
+    for _ in range(3):  # the third time there is a check of what was met
+        for base in (plain, inside):
+            views = autofuse.wrap(base).chunk(2)
+            assert [v.is_inference() for v in views] == [base.is_inference()] * 2
+            assert autofuse.unwrap(views[0] * 2.0 + 1.0).tolist() == [[3.0] * 4] * 2
+
+
+def test_views_of_different_shapes_have_their_own_meta(on):
+    x = autofuse.wrap(torch.arange(10.0))
+    for _ in range(4):
+        for sizes in ([1, 2, 3, 4], [4, 4, 2], [10]):
+            got = [y * 2.0 for y in x.split(sizes)]
+            assert [y.shape[0] for y in got] == sizes
+            assert torch.cat(got).tolist() == (autofuse.unwrap(x) * 2.0).tolist()
+    flush_all("test")
+
+
+def test_batch_norm_in_training_writes(on):
+    x, mean, var = torch.randn(8, 3), torch.zeros(3), torch.ones(3)
+    pending = autofuse.wrap(mean) * 2.0 + 1.0
+    got = F.batch_norm(autofuse.wrap(x), mean, var, training=True)
+    assert pending.tolist() == [1.0] * 3  # of the mean before
+    want_mean, want_var = torch.zeros(3), torch.ones(3)
+    want = F.batch_norm(x, want_mean, want_var, training=True)
+    assert torch.equal(autofuse.unwrap(got), want)
+    assert torch.equal(mean, want_mean) and torch.equal(var, want_var)
+    assert mean._version == want_mean._version
+    assert torch.equal(autofuse.unwrap(F.batch_norm(autofuse.wrap(x), mean, var)),
+                       F.batch_norm(x, mean, var))  # fmt: skip
+
+
+def test_setting_an_item_makes_it_require_grad(on):
+    x, value = autofuse.wrap(torch.zeros(3, 2)), torch.ones(2, requires_grad=True)
+    for k in range(3):
+        x[k] = value * 1.0
+        assert x.requires_grad and x._version == k + 1
+    (x * 2.0).sum().backward()
+    assert value.grad.tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("index", [1, (1, slice(None)), torch.tensor([1]), [1]], ids=str)
+def test_setting_an_item_of_a_plain_tensor(index, on):
+    """What has read it is read first, and the value is computed."""
+    for make in (torch.zeros, lambda *size: torch.nn.Parameter(torch.zeros(*size))):
+        target, x = make(3, 2), autofuse.wrap(torch.ones(2))
+        with torch.no_grad():
+            before = x + target
+            target[index] = x * 2.0 + 1.0
+            after = x + target
+        assert before.tolist() == [[1.0, 1.0]] * 3
+        assert after.tolist() == [[1.0, 1.0], [4.0, 4.0], [1.0, 1.0]]
+        assert target._version == 1 and type(target) is not autofuse.Tensor
+
+
+def test_attributes_of_plain_tensors(on):
+    p, x = torch.nn.Parameter(torch.ones(2)), autofuse.wrap(torch.ones(2))
+    pending = x * p.detach()
+    p.data = torch.full((2,), 3.0)
+    assert pending.tolist() == [1.0, 1.0]
+    for value in (torch.ones(2), None, autofuse.wrap(torch.ones(2)), x * 2.0):
+        p.grad = value
+        assert (p.grad is None) == (value is None)
+    assert p.grad.tolist() == [2.0, 2.0]
+    for wrong in (torch.ones(3), True, 1, "a"):
+        with pytest.raises((TypeError, RuntimeError)) as here:
+            p.grad = wrong
+        with pytest.raises(type(here.value)) as there:
+            torch._C.TensorBase.grad.__set__(p, wrong)
+        assert str(here.value) == str(there.value)
+    with pytest.raises((TypeError, RuntimeError)):
+        torch.Tensor.grad.fget(5)
+    p.requires_grad = False
+    assert not p.requires_grad
+    del p.grad
+    assert p.grad is None
