@@ -5,12 +5,14 @@ two steps of another one. Here a program runs again and again, each time with on
 the next place; whatever that function does, the program computes what eager PyTorch does.
 """
 
+import asyncio
 import copy
 import functools
 import gc
 import io
 import pickle
 import signal
+import sys
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ import autofuse
 from autofuse import inside
 from autofuse.chain import state
 from autofuse.hot import native
+from autofuse.lines import OURS
 from autofuse.record import flush as flushing
 from autofuse.record import writes as writing
 
@@ -359,3 +362,53 @@ def test_a_finalizer_at_every_allocation_of_a_write(monkeypatch):
         gc.enable()
         gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+def test_tasks_that_take_turns_in_the_middle_of_their_chains():
+    async def work(wrap, seed, held):
+        x = wrap(torch.full((8,), float(seed)))
+        for k in range(6):
+            x = x * 1.5 + float(k)
+            held.append(x)
+            await asyncio.sleep(0)
+            x = (x - held[0]).abs()  # another task's, maybe pending
+            await asyncio.sleep(0)
+        return x
+
+    async def together(wrap):
+        held = []
+        return await asyncio.gather(*(work(wrap, seed, held) for seed in range(5)))
+
+    want = asyncio.run(together(torch.clone))
+    got = asyncio.run(together(autofuse.wrap))
+    assert [x.tolist() for x in got] == [x.tolist() for x in want]
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:2])
+def test_a_tracer_that_records(program):
+    """At every line outside autofuse, as a debugger with watched expressions."""
+    base, held = torch.linspace(-1, 2, 32), {}
+    for name in ("eager", "traced"):
+        wrap = autofuse.wrap if name == "traced" else torch.clone
+        w, v, p = wrap(base), wrap(base.flip(0)), base.clone().requires_grad_()
+        watched = wrap(torch.ones(32))
+
+        def trace(frame, event, argument, watched=watched):
+            if frame.f_code.co_filename.startswith(OURS):
+                return None
+            if event == "line":
+                sys.settrace(None)
+                assert ((watched * 2.0 + 1.0) - 0.5)[:1].tolist() == [2.5]
+                sys.settrace(trace)
+            return trace
+
+        held[name] = []
+        if name == "traced":
+            sys.settrace(trace)
+        try:
+            with torch.no_grad():
+                program(held[name], w, v, p)
+        finally:
+            sys.settrace(None)
+    for ours, theirs in zip(held["traced"], held["eager"], strict=True):
+        torch.testing.assert_close(autofuse.unwrap(ours), autofuse.unwrap(theirs))
