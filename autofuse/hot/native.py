@@ -172,7 +172,7 @@ def _given() -> dict[str, Any]:
     """What the stages leave to be given."""
     return {
         "Plain": torch.Tensor,
-        "Parameter": torch.nn.Parameter, "Builtin": type(len),
+        "Parameter": torch.nn.Parameter, "Builtin": type(len), "Function": types.FunctionType,
         "local": state.this_thread, "counts": state.counts,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,
@@ -266,7 +266,8 @@ def _places() -> dict[str, int]:
     switch = torch_private.c_function(
         *state[:3], "set_disabled_state", takes="NS0_26TorchFunctionDisabledStateE"
     )
-    if not (peek and take and mode and disabled and modes and switch):  # older ones skip nothing
+    others = torch_private.c_function("c10", "impl", "TorchDispatchModeTLS", "stack_len")
+    if not (peek and take and mode and disabled and modes and switch and others):
         raise NotImplementedError("torch's C++ hides its modes or the numbers of autograd's nodes")
     no_arguments = 0x0004
     if address[2] != no_arguments or users[2] != no_arguments:
@@ -278,7 +279,7 @@ def _places() -> dict[str, int]:
         "ADDRESS_METHOD": address[1], "USERS_METHOD": users[1],
         "GRAD_MODE": mode, "PEEK": peek, "TAKE": take, "WEAKREFS": _weakrefs(),
         "FUNCTIONS_OFF": disabled, "SWITCH_OFF": switch, "FUNCTION_MODES": modes,
-        "SKIPS_NEXT": skips,
+        "DISPATCH_MODES": others, "SKIPS_NEXT": skips,  # older ones skip nothing
     }  # fmt: skip
 
 
