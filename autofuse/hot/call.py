@@ -280,7 +280,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
     lent = 0
     kind = class_of(load(entry))
     if kind is Builtin or kind is Function or (count > 1 and class_of(load(args + 8)) is Tensor):
-        if grad_mode() == 0 and PyList_Size(all_recorders) == 1 and are_modes_off() != 0:
+        if grad_mode() == 0 and are_modes_off() != 0 and records_alone() != 0:
             lent = lend(plain, 0, args, count)
     result = called(load(entry), known.reason, args, count, names)
     while lent > 0:
@@ -330,6 +330,18 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
 def are_modes_off():
     """Whether no mode has torch run Python in the middle of an op."""
     return call_pointer(FUNCTION_MODES) == 0 and call_pointer(DISPATCH_MODES) == 0
+
+
+def records_alone():
+    """`chain.state.is_alone`."""
+    if PyList_Size(all_recorders) == 1:
+        return 1
+    recorders = PyObject_GetAttr(local, RECORDERS)
+    if recorders == 0:
+        PyErr_Clear()
+        return 0
+    Py_DecRef(recorders)
+    return PyList_Size(all_recorders) == PyDict_Size(recorders)
 
 
 def lend(place, lent, args, count):

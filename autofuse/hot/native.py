@@ -199,7 +199,9 @@ class _Native:
         # one entry for all, which finds in a table what each is given, or one entry for each, which
         # takes 20 ns less and 0.2 ms more of every import
         tables: dict[str, dict[_Function, tuple[Any, ...]]] = {"passing": {}, "unread": {}}
-        entries = [("builtin", (protocol.HANDLERS, protocol.OPTIONS))]
+        entries: list[tuple[str, tuple[Any, ...]]] = [
+            ("builtin", (protocol.HANDLERS, protocol.OPTIONS))
+        ]
         entries += [(name, (table,)) for name, table in tables.items()]
         self.runs: list[tuple[_Function, int]] = []  # and the number of the entry that runs it
         for name, function, data in self.hot:
