@@ -1,6 +1,7 @@
 """Ops that autofuse does not record, and metadata: what they give, raise and leave is eager's."""
 
 import contextlib
+import sys
 import warnings
 
 import pytest
@@ -417,3 +418,40 @@ def test_attributes_of_plain_tensors(on):
     assert not p.requires_grad
     del p.grad
     assert p.grad is None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_arguments_are_wrapped_again(grad, on):
+    """Torch may be lent them as plain ones: also after errors, twice the same, and in lists."""
+    autofuse.materialize(autofuse.wrap(torch.ones(2)) + 1)
+    x, y = autofuse.wrap(torch.ones(2, 2)), autofuse.wrap(torch.zeros(2, 2))
+    many = [autofuse.wrap(torch.ones(2, 2)) for _ in range(9)]
+    kinds = sys.getrefcount(torch.Tensor), sys.getrefcount(autofuse.Tensor)
+    with torch.set_grad_enabled(grad):
+        for _ in range(50):
+            torch.cat(many), torch.stack((x, y, x)), torch.mm(x, x), F.softmax(x, 0), x.mm(y)
+            F.embedding(autofuse.wrap(torch.tensor([0])), x), torch.einsum("ij,jk->ik", [x, y])
+            for wrong in (lambda: torch.mm(x, y[0]), lambda: torch.cat([x, y[0]]),
+                          lambda: F.softmax(x, 7), lambda: torch.cat([x, 1.0])):  # fmt: skip
+                with pytest.raises((RuntimeError, IndexError, TypeError)):
+                    wrong()
+    assert {type(t) for t in (x, y, *many)} == {autofuse.Tensor}
+    assert abs(sys.getrefcount(torch.Tensor) - kinds[0]) < 20
+    assert abs(sys.getrefcount(autofuse.Tensor) - kinds[1]) < 20
+
+
+def test_what_a_mode_or_a_hook_meets_is_wrapped(on):
+    autofuse.materialize(autofuse.wrap(torch.ones(2)) + 1)
+    x, met = autofuse.wrap(torch.ones(2, 2)), []
+
+    class Classes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            met.append(type(x))
+            return func(*args, **kwargs or {})
+
+    with torch.no_grad(), Classes():
+        torch.mm(x, x)
+    leaf = autofuse.wrap(torch.ones(2, 2, requires_grad=True))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: met.append(type(x)) or t, abs):
+        torch.mm(leaf, x)
+    assert len(met) == 2 and set(met) == {autofuse.Tensor}

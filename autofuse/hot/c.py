@@ -90,6 +90,7 @@ AF, CURRENT, OBSERVER, WORDS, CLASS, FLUSHES, EAGER, RECORDERS, EMPTY, WRITE, IN
 Plain: Any = GIVEN  # torch.Tensor
 Parameter: Any = GIVEN
 Builtin: Any = GIVEN  # the class of functions of C
+Function: Any = GIVEN  # of Python
 local: Any = GIVEN
 counts: Any = GIVEN
 ranges: Any = GIVEN
@@ -125,6 +126,7 @@ TAKE: Any = GIVEN  # (): the same, used up
 FUNCTIONS_OFF: Any = GIVEN  # (): what torch functions are off for, in the lowest byte
 SWITCH_OFF: Any = GIVEN  # (state): 0 for nobody, 1 for classes, 2 for modes too
 FUNCTION_MODES: Any = GIVEN  # (): how many modes of torch functions are on
+DISPATCH_MODES: Any = GIVEN  # (): how many modes of torch's dispatcher are on
 SKIPS_NEXT: Any = GIVEN  # (): whether the next call asks for no overrides, in the lowest byte; or 0
 
 WEAKREFS: Any = GIVEN  # where a tensor has its weak references

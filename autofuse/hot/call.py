@@ -11,16 +11,20 @@ from .c import (
     AF,
     COUNT,
     CURRENT,
+    DISPATCH_MODES,
     FUNCTION_MODES,
     INPLACE,
     ITEMS,
     LAYOUT_CLOSURE,
     LAYOUT_GETTER,
+    LISTED,
     PEEK,
     RECORDERS,
     TARGETS,
     VERSION_CLOSURE,
     VERSION_GETTER,
+    Builtin,
+    Function,
     Plain,
     Py_DecRef,
     Py_IncRef,
@@ -54,6 +58,7 @@ from .record import are_watched, called, number_chain
 from .values import (
     ask2,
     class_of,
+    grad_mode,
     has_target,
     is_ours,
     is_simple,
@@ -273,7 +278,17 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
     pending = 0
     if tip.holds_grad is True:
         pending = call_pointer(PEEK) == PyLong_AsLong(chain.first) + PyList_Size(chain)
+    plain = room(4)
+    lent = 0
+    kind = class_of(load(entry))
+    if kind is Builtin or kind is Function or (count > 1 and class_of(load(args + 8)) is Tensor):
+        if grad_mode() == 0 and are_modes_off() != 0 and records_alone() != 0:
+            lent = lend(plain, 0, args, count)
     result = called(load(entry), known.reason, args, count, names)
+    while lent > 0:
+        lent -= 1
+        set_class(load(plain + 8 * lent), Tensor)
+        Py_DecRef(load(plain + 8 * lent))
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - PyList_Size(chain))
     Py_DecRef(chain)
@@ -312,6 +327,46 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
     wrapped = PyObject_CallOneArg(load(entry + 16), result)
     Py_DecRef(result)
     return wrapped
+
+
+def are_modes_off():
+    """Whether no mode has torch run Python in the middle of an op."""
+    return call_pointer(FUNCTION_MODES) == 0 and call_pointer(DISPATCH_MODES) == 0
+
+
+def records_alone():
+    """`chain.state.is_alone`."""
+    if PyList_Size(all_recorders) == 1:
+        return 1
+    recorders = PyObject_GetAttr(local, RECORDERS)
+    if recorders == 0:
+        PyErr_Clear()
+        return 0
+    Py_DecRef(recorders)
+    return PyList_Size(all_recorders) == PyDict_Size(recorders)
+
+
+def lend(place, lent, args, count):
+    """Let up to four wrapped tensors be plain, put there; returns how many these are now.
+
+    Of each that is not torch asks Python whether it is a tensor, 0.12 us. What may run in the
+    middle must not meet them: a mode, a hook under grad, the thread of another recorder.
+    """
+    k = 0
+    while k < count and lent < 4:
+        x = load(args + 8 * k)
+        kind = class_of(x)
+        if kind is Tensor:
+            set_class(x, Plain)
+            Py_IncRef(x)
+            store(place + 8 * lent, x)
+            lent += 1
+        elif kind is list:
+            lent = lend(place, lent, load(x + LISTED), PyList_Size(x))
+        elif kind is tuple:
+            lent = lend(place, lent, x + ITEMS, PyTuple_Size(x))
+        k += 1
+    return lent
 
 
 def wrapped_views(known: Known, views):

@@ -173,7 +173,7 @@ def _given() -> dict[str, Any]:
     """What the stages leave to be given."""
     return {
         "Plain": torch.Tensor,
-        "Parameter": torch.nn.Parameter, "Builtin": type(len),
+        "Parameter": torch.nn.Parameter, "Builtin": type(len), "Function": types.FunctionType,
         "local": state.this_thread, "counts": state.counts,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,
@@ -200,8 +200,9 @@ class _Native:
         # one entry for all, which finds in a table what each is given, or one entry for each, which
         # takes 20 ns less and 0.2 ms more of every import
         tables: dict[str, dict[_Function, tuple[Any, ...]]] = {"passing": {}, "unread": {}}
-        entries: list[tuple[str, tuple[Any, ...]]]
-        entries = [("builtin", (protocol.HANDLERS, protocol.OPTIONS))]
+        entries: list[tuple[str, tuple[Any, ...]]] = [
+            ("builtin", (protocol.HANDLERS, protocol.OPTIONS))
+        ]
         entries += [(name, (table,)) for name, table in tables.items()]
         self.runs: list[tuple[_Function, int]] = []  # and the number of the entry that runs it
         for name, function, data in self.hot:
@@ -270,7 +271,8 @@ def _places() -> dict[str, int]:
     switch = torch_private.c_function(
         *state[:3], "set_disabled_state", takes="NS0_26TorchFunctionDisabledStateE"
     )
-    if not (peek and take and mode and disabled and modes and switch):  # older ones skip nothing
+    others = torch_private.c_function("c10", "impl", "TorchDispatchModeTLS", "stack_len")
+    if not (peek and take and mode and disabled and modes and switch and others):
         raise NotImplementedError("torch's C++ hides its modes or the numbers of autograd's nodes")
     no_arguments = 0x0004
     if address[2] != no_arguments or users[2] != no_arguments:
@@ -282,7 +284,7 @@ def _places() -> dict[str, int]:
         "ADDRESS_METHOD": address[1], "USERS_METHOD": users[1],
         "GRAD_MODE": mode, "PEEK": peek, "TAKE": take,
         "FUNCTIONS_OFF": disabled, "SWITCH_OFF": switch, "FUNCTION_MODES": modes,
-        "SKIPS_NEXT": skips,
+        "DISPATCH_MODES": others, "SKIPS_NEXT": skips,  # older ones skip nothing
     }  # fmt: skip
     # 0, for none, is 0 in every process
     return {name: place and c.Address(place) for name, place in places.items()}
