@@ -61,7 +61,8 @@ class StreamClock:
         return event
 
     def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        return _elapsed(begin, end) * 1e3 if _query(end) else None
+        known = _query(end) and _query(begin)  # which may be on another stream
+        return _elapsed(begin, end) * 1e3 if known else None
 
 
 def clock_of(device: torch.device) -> Clock:
