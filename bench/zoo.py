@@ -30,7 +30,8 @@ import autofuse
 sys.path.insert(0, str(Path(__file__).parent))
 import machine  # noqa: E402
 import timing  # noqa: E402
-import zoo_cells  # noqa: E402, F401 - registers its rows
+import zoo_calculus  # noqa: E402, F401 - registers its rows
+import zoo_cells  # noqa: E402, F401
 import zoo_learning  # noqa: E402, F401
 import zoo_networks  # noqa: E402, F401
 import zoo_physics  # noqa: E402, F401
