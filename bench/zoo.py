@@ -88,22 +88,31 @@ class Run:
 
 
 def same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    """Also dtypes and strides; any NaN is as good as another."""
     return len(got) == len(want) and all(
-        a.dtype is b.dtype and a.stride() == b.stride() and torch.equal(a, b)
-        and torch.equal(a.signbit(), b.signbit())
+        a.dtype is b.dtype and _layout(a) == _layout(b) and bool(_equal(a, b).all())
         for a, b in zip(got, want, strict=True)
-    )  # fmt: skip
+    )
+
+
+def _layout(t: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return t.shape, t.stride()
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return ((a == b) & (a.signbit() == b.signbit())) | (a.isnan() & b.isnan())
 
 
 def apart(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     """The largest difference, in units in the last place of its tensor's largest value."""
     worst = 0.0
     for a, b in zip(got, want, strict=True):
-        if b.numel() and b.is_floating_point():
+        if not b.is_floating_point():
+            worst = max(worst, 0.0 if torch.equal(a, b) else math.inf)
+        elif b.numel():
             unit = b.abs().max().item() * torch.finfo(b.dtype).eps or 1.0
-            worst = max(worst, (a - b).abs().max().item() / unit)
-        elif not torch.equal(a, b):
-            worst = math.inf
+            units = ((a - b).abs() / unit).masked_fill(_equal(a, b), 0.0)
+            worst = max(worst, units.nan_to_num(math.inf).max().item())
     return worst
 
 
@@ -307,7 +316,7 @@ def main(argv: list[str] | None = None) -> None:
     autofuse.config.compile = "now"  # what is measured is not the way there
     begun = time.perf_counter()
     print(machine.machine(args.device), flush=True)
-    results = Results(machine.facts(args.device))
+    results = Results(machine.facts(args.device) | {"rounds": args.rounds})
     path = args.out or DIRECTORY / f"zoo_{machine.slug(results.head['machine'])}.json"
     rows = chosen(args.only)
     for row in rows:

@@ -98,7 +98,10 @@ def test_other_bits_are_said():
     zero, one = torch.zeros(2), torch.ones(2)
     assert zoo.same_bits([one], [one.clone()]) and not zoo.same_bits([zero], [-zero])
     assert not zoo.same_bits([one.float()], [one]) and not zoo.same_bits([], [one])
-    assert zoo.apart([one > 0], [one > 1]) == float("inf") and zoo.apart([zero], [zero]) == 0
+    nan, far = one * float("nan"), float("inf")
+    assert zoo.same_bits([nan], [-nan]) and not zoo.same_bits([nan], [one])
+    assert zoo.apart([one > 0], [one > 1]) == zoo.apart([nan], [one]) == far
+    assert zoo.apart([zero], [-zero]) == zoo.apart([nan, one * far], [nan, one * far]) == 0
 
 
 def test_eager_that_differs_from_itself_is_no_measure():
