@@ -100,7 +100,8 @@ class Run:
 def same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     """Also dtypes and strides; any NaN is as good as another."""
     return len(got) == len(want) and all(
-        (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and _equal(a, b).all()
+        (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        and bool(_equal(a, b).all())
         for a, b in zip(got, want, strict=True)
     )
 
@@ -327,7 +328,7 @@ def main(argv: list[str] | None = None) -> None:
     autofuse.config.compile = "now"  # what is measured is not the way there
     begun = time.perf_counter()
     print(machine.machine(args.device), flush=True)
-    results = Results(machine.facts(args.device))
+    results = Results(machine.facts(args.device) | {"rounds": args.rounds})
     path = args.out or DIRECTORY / f"zoo_{machine.slug(results.head['machine'])}.json"
     rows = chosen(args.only)
     for row in rows:
