@@ -162,7 +162,7 @@ class Site:
 
     def __init__(self) -> None:
         self.places: list[_Place] = []
-        self.device: torch.device | None = None  # of the first tensor that entered
+        self.device: torch.device | None = None  # of the tensors that entered, a GPU if one is
         self.contest: Contest | None = None
 
 
@@ -170,9 +170,9 @@ _MOST_SITES = 4096  # of a function
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    # by module (a class has one forward for all), about the size of the first tensor, grad mode and
-    # inference mode, which decides what a check of torch's guards accepts
-    sites: dict[tuple[int, int, bool, bool], Site] = {}
+    # by module (a class has one forward for all), device and about the size of the first tensor,
+    # grad mode and inference mode, which decides what a check of torch's guards accepts
+    sites: dict[tuple[int, int, int, bool, bool], Site] = {}
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -180,13 +180,14 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         # --- hot path: 0.7 us for a call that is plain (CPU, Python 3.12) ---
         owner = size = 0
+        device = -2  # none; -1 is a CPU
         for value in args:
             if value.__class__ is torch.Tensor:
-                size = value.numel().bit_length()
+                size, device = value.numel().bit_length(), value.get_device()
                 break
             if not owner and isinstance(value, torch.nn.Module):
                 owner = id(value)
-        key = owner, size, is_grad_enabled(), is_inference_mode_enabled()
+        key = owner, size, device, is_grad_enabled(), is_inference_mode_enabled()
         site = sites.get(key)
         if site is not None:
             contest = site.contest
@@ -215,6 +216,8 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
         result = call_fused(function, args, kwargs, site)
         if contest is None and site.device is not None:
             tensors = [x for x in flattened([result]) if isinstance(x, torch.Tensor)]
+            if site.device.type == "cpu" and tensors:  # its host's time would not be all
+                site.device = _main_device(tensors)
             site.contest = contest_for(site.device, any(x.requires_grad for x in tensors))
         return result
     if contest.left > 0 or is_paused():
@@ -235,6 +238,11 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
     return result
 
 
+def _main_device(tensors: list[torch.Tensor]) -> torch.device:
+    """The one that has work to do: scalars and lengths on the CPU come beside tensors of a GPU."""
+    return next((x.device for x in tensors if x.device.type != "cpu"), tensors[0].device)
+
+
 def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) -> Any:
     """Call `function` with its tensors wrapped; plain tensors come back."""
     entry, result = _Entry(site.places), None
@@ -242,7 +250,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
         for value in (*args, *kwargs.values()):
             entry.enter(value)
         if site.device is None and entry.found:
-            site.device = entry.found[0][0].device
+            site.device = _main_device([tensor for tensor, _ in entry.found])
         if not entry.passes:
             entry.lend()
             depth = bool(entry.lent)  # with nothing wrapped, fused calls inside are outermost

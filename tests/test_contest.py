@@ -191,11 +191,15 @@ def chain(x):
     return (x * 2 + 1).sigmoid() * x
 
 
-def contest_of(function):
-    """The only one."""
+def sites_of(function):
     cells = [cell.cell_contents for cell in function.__closure__]
     (sites,) = [cell for cell in cells if isinstance(cell, dict)]
-    (site,) = sites.values()
+    return sites
+
+
+def contest_of(function):
+    """The only one."""
+    (site,) = sites_of(function).values()
     return site.contest
 
 
@@ -247,6 +251,29 @@ def test_modules_of_one_class_are_places_of_their_own(rigged):
     for _ in range(100):
         first(x)
     assert flushes_of(first, x) == 0 and flushes_of(second, x) == 1
+
+
+def test_devices_are_places_of_their_own(rigged, monkeypatch):
+    """A dry run on the CPU decides nothing, by the host's clock, for what runs on a GPU."""
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    for _ in range(100):
+        function(x)
+    assert flushes_of(function, x) == 0
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
+    assert flushes_of(function, x) == 1
+
+
+def test_the_clock_is_of_the_device_that_works(monkeypatch):
+    """Not of a CPU whose scalars come first, nor where results are on another device."""
+    devices = []
+    monkeypatch.setattr(
+        policy, "clock_of", lambda d: devices.append(d.type) or contests.HostClock()
+    )
+    x, scalar = torch.randn(8), torch.tensor(2.0)
+    autofuse.fuse(lambda x: chain(x).to("meta"))(x)
+    autofuse.fuse(lambda scalar, x: x * scalar)(scalar, x.to("meta"))
+    autofuse.fuse(lambda scalar, x: x * scalar)(scalar, x)
+    assert devices == ["meta", "meta", "cpu"]
 
 
 def test_a_training_step_is_what_counts(rigged):
