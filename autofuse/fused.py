@@ -225,7 +225,8 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
         before = begun = None
     else:
         before, begun = kernel_news(), contest.begin(_state.counts.backwards)
-    if contest.way == FUSED or _lent:
+    way = FUSED if _lent else contest.way  # what another thread lends has to become plain
+    if way == FUSED:
         result = call_fused(function, args, kwargs, site)
     else:
         this_thread.depth += 1  # fused calls inside are plain, too
@@ -234,7 +235,7 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
         finally:
             this_thread.depth -= 1
     if before is not None:
-        contest.end(begun, contest.way == PLAIN or is_settled(before))
+        contest.end(begun, way, way == PLAIN or is_settled(before))
     return result
 
 

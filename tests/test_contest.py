@@ -44,7 +44,7 @@ def play(contest, machine, calls, settled=lambda k: True, step=lambda k: 0):
         way = contest.way
         ways.append(way)
         machine.run(way)
-        contest.end(begun, way == PLAIN or settled(k))
+        contest.end(begun, way, way == PLAIN or settled(k))
     return ways
 
 
@@ -132,10 +132,57 @@ def test_what_never_settles_is_decided_all_the_same():
 
 
 def test_times_that_are_known_late_hold_nothing_up():
-    machine = Machine(20.0, 10.0, late=500)
+    machine = Machine(20.0, 10.0, late=200)
     contest = Contest(machine)
     ways = play(contest, machine, 400)
     assert ways[-1] == PLAIN and contest.costs == pytest.approx((20.0, 10.0))
+
+
+def test_while_times_are_not_known_a_call_asks_for_one():
+    machine = Machine(20.0, 10.0, late=1 << 30)
+    contest = Contest(machine)
+    play(contest, machine, 60)
+    asked = machine.asked
+    play(contest, machine, 10)
+    assert machine.asked == asked + 10 and contest.costs is None
+
+
+def test_a_call_counts_for_the_way_it_went():
+    """Whatever other threads make of the contest while it runs."""
+    machine = Machine(5.0, 10.0)
+    contest = Contest(machine)
+    late = [contest.begin(0) for _ in range(20)]
+    while contest.way == FUSED:
+        play(contest, machine, 1)
+    for begun in late:
+        contest.end(begun, FUSED, True)
+    play(contest, machine, 100)
+    assert contest.costs == pytest.approx((5.0, 10.0))
+
+
+def test_two_threads_may_decide_at_once():
+    machine = Machine(20.0, 10.0, late=1 << 30)
+    contest = Contest(machine)
+    play(contest, machine, 60)
+    machine.late = 0
+    between = machine.between
+
+    def meanwhile(begin, end):
+        machine.between = between
+        contest.begin(0)
+        return between(begin, end)
+
+    machine.between = meanwhile
+    contest.begin(0)
+    assert contest.way == PLAIN and contest.costs == pytest.approx((20.0, 10.0))
+    contest._decide()  # by one that had still seen that all is measured
+    assert contest.costs == pytest.approx((20.0, 10.0))
+
+
+def test_nothing_against_nothing_is_decided():
+    machine = Machine(0.0, 0.0)
+    contest = Contest(machine)
+    assert set(play(contest, machine, 200)[-50:]) == {FUSED} and contest.costs == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("calls", [1, 7, 50])
@@ -354,8 +401,15 @@ def test_a_plain_call_of_what_another_thread_lends_gives_plain_results(rigged):
     assert inside.wait(10)
     y = function(x)
     assert type(y) is torch.Tensor and torch.allclose(y, chain(x.clone()))
+    measured, z = autofuse.fuse(chain), torch.randn(8)
+    for _ in range(60):  # fused all the time: there is nothing to compare
+        measured(z)
     go.set()
     thread.join()
+    assert contest_of(measured).costs is None
+    for _ in range(60):
+        measured(z)
+    assert contest_of(measured).costs == (20.0, 10.0)
 
 
 def test_explain_says_with_which_figures(rigged):

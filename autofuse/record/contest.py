@@ -120,6 +120,8 @@ class Contest:
     def begin(self, step: int) -> Any:
         """A call begins, in this step: gives what `end` is to be told, None if nothing.
 
+        What `way` is then is the call's; other threads may change it while it runs.
+
         step: a number that changes where a new step begins, such as that of backwards so far.
         """
         if self._steps and step == self._step:
@@ -133,26 +135,31 @@ class Contest:
         else:
             mark = self._clock.mark()
             if self._start is not None:
-                self._count(self._start, mark, self._settled)
+                self._count(self._start, mark, self.way, self._settled)
             self._start, self._settled = mark, True
         self._step, self._steps = step, self._steps and NO_STEPS
         return None
 
-    def end(self, begun: Any, settled: bool) -> None:
-        """The call has ended; settled: nothing of what it needed was still being prepared."""
+    def end(self, begun: Any, way: int, settled: bool) -> None:
+        """The call has ended, which went that way.
+
+        settled: nothing of what it needed was still being prepared.
+        """
         if begun is not None:
-            self._count(begun, self._clock.mark(), settled)
-        elif not settled:
+            self._count(begun, self._clock.mark(), way, settled)
+        elif not settled or way != self.way:
             self._settled = False
 
-    def _count(self, begin: Any, end: Any, settled: bool) -> None:
+    def _count(self, begin: Any, end: Any, way: int, settled: bool) -> None:
+        if way != self.way:  # another thread has changed it, or this call could not go it
+            return
         if not settled and self._waits < _SETTLING:
             self._waits += 1
             self._owed = 1
         elif self._owed:
             self._owed = 0
         else:
-            self._spans[self.way].append((begin, end))
+            self._spans[way].append((begin, end))
             self._counted += 1
             block, blocks = (_ONLY, 1) if self._once else (BLOCK, _BLOCKS)
             if self._counted % block == 0:
@@ -163,16 +170,20 @@ class Contest:
 
     def _decide(self) -> None:
         """Stay with the better way, or go on where the two are close."""
-        costs = []
-        for spans in self._spans:
-            times = [self._clock.between(*span) for span in spans]
-            known = [time for time in times if time is not None]
-            if len(known) < len(times):
+        spans_of, costs = self._spans, [0.0, 0.0]
+        for way in (PLAIN - self.way, self.way):  # the last first: one look while it is not known
+            times = []
+            for span in reversed(spans_of[way]):
+                time = self._clock.between(*span)
+                if time is None:
+                    return
+                times.append(time)
+            if not times:  # another thread has decided meanwhile
                 return
-            costs.append(median(known))
+            costs[way] = median(times)
         fused, plain = costs
         self._done = False
-        close = abs(fused - plain) < _CLOSE * plain
+        close = abs(fused - plain) <= _CLOSE * plain  # of two that are nothing, too
         if close and not self._once and self._counted < 2 * BLOCK * _MOST:
             return
         self.costs = fused, plain
