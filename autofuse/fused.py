@@ -22,6 +22,7 @@ from .record.contest import FUSED, PLAIN, Contest, is_paused
 from .record.flush import flush_thread, value_of
 from .record.policy import aside, contest_for, is_settled, kernel_news, measures
 from .settings.config import config
+from .supply.kernels import capturing
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled, is_inference_mode_enabled = (
@@ -220,12 +221,17 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
                 site.device = _main_device(tensors)
             site.contest = contest_for(site.device, any(x.requires_grad for x in tensors))
         return result
-    if contest.left > 0 or is_paused():
+    before = begun = None
+    way = contest.way
+    if contest.left > 0:
         contest.left -= 1
-        before = begun = None
+    elif is_paused() or (site.device is not None and capturing(site.device)):
+        way = FUSED  # a graph goes on with it, so that it is not left to what is just measured
     else:
         before, begun = kernel_news(), contest.begin(_state.counts.backwards)
-    way = FUSED if _lent else contest.way  # what another thread lends has to become plain
+        way = contest.way
+    if _lent:  # by another thread: then what comes of them has to become plain
+        way = FUSED
     if way == FUSED:
         result = call_fused(function, args, kwargs, site)
     else:

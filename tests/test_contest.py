@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import autofuse
+from autofuse.patches import streams
 from autofuse.record import contest as contests
 from autofuse.record import policy
 from autofuse.record.contest import BLOCK, FIRST, FUSED, NO_STEPS, PLAIN, Contest
@@ -371,14 +372,73 @@ def test_an_error_of_the_function_is_no_measurement(rigged):
 
 def test_nothing_changes_while_a_graph_is_captured(rigged):
     function, x = autofuse.fuse(chain), torch.randn(8)
-    contests.pause()
+    contests.pause(1)
     try:
         assert [flushes_of(function, x) for _ in range(100)] == [1] * 100
     finally:
-        contests.resume()
+        contests.resume(1)
     for _ in range(100):
         function(x)
     assert flushes_of(function, x) == 0
+
+
+class Graph:
+    """A CUDAGraph whose captures fail as told."""
+
+    fails = ""
+
+    def capture_begin(self, pool=None):
+        assert contests.is_paused()
+        if self.fails == "begin":
+            raise RuntimeError("asked to")
+
+    def capture_end(self):
+        self.capture_end_pre()
+
+    def capture_end_pre(self):
+        assert contests.is_paused()
+        if self.fails == "end":
+            raise RuntimeError("asked to")
+
+
+def test_captures_pause_contests_until_all_have_ended_or_failed():
+    class Patched(Graph):
+        capture_begin, capture_end = Graph.capture_begin, Graph.capture_end
+        capture_end_pre = Graph.capture_end_pre
+
+    streams._pause_contests(Patched)
+    one, other = Patched(), Patched()
+    one.capture_begin()
+    other.capture_begin(pool=1)
+    other.capture_end()
+    assert contests.is_paused()
+    one.fails = "end"
+    with pytest.raises(RuntimeError, match="asked to"):
+        one.capture_end()
+    assert not contests.is_paused()
+    other.capture_begin()
+    other.capture_end_pre()
+    assert not contests.is_paused()
+    one.fails = "begin"
+    with pytest.raises(RuntimeError, match="asked to"):
+        one.capture_begin()
+    assert not contests.is_paused()
+
+
+def test_what_is_captured_before_it_is_decided_is_fused(rigged):
+    """A graph goes on with what it has captured, whatever was being measured."""
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    function(x)
+    while contest_of(function).way == FUSED:
+        function(x)
+    contests.pause(1)
+    try:
+        assert flushes_of(function, x) == 1
+    finally:
+        contests.resume(1)
+    for _ in range(100):
+        function(x)
+    assert contest_of(function).costs == (20.0, 10.0)
 
 
 def test_a_plain_call_of_what_another_thread_lends_gives_plain_results(rigged):

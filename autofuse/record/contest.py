@@ -69,24 +69,23 @@ def clock_of(device: torch.device) -> Clock:
     return StreamClock(device) if device.type == "cuda" else HostClock()
 
 
-_capturing = False  # into a CUDA graph, which ends if any thread asks for an event
+# captures into CUDA graphs, by any key: one ends if any thread asks for an event
+_captures: dict[int, bool] = {}
 
 
-def pause() -> None:
-    """Let nothing be measured for now."""
-    global _capturing
-    _capturing = True
+def pause(capture: int) -> None:
+    """Let nothing be measured until this capture ends."""
+    _captures[capture] = True
 
 
-def resume() -> None:
+def resume(capture: int) -> None:
     """End what `pause` has begun."""
-    global _capturing
-    _capturing = False
+    _captures.pop(capture, None)
 
 
 def is_paused() -> bool:
     """Whether ways have to stay what they are."""
-    return _capturing
+    return bool(_captures)
 
 
 class Contest:
