@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
+from weakref import ref
 
 import torch
 
@@ -159,10 +160,11 @@ def _become_plain(tensor: Tensor) -> torch.Tensor:
 class Site:
     """Where calls come by that cost about the same."""
 
-    __slots__ = ("contest", "device", "places")
+    __slots__ = ("contest", "device", "owner", "places")
 
     def __init__(self) -> None:
         self.places: list[_Place] = []
+        self.owner: ref[torch.nn.Module] | None = None
         self.device: torch.device | None = None  # of the tensors that entered, a GPU if one is
         self.contest: Contest | None = None
 
@@ -174,6 +176,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     # by module (a class has one forward for all), device and about the size of the first tensor,
     # grad mode and inference mode, which decides what a check of torch's guards accepts
     sites: dict[tuple[int, int, int, bool, bool], Site] = {}
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +199,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
                 contest.left -= 1
                 if not _lent:  # by another thread: then what comes of them has to become plain
                     if hooks.flushing is not None:
-                        _state.counts.eager[function.__qualname__, aside(contest)] += 1
+                        _state.counts.eager[name, aside(contest)] += 1
                     return function(*args, **kwargs)
         # --- otherwise ---
         if torch.compiler.is_compiling() or this_thread.depth or not config.enabled:
@@ -205,6 +208,9 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if len(sites) >= _MOST_SITES:
                 sites.clear()
             site = sites.setdefault(key, Site())
+            if owner:  # the next module may get its id, but not its site
+                module = next(x for x in args if id(x) == owner)
+                site.owner = ref(module, lambda _: sites.pop(key, None))
         return _called(function, args, kwargs, site)
 
     return call
@@ -242,7 +248,14 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
             this_thread.depth -= 1
     if before is not None:
         contest.end(begun, way, way == PLAIN or is_settled(before))
+    if way == PLAIN and _holds_wrapped([result]) and not _holds_wrapped([args, kwargs]):
+        contest.keep_fused()  # of what was wrapped elsewhere, which a fused call makes plain
+        result = _Entry([]).leave(result)
     return result
+
+
+def _holds_wrapped(values: list[Any]) -> bool:
+    return any(x.__class__ is Tensor for x in flattened(values))
 
 
 def _main_device(tensors: list[torch.Tensor]) -> torch.device:

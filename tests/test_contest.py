@@ -1,5 +1,6 @@
 """Contests: which way a fused call takes, by a simulated clock and by the real one."""
 
+import functools
 import random
 import threading
 
@@ -380,6 +381,42 @@ def test_nothing_changes_while_a_graph_is_captured(rigged):
     for _ in range(100):
         function(x)
     assert flushes_of(function, x) == 0
+
+
+def test_results_stay_plain_of_what_is_wrapped_elsewhere(rigged):
+    """Not only until the plain call is found to cost less."""
+    state = autofuse.wrap(torch.randn(8))
+    function, x = autofuse.fuse(lambda x: [x * state + 1]), torch.randn(8)
+    for _ in range(100):
+        assert type(function(x)[0]) is torch.Tensor
+    assert flushes_of(function, x) == 1 and contest_of(function).way == FUSED
+    passing = autofuse.fuse(chain)
+    for _ in range(100):
+        assert type(passing(state)) is autofuse.Tensor
+    assert contest_of(passing) is None or contest_of(passing).left < 1 << 40
+
+
+@pytest.mark.parametrize(
+    "target", [functools.partial(chain), type("C", (), {"__call__": lambda self, x: chain(x)})()]
+)
+def test_explain_knows_callables_without_a_name(rigged, target):
+    function, x = autofuse.fuse(target), torch.randn(8)
+    for _ in range(100):
+        function(x)
+    with autofuse.explain() as report:
+        function(x)
+    assert "1 fused call ran as plain PyTorch" in report.advice[0]
+
+
+def test_a_module_in_the_place_of_another_is_a_new_one(rigged):
+    """Python gives the id of a module that is gone to the next."""
+    function = autofuse.fuse(lambda module, x: module(x))
+    module, x = torch.nn.Identity(), torch.randn(8)
+    function(module, x)
+    function(torch.nn.Identity(), x)
+    assert len(sites_of(function)) == 1
+    del module
+    assert not sites_of(function)
 
 
 class Graph:

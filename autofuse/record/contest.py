@@ -116,6 +116,11 @@ class Contest:
         self._start: Any = None
         self._settled = True
 
+    def keep_fused(self) -> None:
+        """Never go the other way again."""
+        self.way, self.left, self.costs = FUSED, sys.maxsize, None
+        self._begin_anew()
+
     def begin(self, step: int) -> Any:
         """A call begins, in this step: gives what `end` is to be told, None if nothing.
 
