@@ -203,6 +203,30 @@ def test_steps_count_with_what_lies_between_calls(calls):
     assert contest.costs == pytest.approx((105.0 * calls, 60.0 * calls))
 
 
+def test_steps_of_many_calls_are_steps_from_the_second_on():
+    """A cell that is called a thousand times before backward."""
+    machine, calls = Machine(5.0, 10.0), 2 * NO_STEPS
+    contest = Contest(machine, steps=True)
+    for step in range(100):
+        ways = play(contest, machine, calls, step=lambda k, step=step: step)
+        machine.now += [100.0, 50.0][ways[-1]] * calls
+        assert step < 8 or len(set(ways)) == 1
+    assert contest.way == PLAIN
+    assert contest.costs == pytest.approx((105.0 * calls, 60.0 * calls))
+
+
+def test_steps_and_calls_are_not_compared_with_each_other():
+    machine = Machine(10.0, 20.0)
+    contest = Contest(machine, steps=True)
+    steps = 3 * (BLOCK + 1) + 1  # two blocks of fused ones, one of plain ones
+    for step in range(steps):
+        play(contest, machine, 1, step=lambda k, step=step: step)
+        machine.now += 1000.0
+    while not contest.left:  # evaluated from now on
+        play(contest, machine, 1, step=lambda k: steps - 1)
+    assert contest.costs == pytest.approx((10.0, 20.0)) and contest.way == FUSED
+
+
 def test_without_backward_calls_count():
     machine = Machine(20.0, 10.0)
     contest = Contest(machine, steps=True)

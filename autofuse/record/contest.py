@@ -91,8 +91,9 @@ def is_paused() -> bool:
 class Contest:
     """The ways of one place that calls come by; asked before and told after each."""
 
-    __slots__ = ("_clock", "_counted", "_done", "_owed", "_pause", "_settled", "_spans", "_start",
-                 "_once", "_step", "_steps", "_waits", "costs", "left", "way")  # fmt: skip
+    __slots__ = ("_calls", "_clock", "_counted", "_done", "_most", "_once", "_owed", "_pause",
+                 "_settled", "_spans", "_start", "_step", "_waits", "costs", "left",
+                 "way")  # fmt: skip
 
     def __init__(self, clock: Clock, steps: bool = False, once: bool = False) -> None:
         """steps: what counts are not calls but what lies between two steps, see `begin`.
@@ -104,8 +105,8 @@ class Contest:
         self.costs: tuple[float, float] | None = None  # us in each way, when it was decided
         self._clock, self._once = clock, once
         self._pause = FIRST
-        self._steps = NO_STEPS if steps else 0  # calls that may still come before the next step
-        self._step = -1
+        self._most = NO_STEPS if steps else 0  # calls of a step; after more there seem to be none
+        self._step, self._calls = -1, 0  # this step, and its calls while something is measured
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -128,20 +129,27 @@ class Contest:
 
         step: a number that changes where a new step begins, such as that of backwards so far.
         """
-        if self._steps and step == self._step:
-            self._steps -= 1
+        if self._most and step != self._step:
+            if self._calls > self._most:  # there are steps all the same, with so many calls
+                self._most, self._pause = 2 * self._calls, FIRST
+                self._begin_anew()
+            self._step, self._calls = step, 0
+        elif self._calls < self._most:
+            self._calls += 1
             return None
+        self._calls += 1
+        if self._calls == self._most + 1 > 1:  # from now on calls are what counts
+            self._begin_anew()
         if self._done:
             self._decide()
             self._start = None
-        elif not self._steps:
+        elif self._calls > self._most:
             return self._clock.mark()
         else:
             mark = self._clock.mark()
             if self._start is not None:
                 self._count(self._start, mark, self.way, self._settled)
             self._start, self._settled = mark, True
-        self._step, self._steps = step, self._steps and NO_STEPS
         return None
 
     def end(self, begun: Any, way: int, settled: bool) -> None:
