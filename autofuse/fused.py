@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
+from weakref import ref
 
 import torch
 
@@ -22,6 +23,7 @@ from .record.contest import FUSED, PLAIN, Contest, is_paused
 from .record.flush import flush_thread, value_of
 from .record.policy import aside, contest_for, is_settled, kernel_news, measures
 from .settings.config import config
+from .supply.kernels import capturing
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled, is_inference_mode_enabled = (
@@ -158,11 +160,12 @@ def _become_plain(tensor: Tensor) -> torch.Tensor:
 class Site:
     """Where calls come by that cost about the same."""
 
-    __slots__ = ("contest", "device", "places")
+    __slots__ = ("contest", "device", "owner", "places")
 
     def __init__(self) -> None:
         self.places: list[_Place] = []
-        self.device: torch.device | None = None  # of the first tensor that entered
+        self.owner: ref[torch.nn.Module] | None = None
+        self.device: torch.device | None = None  # of the tensors that entered, a GPU if one is
         self.contest: Contest | None = None
 
 
@@ -170,9 +173,10 @@ _MOST_SITES = 4096  # of a function
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    # by module (a class has one forward for all), about the size of the first tensor, grad mode and
-    # inference mode, which decides what a check of torch's guards accepts
-    sites: dict[tuple[int, int, bool, bool], Site] = {}
+    # by module (a class has one forward for all), device and about the size of the first tensor,
+    # grad mode and inference mode, which decides what a check of torch's guards accepts
+    sites: dict[tuple[int, int, int, bool, bool], Site] = {}
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -180,13 +184,14 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         # --- hot path: 0.7 us for a call that is plain (CPU, Python 3.12) ---
         owner = size = 0
+        device = -2  # none; -1 is a CPU
         for value in args:
             if value.__class__ is torch.Tensor:
-                size = value.numel().bit_length()
+                size, device = value.numel().bit_length(), value.get_device()
                 break
             if not owner and isinstance(value, torch.nn.Module):
                 owner = id(value)
-        key = owner, size, is_grad_enabled(), is_inference_mode_enabled()
+        key = owner, size, device, is_grad_enabled(), is_inference_mode_enabled()
         site = sites.get(key)
         if site is not None:
             contest = site.contest
@@ -194,7 +199,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
                 contest.left -= 1
                 if not _lent:  # by another thread: then what comes of them has to become plain
                     if hooks.flushing is not None:
-                        _state.counts.eager[function.__qualname__, aside(contest)] += 1
+                        _state.counts.eager[name, aside(contest)] += 1
                     return function(*args, **kwargs)
         # --- otherwise ---
         if torch.compiler.is_compiling() or this_thread.depth or not config.enabled:
@@ -203,6 +208,9 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if len(sites) >= _MOST_SITES:
                 sites.clear()
             site = sites.setdefault(key, Site())
+            if owner:  # the next module may get its id, but not its site
+                module = next(x for x in args if id(x) == owner)
+                site.owner = ref(module, lambda _: sites.pop(key, None))
         return _called(function, args, kwargs, site)
 
     return call
@@ -215,14 +223,22 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
         result = call_fused(function, args, kwargs, site)
         if contest is None and site.device is not None:
             tensors = [x for x in flattened([result]) if isinstance(x, torch.Tensor)]
+            if site.device.type == "cpu" and tensors:  # its host's time would not be all
+                site.device = _main_device(tensors)
             site.contest = contest_for(site.device, any(x.requires_grad for x in tensors))
         return result
-    if contest.left > 0 or is_paused():
+    before = begun = None
+    way = contest.way
+    if contest.left > 0:
         contest.left -= 1
-        before = begun = None
+    elif is_paused() or (site.device is not None and capturing(site.device)):
+        way = FUSED  # a graph goes on with it, so that it is not left to what is just measured
     else:
         before, begun = kernel_news(), contest.begin(_state.counts.backwards)
-    if contest.way == FUSED or _lent:
+        way = contest.way
+    if _lent:  # by another thread: then what comes of them has to become plain
+        way = FUSED
+    if way == FUSED:
         result = call_fused(function, args, kwargs, site)
     else:
         this_thread.depth += 1  # fused calls inside are plain, too
@@ -231,8 +247,20 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
         finally:
             this_thread.depth -= 1
     if before is not None:
-        contest.end(begun, contest.way == PLAIN or is_settled(before))
+        contest.end(begun, way, way == PLAIN or is_settled(before))
+    if way == PLAIN and _holds_wrapped([result]) and not _holds_wrapped([args, kwargs]):
+        contest.keep_fused()  # of what was wrapped elsewhere, which a fused call makes plain
+        result = _Entry([]).leave(result)
     return result
+
+
+def _holds_wrapped(values: list[Any]) -> bool:
+    return any(x.__class__ is Tensor for x in flattened(values))
+
+
+def _main_device(tensors: list[torch.Tensor]) -> torch.device:
+    """The one that has work to do: scalars and lengths on the CPU come beside tensors of a GPU."""
+    return next((x.device for x in tensors if x.device.type != "cpu"), tensors[0].device)
 
 
 def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) -> Any:
@@ -242,7 +270,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
         for value in (*args, *kwargs.values()):
             entry.enter(value)
         if site.device is None and entry.found:
-            site.device = entry.found[0][0].device
+            site.device = _main_device([tensor for tensor, _ in entry.found])
         if not entry.passes:
             entry.lend()
             depth = bool(entry.lent)  # with nothing wrapped, fused calls inside are outermost

@@ -1,5 +1,6 @@
 """Contests: which way a fused call takes, by a simulated clock and by the real one."""
 
+import functools
 import random
 import threading
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import autofuse
+from autofuse.patches import streams
 from autofuse.record import contest as contests
 from autofuse.record import policy
 from autofuse.record.contest import BLOCK, FIRST, FUSED, NO_STEPS, PLAIN, Contest
@@ -44,7 +46,7 @@ def play(contest, machine, calls, settled=lambda k: True, step=lambda k: 0):
         way = contest.way
         ways.append(way)
         machine.run(way)
-        contest.end(begun, way == PLAIN or settled(k))
+        contest.end(begun, way, way == PLAIN or settled(k))
     return ways
 
 
@@ -132,10 +134,57 @@ def test_what_never_settles_is_decided_all_the_same():
 
 
 def test_times_that_are_known_late_hold_nothing_up():
-    machine = Machine(20.0, 10.0, late=500)
+    machine = Machine(20.0, 10.0, late=200)
     contest = Contest(machine)
     ways = play(contest, machine, 400)
     assert ways[-1] == PLAIN and contest.costs == pytest.approx((20.0, 10.0))
+
+
+def test_while_times_are_not_known_a_call_asks_for_one():
+    machine = Machine(20.0, 10.0, late=1 << 30)
+    contest = Contest(machine)
+    play(contest, machine, 60)
+    asked = machine.asked
+    play(contest, machine, 10)
+    assert machine.asked == asked + 10 and contest.costs is None
+
+
+def test_a_call_counts_for_the_way_it_went():
+    """Whatever other threads make of the contest while it runs."""
+    machine = Machine(5.0, 10.0)
+    contest = Contest(machine)
+    late = [contest.begin(0) for _ in range(20)]
+    while contest.way == FUSED:
+        play(contest, machine, 1)
+    for begun in late:
+        contest.end(begun, FUSED, True)
+    play(contest, machine, 100)
+    assert contest.costs == pytest.approx((5.0, 10.0))
+
+
+def test_two_threads_may_decide_at_once():
+    machine = Machine(20.0, 10.0, late=1 << 30)
+    contest = Contest(machine)
+    play(contest, machine, 60)
+    machine.late = 0
+    between = machine.between
+
+    def meanwhile(begin, end):
+        machine.between = between
+        contest.begin(0)
+        return between(begin, end)
+
+    machine.between = meanwhile
+    contest.begin(0)
+    assert contest.way == PLAIN and contest.costs == pytest.approx((20.0, 10.0))
+    contest._decide()  # by one that had still seen that all is measured
+    assert contest.costs == pytest.approx((20.0, 10.0))
+
+
+def test_nothing_against_nothing_is_decided():
+    machine = Machine(0.0, 0.0)
+    contest = Contest(machine)
+    assert set(play(contest, machine, 200)[-50:]) == {FUSED} and contest.costs == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("calls", [1, 7, 50])
@@ -152,6 +201,30 @@ def test_steps_count_with_what_lies_between_calls(calls):
             break
     assert contest.way == PLAIN
     assert contest.costs == pytest.approx((105.0 * calls, 60.0 * calls))
+
+
+def test_steps_of_many_calls_are_steps_from_the_second_on():
+    """A cell that is called a thousand times before backward."""
+    machine, calls = Machine(5.0, 10.0), 2 * NO_STEPS
+    contest = Contest(machine, steps=True)
+    for step in range(100):
+        ways = play(contest, machine, calls, step=lambda k, step=step: step)
+        machine.now += [100.0, 50.0][ways[-1]] * calls
+        assert step < 8 or len(set(ways)) == 1
+    assert contest.way == PLAIN
+    assert contest.costs == pytest.approx((105.0 * calls, 60.0 * calls))
+
+
+def test_steps_and_calls_are_not_compared_with_each_other():
+    machine = Machine(10.0, 20.0)
+    contest = Contest(machine, steps=True)
+    steps = 3 * (BLOCK + 1) + 1  # two blocks of fused ones, one of plain ones
+    for step in range(steps):
+        play(contest, machine, 1, step=lambda k, step=step: step)
+        machine.now += 1000.0
+    while not contest.left:  # evaluated from now on
+        play(contest, machine, 1, step=lambda k: steps - 1)
+    assert contest.costs == pytest.approx((10.0, 20.0)) and contest.way == FUSED
 
 
 def test_without_backward_calls_count():
@@ -191,11 +264,15 @@ def chain(x):
     return (x * 2 + 1).sigmoid() * x
 
 
-def contest_of(function):
-    """The only one."""
+def sites_of(function):
     cells = [cell.cell_contents for cell in function.__closure__]
     (sites,) = [cell for cell in cells if isinstance(cell, dict)]
-    (site,) = sites.values()
+    return sites
+
+
+def contest_of(function):
+    """The only one."""
+    (site,) = sites_of(function).values()
     return site.contest
 
 
@@ -249,6 +326,29 @@ def test_modules_of_one_class_are_places_of_their_own(rigged):
     assert flushes_of(first, x) == 0 and flushes_of(second, x) == 1
 
 
+def test_devices_are_places_of_their_own(rigged, monkeypatch):
+    """A dry run on the CPU decides nothing, by the host's clock, for what runs on a GPU."""
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    for _ in range(100):
+        function(x)
+    assert flushes_of(function, x) == 0
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
+    assert flushes_of(function, x) == 1
+
+
+def test_the_clock_is_of_the_device_that_works(monkeypatch):
+    """Not of a CPU whose scalars come first, nor where results are on another device."""
+    devices = []
+    monkeypatch.setattr(
+        policy, "clock_of", lambda d: devices.append(d.type) or contests.HostClock()
+    )
+    x, scalar = torch.randn(8), torch.tensor(2.0)
+    autofuse.fuse(lambda x: chain(x).to("meta"))(x)
+    autofuse.fuse(lambda scalar, x: x * scalar)(scalar, x.to("meta"))
+    autofuse.fuse(lambda scalar, x: x * scalar)(scalar, x)
+    assert devices == ["meta", "meta", "cpu"]
+
+
 def test_a_training_step_is_what_counts(rigged):
     """All calls of a step take one way, and backward is part of what they cost."""
     function, p = autofuse.fuse(chain), torch.randn(8, requires_grad=True)
@@ -297,14 +397,109 @@ def test_an_error_of_the_function_is_no_measurement(rigged):
 
 def test_nothing_changes_while_a_graph_is_captured(rigged):
     function, x = autofuse.fuse(chain), torch.randn(8)
-    contests.pause()
+    contests.pause(1)
     try:
         assert [flushes_of(function, x) for _ in range(100)] == [1] * 100
     finally:
-        contests.resume()
+        contests.resume(1)
     for _ in range(100):
         function(x)
     assert flushes_of(function, x) == 0
+
+
+def test_results_stay_plain_of_what_is_wrapped_elsewhere(rigged):
+    """Not only until the plain call is found to cost less."""
+    state = autofuse.wrap(torch.randn(8))
+    function, x = autofuse.fuse(lambda x: [x * state + 1]), torch.randn(8)
+    for _ in range(100):
+        assert type(function(x)[0]) is torch.Tensor
+    assert flushes_of(function, x) == 1 and contest_of(function).way == FUSED
+    passing = autofuse.fuse(chain)
+    for _ in range(100):
+        assert type(passing(state)) is autofuse.Tensor
+    assert contest_of(passing) is None or contest_of(passing).left < 1 << 40
+
+
+@pytest.mark.parametrize(
+    "target", [functools.partial(chain), type("C", (), {"__call__": lambda self, x: chain(x)})()]
+)
+def test_explain_knows_callables_without_a_name(rigged, target):
+    function, x = autofuse.fuse(target), torch.randn(8)
+    for _ in range(100):
+        function(x)
+    with autofuse.explain() as report:
+        function(x)
+    assert "1 fused call ran as plain PyTorch" in report.advice[0]
+
+
+def test_a_module_in_the_place_of_another_is_a_new_one(rigged):
+    """Python gives the id of a module that is gone to the next."""
+    function = autofuse.fuse(lambda module, x: module(x))
+    module, x = torch.nn.Identity(), torch.randn(8)
+    function(module, x)
+    function(torch.nn.Identity(), x)
+    assert len(sites_of(function)) == 1
+    del module
+    assert not sites_of(function)
+
+
+class Graph:
+    """A CUDAGraph whose captures fail as told."""
+
+    fails = ""
+
+    def capture_begin(self, pool=None):
+        assert contests.is_paused()
+        if self.fails == "begin":
+            raise RuntimeError("asked to")
+
+    def capture_end(self):
+        self.capture_end_pre()
+
+    def capture_end_pre(self):
+        assert contests.is_paused()
+        if self.fails == "end":
+            raise RuntimeError("asked to")
+
+
+def test_captures_pause_contests_until_all_have_ended_or_failed():
+    class Patched(Graph):
+        capture_begin, capture_end = Graph.capture_begin, Graph.capture_end
+        capture_end_pre = Graph.capture_end_pre
+
+    streams._pause_contests(Patched)
+    one, other = Patched(), Patched()
+    one.capture_begin()
+    other.capture_begin(pool=1)
+    other.capture_end()
+    assert contests.is_paused()
+    one.fails = "end"
+    with pytest.raises(RuntimeError, match="asked to"):
+        one.capture_end()
+    assert not contests.is_paused()
+    other.capture_begin()
+    other.capture_end_pre()
+    assert not contests.is_paused()
+    one.fails = "begin"
+    with pytest.raises(RuntimeError, match="asked to"):
+        one.capture_begin()
+    assert not contests.is_paused()
+
+
+def test_what_is_captured_before_it_is_decided_is_fused(rigged):
+    """A graph goes on with what it has captured, whatever was being measured."""
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    function(x)
+    while contest_of(function).way == FUSED:
+        function(x)
+    contests.pause(1)
+    try:
+        assert flushes_of(function, x) == 1
+    finally:
+        contests.resume(1)
+    for _ in range(100):
+        function(x)
+    assert contest_of(function).costs == (20.0, 10.0)
 
 
 def test_a_plain_call_of_what_another_thread_lends_gives_plain_results(rigged):
@@ -327,8 +522,15 @@ def test_a_plain_call_of_what_another_thread_lends_gives_plain_results(rigged):
     assert inside.wait(10)
     y = function(x)
     assert type(y) is torch.Tensor and torch.allclose(y, chain(x.clone()))
+    measured, z = autofuse.fuse(chain), torch.randn(8)
+    for _ in range(60):  # fused all the time: there is nothing to compare
+        measured(z)
     go.set()
     thread.join()
+    assert contest_of(measured).costs is None
+    for _ in range(60):
+        measured(z)
+    assert contest_of(measured).costs == (20.0, 10.0)
 
 
 def test_explain_says_with_which_figures(rigged):

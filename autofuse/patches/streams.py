@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
 
 import torch
 
@@ -36,6 +38,9 @@ def patch_distributed() -> None:
 # --- streams, events, graphs ---------------------------------------------------------------------
 
 
+_CAPTURE_ENDS = "capture_end", "capture_end_pre"  # the second is torch 2.14's, of the first
+
+
 def patch_cuda() -> None:
     """Work that is pending when a stream, an event or a graph is used belongs before it."""
     cuda = torch.cuda
@@ -46,20 +51,48 @@ def patch_cuda() -> None:
         (cuda.Stream, "wait_event wait_stream record_event synchronize query", False),
         (cuda.CUDAGraph, "capture_begin replay", False),
         (cuda.StreamContext, "__exit__", True),
-        (cuda.CUDAGraph, "capture_end", True),
+        *((cuda.CUDAGraph, name, True) for name in _CAPTURE_ENDS),
         (cuda.graph, "__exit__", True),
     ):
         for name in names.split():
             around(owner, name, partial(flush_thread, "stream"), anyway=ends)
     around(cuda.CUDAGraph, "capture_begin", _begin_capture)
-    around(cuda.CUDAGraph, "capture_end", after=contest.resume)
+    _pause_contests(cuda.CUDAGraph)
 
 
 def _begin_capture() -> None:
     """A graph holds its kernels; a chain that still waits for one asks again, to say so."""
     keep_modules()
-    contest.pause()
     kernels.stir()
+
+
+def _pause_contests(graph: Any) -> None:
+    """Measure nothing while any thread captures a `graph`, which may also fail to begin or end."""
+    begin = graph.capture_begin
+
+    @wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            contest.pause(id(self))
+            return begin(self, *args, **kwargs)
+        except BaseException:
+            contest.resume(id(self))
+            raise
+
+    def resuming(end: Callable[[Any], None]) -> Callable[[Any], None]:
+        @wraps(end)
+        def capture_end(self: Any) -> None:
+            try:
+                end(self)
+            finally:
+                contest.resume(id(self))
+
+        return capture_end
+
+    graph.capture_begin = capture_begin
+    for name in _CAPTURE_ENDS:
+        if hasattr(graph, name):
+            setattr(graph, name, resuming(getattr(graph, name)))
 
 
 # --- profilers -----------------------------------------------------------------------------------

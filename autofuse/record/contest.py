@@ -70,31 +70,31 @@ def clock_of(device: torch.device) -> Clock:
     return StreamClock(device) if device.type == "cuda" else HostClock()
 
 
-_capturing = False  # into a CUDA graph, which ends if any thread asks for an event
+# captures into CUDA graphs, by any key: one ends if any thread asks for an event
+_captures: dict[int, bool] = {}
 
 
-def pause() -> None:
-    """Let nothing be measured for now."""
-    global _capturing
-    _capturing = True
+def pause(capture: int) -> None:
+    """Let nothing be measured until this capture ends."""
+    _captures[capture] = True
 
 
-def resume() -> None:
+def resume(capture: int) -> None:
     """End what `pause` has begun."""
-    global _capturing
-    _capturing = False
+    _captures.pop(capture, None)
 
 
 def is_paused() -> bool:
     """Whether ways have to stay what they are."""
-    return _capturing
+    return bool(_captures)
 
 
 class Contest:
     """The ways of one place that calls come by; asked before and told after each."""
 
-    __slots__ = ("_clock", "_counted", "_done", "_owed", "_pause", "_settled", "_spans", "_start",
-                 "_once", "_step", "_steps", "_waits", "costs", "left", "way")  # fmt: skip
+    __slots__ = ("_calls", "_clock", "_counted", "_done", "_most", "_once", "_owed", "_pause",
+                 "_settled", "_spans", "_start", "_step", "_waits", "costs", "left",
+                 "way")  # fmt: skip
 
     def __init__(self, clock: Clock, steps: bool = False, once: bool = False) -> None:
         """steps: what counts are not calls but what lies between two steps, see `begin`.
@@ -106,8 +106,8 @@ class Contest:
         self.costs: tuple[float, float] | None = None  # us in each way, when it was decided
         self._clock, self._once = clock, once
         self._pause = FIRST
-        self._steps = NO_STEPS if steps else 0  # calls that may still come before the next step
-        self._step = -1
+        self._most = NO_STEPS if steps else 0  # calls of a step; after more there seem to be none
+        self._step, self._calls = -1, 0  # this step, and its calls while something is measured
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -118,42 +118,61 @@ class Contest:
         self._start: Any = None
         self._settled = True
 
+    def keep_fused(self) -> None:
+        """Never go the other way again."""
+        self.way, self.left, self.costs = FUSED, sys.maxsize, None
+        self._begin_anew()
+
     def begin(self, step: int) -> Any:
         """A call begins, in this step: gives what `end` is to be told, None if nothing.
 
+        What `way` is then is the call's; other threads may change it while it runs.
+
         step: a number that changes where a new step begins, such as that of backwards so far.
         """
-        if self._steps and step == self._step:
-            self._steps -= 1
+        if self._most and step != self._step:
+            if self._calls > self._most:  # there are steps all the same, with so many calls
+                self._most, self._pause = 2 * self._calls, FIRST
+                self._begin_anew()
+            self._step, self._calls = step, 0
+        elif self._calls < self._most:
+            self._calls += 1
             return None
+        self._calls += 1
+        if self._calls == self._most + 1 > 1:  # from now on calls are what counts
+            self._begin_anew()
         if self._done:
             self._decide()
             self._start = None
-        elif not self._steps:
+        elif self._calls > self._most:
             return self._clock.mark()
         else:
             mark = self._clock.mark()
             if self._start is not None:
-                self._count(self._start, mark, self._settled)
+                self._count(self._start, mark, self.way, self._settled)
             self._start, self._settled = mark, True
-        self._step, self._steps = step, self._steps and NO_STEPS
         return None
 
-    def end(self, begun: Any, settled: bool) -> None:
-        """The call has ended; settled: nothing of what it needed was still being prepared."""
+    def end(self, begun: Any, way: int, settled: bool) -> None:
+        """The call has ended, which went that way.
+
+        settled: nothing of what it needed was still being prepared.
+        """
         if begun is not None:
-            self._count(begun, self._clock.mark(), settled)
-        elif not settled:
+            self._count(begun, self._clock.mark(), way, settled)
+        elif not settled or way != self.way:
             self._settled = False
 
-    def _count(self, begin: Any, end: Any, settled: bool) -> None:
+    def _count(self, begin: Any, end: Any, way: int, settled: bool) -> None:
+        if way != self.way:  # another thread has changed it, or this call could not go it
+            return
         if not settled and self._waits < _SETTLING:
             self._waits += 1
             self._owed = 1
         elif self._owed:
             self._owed = 0
         else:
-            self._spans[self.way].append((begin, end))
+            self._spans[way].append((begin, end))
             self._counted += 1
             block, blocks = (_ONLY, 1) if self._once else (BLOCK, _BLOCKS)
             if self._counted % block == 0:
@@ -164,16 +183,20 @@ class Contest:
 
     def _decide(self) -> None:
         """Stay with the better way, or go on where the two are close."""
-        costs = []
-        for spans in self._spans:
-            times = [self._clock.between(*span) for span in spans]
-            known = [time for time in times if time is not None]
-            if len(known) < len(times):
+        spans_of, costs = self._spans, [0.0, 0.0]
+        for way in (PLAIN - self.way, self.way):  # the last first: one look while it is not known
+            times = []
+            for span in reversed(spans_of[way]):
+                time = self._clock.between(*span)
+                if time is None:
+                    return
+                times.append(time)
+            if not times:  # another thread has decided meanwhile
                 return
-            costs.append(median(known))
+            costs[way] = median(times)
         fused, plain = costs
         self._done = False
-        close = abs(fused - plain) < _CLOSE * plain
+        close = abs(fused - plain) <= _CLOSE * plain  # of two that are nothing, too
         if close and not self._once and self._counted < 2 * BLOCK * _MOST:
             return
         self.costs = fused, plain
