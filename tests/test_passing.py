@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import warnings
 
 import pytest
@@ -455,3 +456,24 @@ def test_what_a_mode_or_a_hook_meets_is_wrapped(on):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: met.append(type(x)) or t, abs):
         torch.mm(leaf, x)
     assert len(met) == 2 and set(met) == {autofuse.Tensor}
+
+
+def test_a_thread_that_records_nothing_meets_no_plain_ones(on):
+    """It may copy or save them while torch runs; what it does would meet another class halfway."""
+    autofuse.materialize(autofuse.wrap(torch.ones(2)) + 1)
+    x, met, done = autofuse.wrap(torch.ones(256, 256)), set(), threading.Event()
+
+    def look():
+        while not done.is_set():
+            met.add(type(x))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        with torch.no_grad():
+            for _ in range(200):
+                torch.mm(x, x)
+    finally:
+        done.set()
+        thread.join()
+    assert met == {autofuse.Tensor}

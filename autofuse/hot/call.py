@@ -33,6 +33,7 @@ from .c import (
     PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
+    PyInterpreterState_ThreadHead,
     PyList_GetItem,
     PyList_Size,
     PyLong_AsLong,
@@ -42,6 +43,9 @@ from .c import (
     PyObject_GetAttr,
     PyObject_Vectorcall,
     PyThread_get_thread_ident,
+    PyThreadState_Get,
+    PyThreadState_GetInterpreter,
+    PyThreadState_Next,
     PyTuple_Size,
     all_recorders,
     call_pointer,
@@ -282,7 +286,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
     lent = 0
     kind = class_of(load(entry))
     if kind is Builtin or kind is Function or (count > 1 and class_of(load(args + 8)) is Tensor):
-        if grad_mode() == 0 and are_modes_off() != 0 and records_alone() != 0:
+        if grad_mode() == 0 and are_modes_off() != 0 and is_only_thread() != 0:
             lent = lend(plain, 0, args, count)
     result = called(load(entry), known.reason, args, count, names)
     while lent > 0:
@@ -334,23 +338,20 @@ def are_modes_off():
     return call_pointer(FUNCTION_MODES) == 0 and call_pointer(DISPATCH_MODES) == 0
 
 
-def records_alone():
-    """`chain.state.is_alone`."""
-    if PyList_Size(all_recorders) == 1:
-        return 1
-    recorders = PyObject_GetAttr(local, RECORDERS)
-    if recorders == 0:
-        PyErr_Clear()
-        return 0
-    Py_DecRef(recorders)
-    return PyList_Size(all_recorders) == PyDict_Size(recorders)
+def is_only_thread():
+    """Whether Python knows no other thread.
+
+    That none records is not enough: who copies or saves a tensor would see its class change.
+    """
+    interpreter = PyThreadState_GetInterpreter(PyThreadState_Get())
+    return PyThreadState_Next(PyInterpreterState_ThreadHead(interpreter)) == 0
 
 
 def lend(place, lent, args, count):
     """Let up to four wrapped tensors be plain, put there; returns how many these are now.
 
     Of each that is not torch asks Python whether it is a tensor, 0.12 us. What may run in the
-    middle must not meet them: a mode, a hook under grad, the thread of another recorder.
+    middle must not meet them: a mode, a hook under grad, another thread.
     """
     k = 0
     while k < count and lent < 4:
