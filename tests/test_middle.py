@@ -412,3 +412,26 @@ def test_a_tracer_that_records(program):
             sys.settrace(None)
     for ours, theirs in zip(held["traced"], held["eager"], strict=True):
         torch.testing.assert_close(autofuse.unwrap(ours), autofuse.unwrap(theirs))
+
+
+@pytest.mark.parametrize("write", [
+    lambda x: x.__setitem__(0, 5.0), lambda x: x.add_(5.0), lambda x: x.copy_(torch.zeros(4)),
+    lambda x: torch.relu_(x), lambda x: x.mul_(x),
+    lambda x: x.index_fill_(0, torch.tensor([0]), 5.0),
+], ids=["item", "add", "copy", "relu", "mul", "index_fill"])  # fmt: skip
+def test_what_a_finalizer_records_in_the_flush_before_a_write_reads_what_was_there(write):
+    with torch.no_grad():
+        for _ in range(4):  # by machine code, once it knows all this
+            x = autofuse.wrap(torch.arange(4.0) - 1)
+            seen = []
+
+            class Late:
+                def __del__(self, x=x, seen=seen):
+                    seen.append(x * 3 + 1)
+
+            w = autofuse.wrap(torch.ones(4))
+            w.late = Late()
+            y = w * 2 + 1
+            del w  # the chain has it alone
+            write(x)
+            assert seen[0].tolist() == [-2.0, 1.0, 4.0, 7.0] and y.tolist() == [3.0] * 4

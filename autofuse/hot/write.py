@@ -78,7 +78,8 @@ def writing(entry, function, args, flags, names):
     if are_settled(args, every) != 0:
         if flush_now(recorder, known.name) == 0:
             return 0
-        written = write_now(recorder, load(entry), known, args, count, names)
+        if is_empty(recorder) != 0:
+            written = write_now(recorder, load(entry), known, args, count, names)
     elif names == 0 and load(entry + 16) is not None and count == load(entry + 24):
         if class_of(state_of(target)) is Node:
             written = renamed(load(entry + 16), target, args, count)
@@ -103,7 +104,7 @@ def setting(entry, function, args, flags, names):
         if is_free(recorder) != 0 and is_everyday(recorder, known, args, 3, 0) != 0:
             if flush_now(recorder, known.name) == 0:
                 return 0
-            if write_now(recorder, load(entry), known, args, 3, 0) != 0:
+            if is_empty(recorder) != 0 and write_now(recorder, load(entry), known, args, 3, 0) != 0:
                 Py_IncRef(None)
                 return None
         if PyErr_Occurred() != 0:
@@ -170,6 +171,11 @@ def is_free(recorder: Recorder):
     if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
         return 0
     return is_pending_elsewhere(recorder) == 0
+
+
+def is_empty(recorder: Recorder):
+    """Whether nothing reads what is to be written: a finalizer may have recorded in the flush."""
+    return PyList_Size(recorder.chain) == 0 and is_pending_elsewhere(recorder) == 0
 
 
 def are_settled(args, count):
