@@ -71,12 +71,12 @@ def runner_for(recorder: Recorder, node: Node, refcounts: tuple[int, ...], write
 
 def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -> Runner:
     device, nodes = recorder.device, node.path()
+    if sys.is_finalizing():  # a finalizer, when modules are gone that a kernel needs
+        return EagerRunner(node, outputs)
     if is_short(nodes, device.type):
         alone = ShortRunner(node, outputs)
         alone.until_long = True
         return alone
-    if sys.is_finalizing():  # a finalizer, when modules are gone that a kernel needs
-        return EagerRunner(node, outputs)
     live = tuple(output.step for output in outputs)
     graph, computed = None, outputs
     if any(nodes[index].meta.requires_grad for index in live):  # type: ignore[union-attr]
