@@ -21,7 +21,7 @@ _record, _query, _elapsed = (
 FUSED, PLAIN = 0, 1  # the ways; a contest begins with the first
 BLOCK = 4  # spans of a block that count; the one before them does not, which the other way delays
 _BLOCKS, _CLOSE, _MOST = 3, 0.05, 9  # of each way; more where medians differ by less than _CLOSE
-_ONLY = 12  # spans of a block where each way has but one
+_ONCE, _TWICE = 8, 2  # spans of a block, and blocks of each way, where it is decided once
 _SETTLING = 50  # spans in which something is prepared before they count all the same
 FIRST, _GROWTH, _LONGEST = 500, 4, 1 << 20  # calls before it is measured again, how these grow
 NO_STEPS = 512  # calls without backward, after which nobody seems to run one
@@ -99,7 +99,7 @@ class Contest:
     def __init__(self, clock: Clock, steps: bool = False, once: bool = False) -> None:
         """steps: what counts are not calls but what lies between two steps, see `begin`.
 
-        once: results of the ways may differ, so that each has one block and the better stays.
+        once: results of the ways may differ, so that the better one stays for ever.
         """
         self.way = FUSED
         self.left = 0  # calls before something is measured
@@ -174,7 +174,7 @@ class Contest:
         else:
             self._spans[way].append((begin, end))
             self._counted += 1
-            block, blocks = (_ONLY, 1) if self._once else (BLOCK, _BLOCKS)
+            block, blocks = (_ONCE, _TWICE) if self._once else (BLOCK, _BLOCKS)
             if self._counted % block == 0:
                 self._owed = 1
                 self.way = PLAIN - self.way
