@@ -246,7 +246,8 @@ print((x * 2 + 1).tolist())
 def test_environment(tmp_path):
     dump = tmp_path / "kernels"
     ran = run_program(PROGRAM, AUTOFUSE_LOGS="flush, kernel", AUTOFUSE_CHECK="1",
-                      AUTOFUSE_DUMP_DIR=str(dump), AUTOFUSE_CACHE_DIR=str(tmp_path))  # fmt: skip
+                      AUTOFUSE_ALWAYS_FUSE="1", AUTOFUSE_DUMP_DIR=str(dump),
+                      AUTOFUSE_CACHE_DIR=str(tmp_path))  # fmt: skip
     assert ran.returncode == 0 and ran.stdout == "[3.0, 3.0, 3.0]\n"
     kernel, flush = ran.stderr.splitlines()
     assert re.search(r"autofuse\.kernel kernel at=<string>:5 name=af_mul_add ", kernel) or (
