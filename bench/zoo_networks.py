@@ -444,8 +444,8 @@ def gated_graph_conv(tiny, training):
     from torch_geometric.nn import GatedGraphConv
 
     nodes, edges, width = (5, 9, 6) if tiny else (512, 2048, 64)
-    return Start(GatedGraphConv(width, 3),
-                 (torch.randn(nodes, width), torch.randint(nodes, (2, edges))))  # fmt: skip
+    net = GatedGraphConv(width, 3).to(torch.get_default_device())  # some of it is made on the CPU
+    return Start(net, (torch.randn(nodes, width), torch.randint(nodes, (2, edges))))
 
 
 @program("torchdiffeq's odeint", "inference", needs="torchdiffeq")

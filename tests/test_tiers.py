@@ -265,8 +265,11 @@ def test_no_compile_reaches_the_thread_of_backward(device, monkeypatch):
             except autofuse.ColdKernelError:
                 return
         time.sleep(0.05)
+    node = autofuse.unwrap(y).grad_fn
+    work = getattr(node, "work", None)  # of a node of autofuse: its Backward, and numbers
     raise AssertionError(
-        f"no backward has asked for its kernel: {autofuse.stats()} {compile._lock} {seen[-1:]}"
+        f"no backward has asked for its kernel: {node} {node.next_functions}"
+        f" {work and (work[0].direct, work[0].answers)} {x.grad} {seen[-1:]} {autofuse.stats()}"
     )
 
 

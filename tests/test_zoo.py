@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 RECORD_NOTHING = {
     "Lion (training)", "average of weights (training)",  # matmuls and optimizers
     "residual blocks of an image net (training)",  # single ops under grad
+    "torchvision's BasicBlock (inference)", "torchvision's BasicBlock (training)",  # single writes
     "adaptive spiking (training)",  # a state that is plain and written in place
     "checkpointed blocks (training)", "mixed precision (training)", "ensemble by vmap",  # README
 }  # fmt: skip
