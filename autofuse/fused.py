@@ -23,7 +23,7 @@ from .record.contest import FUSED, PLAIN, Contest, is_paused
 from .record.flush import flush_thread, value_of
 from .record.policy import aside, contest_for, is_settled, kernel_news, measures
 from .settings.config import config
-from .supply.kernels import capturing
+from .supply.kernels import capturing, outstanding
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled, is_inference_mode_enabled = (
@@ -233,6 +233,8 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
         contest.left -= 1
     elif is_paused() or (site.device is not None and capturing(site.device)):
         way = FUSED  # a graph goes on with it, so that it is not left to what is just measured
+    elif contest.costs is None and outstanding():
+        way = PLAIN  # until kernels are there fused calls run op by op, and cost more
     else:
         before, begun = kernel_news(), contest.begin(_state.counts.backwards)
         way = contest.way

@@ -14,13 +14,15 @@ bench/results/zoo_<machine>.json, row by row, and prints the table, worst first.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import gc
 import importlib.util
 import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ LIMITS = {
     "autofuse": 1.05,
 }  # of eager's time, from which on it loses
 CHECKED = 6  # steps whose outcome is compared
-WARM = 100  # steps before those that are timed: in these a fused call finds the better way,
+WARM = 120  # steps before those that are timed: in these a fused call finds the better way,
 WARM_S = 3.0  # unless they take longer
 PASSES = 12  # of CHECKED steps each, at most, until no new kernel is needed
 ROUND_S = 0.03  # of one variant in one round
@@ -58,7 +60,7 @@ FEWEST, MOST = 3, 100  # steps of it
 
 
 class Run:
-    """A program from its beginning on, in one variant."""
+    """A program from its beginning on, in one variant, with random numbers of its own."""
 
     def __init__(self, row: Row, peer: str, device: str, seed: int = 0, size: str = "full") -> None:
         start = row.make(device, seed, size)
@@ -66,10 +68,20 @@ class Run:
         self._feeds, self._grad, self._wrapped = start.feeds, row.grad, peer == "autofuse"
         self.result: Any = None  # of the last step
         self._every = peer == EVERY
+        self._numbers = _random_state(device)
         if peer.startswith("autofuse.fuse"):
             self.step = autofuse.fuse(self.step)
         elif self._wrapped:
             self.state = wrapped_args(self.state)
+
+    @contextlib.contextmanager
+    def drawing_on(self) -> Iterator[None]:
+        """Draw what follows the random numbers that it has drawn, whoever has drawn since."""
+        torch.set_rng_state(self._numbers[0])
+        if self._numbers[1] is not None:
+            torch.cuda.set_rng_state(self._numbers[1])
+        yield
+        self._numbers = _random_state("cpu" if self._numbers[1] is None else "cuda")
 
     def advance(self, steps: int) -> None:
         """So many steps, computed to their end where somebody reads their results."""
@@ -92,6 +104,11 @@ class Run:
             seen += [*module.parameters(), *module.buffers()]
             seen += [p.grad for p in module.parameters() if p.grad is not None]
         return [t.clone() for t in arrays_of(seen)]
+
+
+def _random_state(device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of the CPU's generator, and of the GPU's."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
 
 
 # --- comparing -----------------------------------------------------------------------------------
@@ -187,12 +204,17 @@ def measure(row: Row, device: str, rounds: int, steps: int = 0, size: str = "ful
     times: dict[str, list[float]] = {peer: [] for peer in peers}
     runs = {peer: Run(row, peer, device, size=size) for peer in peers}
     for run in runs.values():
-        run.advance(max(1, min(WARM, int(WARM_S * 1e6 / found.us))))
+        with run.drawing_on():
+            run.advance(max(1, min(WARM, int(WARM_S * 1e6 / found.us))))
+    gc.collect()
+    gc.freeze()  # or a collection of all that was made so far meets one of them
     for k in range(rounds):
         turn = k % len(peers)  # nobody always follows the same neighbour
         for peer in peers[turn:] + peers[:turn]:
             run = runs[peer]
-            times[peer].append(timing.host_us(lambda: run.advance(steps), device, 1) / steps)
+            with run.drawing_on():
+                times[peer].append(timing.host_us(lambda: run.advance(steps), device, 1) / steps)
+    gc.unfreeze()
     want = runs["eager"].outcome()
     for peer in peers[1:]:
         found.same[peer] &= same_bits(runs[peer].outcome(), want)

@@ -241,6 +241,29 @@ def test_no_compile_holds_while_a_kernel_is_being_made(device, monkeypatch):
 
 
 @both
+def test_fused_calls_run_as_they_are_until_their_kernels_are_there(device, monkeypatch):
+    """Where a contest is still to be decided; op by op, what is recorded would only cost."""
+    monkeypatch.setattr(config, "measure", True)
+    x, recorded = torch.randn(1 << 16, device=device), []
+
+    @autofuse.fuse
+    def function(x):
+        recorded.append(isinstance(x, autofuse.Tensor))
+        return chain(x)
+
+    function(x)
+    assert compile.outstanding() == 1
+    with monkeypatch.context() as busy:
+        busy.setattr(autofuse.fused, "outstanding", lambda: 1)  # however fast the compiler is
+        for _ in range(10):
+            assert_same(function(x), chain(x), None)
+        assert recorded == [True] + [False] * 10
+    autofuse.wait()
+    function(x)
+    assert recorded[-1] and autofuse.stats().kernels_launched == 1
+
+
+@both
 def test_no_compile_reaches_the_thread_of_backward(device, monkeypatch):
     monkeypatch.setattr(config, "always_fuse", True)
     monkeypatch.setattr(config, "compile", "now")
