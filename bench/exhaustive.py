@@ -428,7 +428,8 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Result]]:
     parser.add_argument("--numbers", action="store_true", help="sweep Python numbers, see scalars")
     parser.add_argument("--count", type=int, default=4096, help="with --numbers: of them")
     parser.add_argument("--tiers", default="kernel,eager", help="with --numbers")
-    parser.add_argument("--spellings", default="function,in-place,out=", help="with --numbers")
+    parser.add_argument("--spellings", default="function,in-place,out=,gradients",
+                        help="with --numbers")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=1, help="with --numbers: processes")
     args = parser.parse_args(arguments)
     if args.numbers:

@@ -1,10 +1,10 @@
 """Python numbers as operands and options, fused against eager: the axis of `exhaustive --numbers`.
 
 Every case of tests/cases.py's NUMERIC (each op with each of its numeric parameters, on either
-side) in every spelling that torch has (function, in place, `out=`) is called with `--count`
-numbers, or as many tuples where it takes several, over 2^`--log2` operand patterns, in kernels and
-as the eager ops that stand in while there are none. What eager raises has to be raised with the
-same type and text.
+side) in every spelling that torch has (function, in place, `out=`, and the function's gradients)
+is called with `--count` numbers, or as many tuples where it takes several, over 2^`--log2` operand
+patterns, in kernels and as the eager ops that stand in while there are none. What eager raises has
+to be raised with the same type and text.
 
 The numbers of a dtype are the same for all cases and runs: bools; small ints, powers of two and
 their neighbours past 2^24, 2^53, 2^63 and 2^64; NaN, infinities, zeros; the limits of all floating
@@ -47,7 +47,8 @@ Numbers = tuple[Any, ...]
 FLOATS, INTS = exhaustive.FLOATS, exhaustive.INTS
 DTYPES = (*FLOATS, *INTS, torch.bool)
 TIERS = ("kernel", "eager")
-SPELLINGS = ("function", "in-place", "out=")
+GRADIENTS = "gradients"  # of the function, all in one: a spelling like those below
+SPELLINGS = ("function", "in-place", "out=", GRADIENTS)
 SEED = 20261122
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -236,6 +237,8 @@ def _prepared(case: cases.Numeric, spelling: str, operands: Any, dtypes: Any) ->
 
     A write has something pending to be fused with. dtypes: of `out`, by the classes of the numbers.
     """
+    if spelling == GRADIENTS:
+        return _gradients(case, operands)
     call = case.spellings[spelling]
     first, rest = operands[0], operands[1:]
     if spelling == "function":
@@ -254,6 +257,25 @@ def _prepared(case: cases.Numeric, spelling: str, operands: Any, dtypes: Any) ->
         return made
 
     return inplace if spelling == "in-place" else out
+
+
+def _gradients(case: cases.Numeric, operands: Any) -> Call:
+    """The operands' gradients, one after the other, of a result that is computed before."""
+    leaves = [x.detach().requires_grad_() for x in operands]
+    incoming = autofuse.unwrap(operands[0]).flip(0)
+
+    def gradients(numbers: Numbers) -> torch.Tensor:
+        with torch.enable_grad():
+            result = autofuse.materialize(case.call(*leaves, *numbers))
+        made = torch.autograd.grad(result, leaves, incoming.to(result.dtype))
+        return torch.cat([autofuse.unwrap(gradient) for gradient in made])
+
+    return gradients
+
+
+def spellings_of(case: cases.Numeric, dtype: torch.dtype) -> list[str]:
+    """Those that there may be."""
+    return [*case.spellings, *[GRADIENTS] * dtype.is_floating_point]
 
 
 def _outcome(call: Call, numbers: Numbers) -> torch.Tensor | Exception:
@@ -364,6 +386,8 @@ def _fused(result: Swept) -> int:
     if result.tier == "eager" and stats.kernels_launched:
         raise RuntimeError(f"{result.op} of {result.dtype} ran kernels in the eager tier")
     runs = stats.kernels_launched if result.tier == "kernel" else stats.eager_flushes
+    if result.spelling == GRADIENTS and result.tier == "kernel":
+        runs //= 2  # forward and backward
     return min(runs, result.numbers)
 
 
@@ -439,7 +463,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
         for spelling in args.spellings.split(",")
         for name in names if not dtypes or name in dtypes
         for op, case in cases.NUMERIC.items()
-        if (not ops or op in ops) and spelling in case.spellings
+        if (not ops or op in ops) and spelling in spellings_of(case, getattr(torch, name))
     ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-from scalars import DTYPES, configure, edges, numbers_for, operands_for, sweep
+from scalars import DTYPES, configure, edges, numbers_for, operands_for, spellings_of, sweep
 
 import autofuse
 import cases
@@ -72,8 +72,9 @@ def test_what_stands_in_for_a_kernel(op, tiers):
     tiers("eager")
     swept = [
         sweep(op, dtype, spelling, "eager", count=24, log2=6, tolerance=0)
-        for spelling in cases.NUMERIC[op].spellings
-        for dtype in (DTYPES if spelling == "function" else FLOATS[::2])
+        for dtype in DTYPES
+        for spelling in spellings_of(cases.NUMERIC[op], dtype)
+        if spelling == "function" or dtype in FLOATS[::2]
     ]
     assert not [str(result) for result in swept if result.wrong]
     assert any(result.status == "swept" for result in swept)
@@ -98,8 +99,9 @@ def test_bits(op, tier, tiers):
     tiers(tier)
     swept = [
         sweep(op, dtype, spelling, tier, device="cuda", count=48, log2=12)
-        for spelling in cases.NUMERIC[op].spellings
-        for dtype in ((*FLOATS[:3], torch.int32) if spelling == "function" else FLOATS[2:])
+        for dtype in (*FLOATS, torch.int32)
+        for spelling in spellings_of(cases.NUMERIC[op], dtype)
+        if dtype in ((*FLOATS[:3], torch.int32) if spelling == "function" else FLOATS[2:])
     ]
     assert not [str(result) for result in swept if result.wrong]
 

@@ -264,9 +264,19 @@ plain(
     "masked_fill(g, logical_or(x <= y, isnan(y)), 0)",
 )
 plain("fmod", "x y", "fmod(x, y)", integer="x % y", accepts="fi", grad="g; -g * div_trunc(x, y)")
-plain("remainder", "x y", "m = fmod(x, y); m + y if m != 0 and (y < 0) != (m < 0) else m",
-      integer="m = x % y; m + y if m != 0 and (y < 0) != (m < 0) else m", accepts="fi",
-      grad="g; -g * div_floor(x, y)")
+row("remainder", "x y", "m = fmod(x, y); m + y if m != 0 and (y < 0) != (m < 0) else m",
+    integer="m = x % y; m + y if m != 0 and (y < 0) != (m < 0) else m", accepts="fi",
+    grad="g; -g * div_floor(x, y)")
+
+
+@spelled()
+def remainder(input, other):
+    """torch differentiates none of a number, and says so in backward."""
+    if not isinstance(input, torch.Tensor) and other.requires_grad:
+        return None
+    return OPS["remainder"], (input, other)
+
+
 plain(
     "atan2",
     "x y",
