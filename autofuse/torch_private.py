@@ -104,6 +104,20 @@ take = taker()
 
 # --- CUDA ----------------------------------------------------------------------------------------
 
+_has_context: Callable[[int], bool] = (
+    torch._C._cuda_hasPrimaryContext if torch.backends.cuda.is_built() else lambda index: False
+)
+
+
+def gpus_in_use() -> int:
+    """How many GPUs this process has a context of, as it has wherever it has a tensor.
+
+    One that is there stays, and torch's engine asks for each of them in every backward, too.
+    """
+    if not torch.cuda.is_initialized():  # nor is it in a fork, where asking would be an error
+        return 0
+    return sum(map(_has_context, range(torch.cuda.device_count())))
+
 
 def stream_reader(device: torch.device) -> Callable[[], int]:
     """A function that gives the raw handle of the current stream; 0 on the CPU."""

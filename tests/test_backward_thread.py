@@ -1,13 +1,25 @@
 """The thread in which backward runs: PyTorch's own, or the one that called it."""
 
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import autofuse
-from support import DEVICES
+from autofuse.grad import backward
+from autofuse.patches import calls
+from support import DEVICES, needs_cuda
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+import training
+
+ROOT = Path(__file__).parent.parent
+PLACES = ("engine", "caller", "auto")
 
 
 @pytest.fixture(params=DEVICES)
@@ -16,11 +28,14 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def engine_again(monkeypatch):
+def one_gpu(monkeypatch):
+    """The process seems to use one, a CPU's nodes stand in for its, and no nodes are there yet."""
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    monkeypatch.setattr(autofuse.config, "backward_thread", "auto")
+    monkeypatch.setattr(calls, "gpus_in_use", lambda: 1)
+    monkeypatch.setattr(backward, "_held_by_nodes", object())
     yield
     assert torch.autograd.is_multithreading_enabled()
-    autofuse.config.backward_thread = "engine"
 
 
 def model(device):
@@ -42,24 +57,115 @@ def gradients(net, total, **options):
     return [p.grad.clone() for p in net.parameters()]
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-def test_where_it_runs_and_what_it_gives(device, wrapped):
-    net, x, seen = model(device), torch.randn(16, 8, device=device), []
+def look(seen):
+    """A hook that notes its thread, and whether others might have got it."""
 
     def hook(gradient):
         seen.append((threading.get_ident(), torch.autograd.is_multithreading_enabled()))
 
+    return hook
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+def test_where_it_runs_and_what_it_gives(device, wrapped):
+    net, x, seen, found = model(device), torch.randn(16, 8, device=device), [], []
+
     def between(h):
-        h.register_hook(hook)
+        h.register_hook(look(seen))
         return h
 
-    want = gradients(net, run(net, x, wrapped, between))
-    autofuse.config.backward_thread = "caller"
-    got = gradients(net, run(net, x, wrapped, between))
-    assert all(map(torch.equal, got, want))
+    for place in PLACES:
+        autofuse.config.backward_thread = place
+        found.append(gradients(net, run(net, x, wrapped, between)))
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+    engine, caller, auto = seen
     here = threading.get_ident()
-    assert seen[1] == (here, False)
-    assert (seen[0][0] == here) is (device == "cpu") and seen[0][1]
+    assert engine == (engine[0], True) and (engine[0] == here) is (device == "cpu")
+    assert caller == (here, False)
+    assert auto == (caller if wrapped else engine)
+
+
+@pytest.mark.parametrize("name", training.MODELS)
+def test_bits_of_training_steps(device, name, monkeypatch):
+    monkeypatch.setattr(training, "STEPS", 4)
+    torch.manual_seed(0)
+    net = autofuse.fuse(training.MODELS[name]().to(device))
+    step, found = training.stepper(net, training.states(name, device), True), []
+    for place in ("engine", "auto"):
+        autofuse.config.backward_thread = place
+        found.append(step())
+    assert autofuse.stats().kernels_launched > 0
+    assert all(map(torch.equal, *found))
+
+
+def fused(device):
+    """The sum of a fused chain, and its hook's notes."""
+    seen, x = [], torch.ones(8, device=device, requires_grad=True)
+    y = autofuse.wrap(x) * 2.0 + 1.0
+    y.register_hook(look(seen))
+    return y.sum(), seen
+
+
+def test_nodes_are_known_while_there_are_some(device):
+    x = torch.ones(8, device=device, requires_grad=True)
+    y = autofuse.wrap(x) * 2.0
+    assert not backward.nodes_exist()
+    total = y.sum()
+    for _ in range(2):
+        assert backward.nodes_exist()
+        total.backward(retain_graph=True)
+    del y, total
+    assert not backward.nodes_exist()
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_only_one_gpu_needs_no_thread_of_its_own(device, gpus, monkeypatch):
+    monkeypatch.setattr(calls, "gpus_in_use", lambda: gpus)
+    total, seen = fused(device)
+    total.backward()
+    assert seen[0][1]
+
+
+def test_distributed_hooks_stay_in_their_threads(device):
+    dist = torch.distributed
+    total, seen = fused(device)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        total.backward()
+    finally:
+        dist.destroy_process_group()
+    total, later = fused(device)
+    total.backward()
+    assert seen[0][1] and not later[0][1]
+
+
+SCRIPT = """
+import sys, threading
+import torch, autofuse
+from autofuse.torch_private import gpus_in_use
+
+autofuse.config.always_fuse, autofuse.config.compile = True, "now"
+assert gpus_in_use() == 0
+for index in range(int(sys.argv[1])):
+    seen, x = [], torch.ones(8, device=f"cuda:{index}", requires_grad=True)
+    assert gpus_in_use() == index + 1
+    y = autofuse.wrap(x) * 2.0
+    y.register_hook(lambda gradient: seen.append(threading.get_ident()))
+    y.sum().backward()
+    assert (seen == [threading.get_ident()]) is (index == 0)
+"""
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_gpu_is_in_use_from_its_first_tensor_on(gpus):
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} CUDA devices; here is one")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(gpus)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -71,31 +177,54 @@ def test_checkpoints(device, reentrant):
                           use_reentrant=reentrant)  # fmt: skip
 
     found = []
-    for place in ("engine", "caller"):
+    for place in PLACES:
         autofuse.config.backward_thread = place
         x.grad = None
         found.append([*gradients(net, run(net, x, True, again)), x.grad])
-    assert all(map(torch.equal, *found))
+    for got in found[1:]:
+        assert all(map(torch.equal, found[0], got))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+def test_inside_another_it_is_the_thread_of_that_node(device, place, wrapped):
+    autofuse.config.backward_thread = place
+    x, threads, inner = torch.ones(8, device=device, requires_grad=True), [], []
+
+    def hook(gradient):
+        threads.append(threading.get_ident())
+        with torch.enable_grad():
+            total, seen = fused(device)
+        total.backward()
+        inner.extend(seen)
+
+    y = (autofuse.wrap(x) if wrapped else x) * 2.0
+    y.register_hook(hook)
+    y.sum().backward()
+    assert [ident for ident, _ in inner] == threads
+    assert x.grad.tolist() == [2.0] * 8
 
 
 def test_twice_and_second_derivatives(device):
     x = torch.linspace(-1, 1, 8, device=device, requires_grad=True)
     found = []
-    for place in ("engine", "caller"):
+    for place in PLACES:
         autofuse.config.backward_thread = place
         y = ((autofuse.wrap(x) * 2.0).tanh() * x).sum()
         first = torch.autograd.grad(y, x, retain_graph=True)
         (gradient,) = torch.autograd.grad(y, x, create_graph=True)
         second = torch.autograd.grad((gradient * gradient).sum(), x)
         found.append([*first, gradient, *second])
-    assert all(map(torch.equal, *found))
+    for got in found[1:]:
+        assert all(map(torch.equal, found[0], got))
 
 
-def test_what_a_hook_raises_and_what_it_leaves(device):
+@pytest.mark.parametrize("place", ["caller", "auto"])
+def test_what_a_hook_raises_and_what_it_leaves(device, place):
     def fail(gradient):
         raise KeyError("mine")
 
-    autofuse.config.backward_thread = "caller"
+    autofuse.config.backward_thread = place
     for wrapped in (False, True):
         x = torch.ones(8, device=device, requires_grad=True)
         y = (autofuse.wrap(x) if wrapped else x) * 2.0
@@ -105,20 +234,114 @@ def test_what_a_hook_raises_and_what_it_leaves(device):
         assert torch.autograd.is_multithreading_enabled()
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_an_interrupt_in_the_middle(device, place):
+    autofuse.config.backward_thread = place
+    x = torch.ones(8, device=device, requires_grad=True)
+    y = autofuse.wrap(x) * 2.0
+    handle = y.register_hook(lambda gradient: signal.raise_signal(signal.SIGINT))
+    total = y.sum()
+    with pytest.raises(KeyboardInterrupt):
+        total.backward(retain_graph=True)
+    assert torch.autograd.is_multithreading_enabled()
+    handle.remove()
+    x.grad = None
+    total.backward()
+    assert x.grad.tolist() == [2.0] * 8
+
+
+def test_a_function_finds_its_state_of_the_thread(device):
+    state = threading.local()
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            state.factor = 3.0
+            return x * state.factor
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * state.factor
+
+    x = torch.ones(8, device=device, requires_grad=True)
+    (Scale.apply(autofuse.wrap(x) * 2.0) * 0.5).sum().backward()
+    assert x.grad.tolist() == [3.0] * 8
+
+
+def profiled(total):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        total.backward()
+    assert any("evaluate_function" in event.name for event in profile.events())
+
+
+def with_anomalies_detected(total):
+    with torch.autograd.set_detect_anomaly(True):
+        total.backward()
+
+
+def beside_a_transform(total):
+    torch.func.grad(lambda x: (x * 2.0).tanh().sum())(torch.ones(8, device=total.device))
+    total.backward()
+
+
+@pytest.mark.parametrize("way", [profiled, with_anomalies_detected, beside_a_transform])
+def test_modes_of_torch(device, way):
+    x, found = torch.linspace(-1, 1, 8, device=device, requires_grad=True), []
+    for place in PLACES:
+        autofuse.config.backward_thread = place
+        x.grad = None
+        way(((autofuse.wrap(x) * 2.0).tanh() * x).sum())
+        found.append(x.grad)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("place", PLACES)
+def test_streams_and_the_device_are_what_they_were(place):
+    autofuse.config.backward_thread = place
+    x, side, seen = torch.ones(8, device="cuda", requires_grad=True), torch.cuda.Stream(), []
+    before = torch.cuda.current_stream(), torch.cuda.current_device()
+    side.wait_stream(before[0])
+    with torch.cuda.stream(side):
+        y = autofuse.wrap(x) * 2.0
+        y.register_hook(lambda gradient: seen.append(torch.cuda.current_stream()))
+        total = y.sum()
+    total.backward()
+    assert seen == [side]
+    assert (torch.cuda.current_stream(), torch.cuda.current_device()) == before
+    assert x.grad.tolist() == [2.0] * 8
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_nodes_of_a_cpu_beside_those_of_a_gpu():
+    x, found = torch.linspace(-1, 1, 8, device="cuda", requires_grad=True), []
+    for place in PLACES:
+        autofuse.config.backward_thread = place
+        h, seen = autofuse.wrap(x) * 2.0, []
+        away = h.cpu().sin()
+        away.register_hook(look(seen))
+        found.append(torch.autograd.grad((away.cuda() + h * 3.0).sum(), x)[0])
+        assert seen == [(threading.get_ident(), place == "engine")]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_a_choice_of_the_program_stays(device):
     x, seen = torch.ones(8, device=device, requires_grad=True), []
-    for place in ("engine", "caller"):
+    for place in PLACES:
         autofuse.config.backward_thread = place
         with torch.autograd.set_multithreading_enabled(False):
             y = autofuse.wrap(x) * 2.0
             y.register_hook(lambda g: seen.append(threading.get_ident()))
             y.sum().backward()
             assert not torch.autograd.is_multithreading_enabled()
-    assert seen == [threading.get_ident()] * 2
+    assert seen == [threading.get_ident()] * 3
 
 
-def test_several_threads_each_run_their_own(device):
-    autofuse.config.backward_thread = "caller"
+@pytest.mark.parametrize("place", ["caller", "auto"])
+def test_several_threads_each_run_their_own(device, place):
+    autofuse.config.backward_thread = place
     errors = []
 
     def work(seed):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -147,6 +148,15 @@ class Backward:
 _READ = set(map(id, (torch.Tensor, torch.nn.Parameter, Tensor)))
 
 
+_held_by_nodes = object()
+_ALONE = getrefcount(_held_by_nodes)
+
+
+def nodes_exist() -> bool:
+    """Whether any graph has an autograd node of ours: 0.1 us, where a walk takes 0.7 per node."""
+    return getrefcount(_held_by_nodes) > _ALONE
+
+
 class _Fused(torch.autograd.Function):
     """The autograd node of a segment; `_function` makes one class per op name."""
 
@@ -154,6 +164,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, holder: Any, *sinks: torch.Tensor) -> Any:
         outs, ctx.to_save, ctx.work = holder  # as save_for_backward does
         ctx.materialize_grads = False
+        ctx.held = _held_by_nodes
         return outs
 
 

@@ -14,10 +14,15 @@ from ..chain.shell import Tensor
 from ..chain.state import counts
 from ..dispatch.eager import run_default, run_eager
 from ..dispatch.protocol import ask_overrides
+from ..grad.backward import nodes_exist
 from ..record.flush import flush_thread
 from ..record.modes import closed, regrade
 from ..settings.config import config
-from ..torch_private import is_multithreading_enabled, set_multithreading_enabled
+from ..torch_private import (
+    gpus_in_use,
+    is_multithreading_enabled,
+    set_multithreading_enabled,
+)
 from .around import around, unwrapping
 
 
@@ -79,12 +84,24 @@ def patch_calls() -> None:
 
 
 def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`run_backward` in the thread that `config.backward_thread` says."""
+    """`run_backward` in the thread that `config.backward_thread` says.
+
+    With multithreading off torch's engine queues the nodes of GPUs where it queues those of CPUs,
+    for the thread that calls it (engine.cpp, `ready_queue`). All else is the same in its threads
+    and here: of the nodes that are ready the one with the highest number runs, on its forward's
+    stream and device, which a guard takes back (`evaluate_function`), in the modes of the call
+    (`ThreadLocalStateGuard`); at the end the streams that were current at the call wait for those
+    of the leaves (`exec_post_processing`). Inside another backward, as of a checkpoint, the thread
+    that calls is that of the node.
+    """
 
     @wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
         counts.backwards += 1
-        if config.backward_thread == "engine" or not is_multithreading_enabled():
+        place = config.backward_thread
+        if place == "auto" and not (nodes_exist() and _needs_no_threads()):
+            place = "engine"
+        if place == "engine" or not is_multithreading_enabled():  # where the program says so
             return run_backward(*args, **kwargs)
         try:
             set_multithreading_enabled(False)  # of this thread
@@ -93,6 +110,17 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
             set_multithreading_enabled(True)
 
     return run
+
+
+def _needs_no_threads() -> bool:
+    """Whether the engine's threads would do nothing that one thread does not.
+
+    Those of several GPUs work at once. That of one GPU does so beside nodes of the CPU, which takes
+    turns here: gradients add up in one of the orders in which the two may be done. Hooks of DDP and
+    FSDP are left in the threads that they expect.
+    """
+    distributed = torch.distributed
+    return gpus_in_use() == 1 and not (distributed.is_available() and distributed.is_initialized())
 
 
 def _close_during_apply(owner: Any) -> None:

@@ -90,10 +90,12 @@ class Config:
         one tensor's several uses are added up inside: less memory, but an Input that is written in
         place before backward is then an error, and a sum with gradients from elsewhere may round in
         another order than eager's""")
-    backward_thread: Literal["engine", "caller"] = _row("engine", """
+    backward_thread: Literal["auto", "engine", "caller"] = _row("auto", """
         where backward runs on CUDA. `engine`: in PyTorch's own threads. `caller`: in the thread
-        that called it, of plain tensors too, which saves handing each node's Python to another
-        core; gradients have the same bits where one device computes them""")
+        that called it, of plain tensors too, which saves handing each node to another core;
+        gradients have the same bits where one device computes them. `auto`: like `caller` while
+        any graph has a fused chain, the process uses one GPU and `torch.distributed` is not
+        initialized; otherwise like `engine`""")
     always_fuse: bool = _row(False, """
         fuse chains of one op, and short ones on the CPU and under grad, though eager ops cost less
         """)
