@@ -3,8 +3,9 @@
     python bench/overhead.py [--device cuda] [--rounds 9] [--iterations 1000] [--large 67108864]
 
 Chains of 1 to 20 ops on 64x256 and 1x64 float32 in operator form and in torch.* form, the RNN
-step (one matmul and five pointwise ops), and the bandwidth of a 5-op chain. Variants are
-interleaved; figures are medians with the 20th and 80th percentile in brackets.
+step (one matmul and five pointwise ops), training steps of chains of 1 to 10 ops with backward in
+either thread, and the bandwidth of a 5-op chain. Variants are interleaved; figures are medians with
+the 20th and 80th percentile in brackets.
 """
 
 from __future__ import annotations
@@ -85,6 +86,35 @@ def rnn_step(device: str, rounds: int, iterations: int) -> None:
 
     calls = {"eager": lambda: run("eager"), "fused": lambda: run("fused")}
     row("RNN step (1 mm + 5 ops)", interleaved(calls, device, rounds, iterations))
+
+
+def training(device: str, rounds: int, iterations: int) -> None:
+    """Forward + backward of a chain by `backward_thread`, every length fused.
+
+    What `record.policy` takes a Python node and a flush under grad to cost is what a fused step of
+    no ops would, and what it takes an eager op with its gradient to cost, the rise of eager's.
+    """
+    autofuse.config.always_fuse = True
+    x, w, y = (torch.randn(64, 256, device=device) for _ in range(3))
+    x, w = x.requires_grad_(), autofuse.wrap(w.requires_grad_())
+    lengths = 1, 2, 3, 5, 10
+    for thread in ("engine", "caller"):
+        autofuse.config.backward_thread = thread
+        medians: dict[str, list[float]] = {"eager": [], "fused": []}
+        for length in lengths:
+            chain = operator_chain(length)
+            calls = {
+                "eager": lambda chain=chain: torch.autograd.grad(chain(x, y), x, y),
+                "fused": lambda chain=chain: torch.autograd.grad(chain(w, y), w, y),
+            }
+            series = interleaved(calls, device, rounds, iterations)
+            row(f"{length} ops and backward, {thread}", series)
+            for name, times in medians.items():
+                times.append(series[name].median)
+        for name, times in medians.items():
+            rise, start = statistics.linear_regression(lengths, times)
+            print(f"{name}, {thread}: {start:.1f} us and {rise:.2f} us per op")
+    autofuse.config.backward_thread, autofuse.config.always_fuse = "auto", False
 
 
 @torch.no_grad()
@@ -175,6 +205,7 @@ def main() -> None:
     print(machine(args.device))
     chains(args.device, args.rounds, args.iterations)
     rnn_step(args.device, args.rounds, args.iterations)
+    training(args.device, args.rounds, args.iterations)
     parts(args.device, args.iterations)
     growth(args.device, args.sizes)
     bandwidth(args.device, args.large, args.rounds)

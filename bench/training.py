@@ -1,10 +1,13 @@
 """Training steps: eager, torch.compile and autofuse in one run.
 
-    python bench/training.py [--rounds 7] [--steps 50] [--compile] [--device cuda]
+    python bench/training.py [--rounds 7] [--steps 50] [--compile] [--threads] [--device cuda]
 
 Forward + backward of an LSTM cell and a GRU cell written as plain ops (64x256), an MLP with layer
 norm and GELU, residual blocks; chains of 1 to 10 ops; peak memory of a 10-op chain. Times are
 medians over interleaved rounds with the 20th and 80th percentile; ratios are to eager.
+
+--threads: forward + backward also with `backward_thread` the other way: eager in the calling
+thread, autofuse in the engine's.
 """
 
 from __future__ import annotations
@@ -150,7 +153,21 @@ def stepper(model: nn.Module, inputs: list[torch.Tensor], backward: bool) -> Cal
     return both if backward else forward
 
 
-def measure(name: str, device: str, rounds: int, steps: int, compiled: bool) -> None:
+def in_thread(place: str, call: Callable[[], object]) -> Callable[[], object]:
+    """`call` with this `backward_thread`."""
+    settings = vars(autofuse.config)  # assigning to a field would end every chain
+
+    def run() -> object:
+        settings["backward_thread"] = place
+        try:
+            return call()
+        finally:
+            settings["backward_thread"] = "auto"
+
+    return run
+
+
+def measure(name: str, device: str, rounds: int, steps: int, compiled: bool, threads: bool) -> None:
     torch.manual_seed(0)
     eager = MODELS[name]().to(device)
     fused = autofuse.fuse(MODELS[name]().to(device))
@@ -172,12 +189,15 @@ def measure(name: str, device: str, rounds: int, steps: int, compiled: bool) -> 
     per = STEPS if "cell" in name else 1
     for what, backward in (("forward", False), ("forward + backward", True)):
         calls = {label: stepper(model, inputs, backward) for label, model in variants.items()}
+        if threads and backward:
+            calls["eager, caller"] = in_thread("caller", calls["eager"])
+            calls["autofuse, engine"] = in_thread("engine", calls["autofuse"])
         series = interleaved(calls, device, rounds, max(3, steps // per))
         for times in series.values():
             times.times = [us / per for us in times.times]
         base = series["eager"].median
         for label, times in series.items():
-            print(f"  {what:20s}{label:14s}{times} us  {times.median / base:5.2f}", flush=True)
+            print(f"  {what:20s}{label:18s}{times} us  {times.median / base:5.2f}", flush=True)
     if device == "cuda":  # after all timing: the profiler's hooks stay and cost
         COUNTED.append((name, per, {k: stepper(m, inputs, True) for k, m in variants.items()}))
 
@@ -236,6 +256,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--compile", action="store_true", help="measure torch.compile too")
+    parser.add_argument("--threads", action="store_true", help="backward in the other thread too")
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -243,7 +264,7 @@ def main() -> None:
     print(machine(args.device))
     for name in MODELS:
         if args.only in name:
-            measure(name, args.device, args.rounds, args.steps, args.compile)
+            measure(name, args.device, args.rounds, args.steps, args.compile, args.threads)
     if args.device == "cuda":
         memory(args.device)
         print("\nkernels of one step, forward + backward")

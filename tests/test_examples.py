@@ -56,7 +56,8 @@ def test_cold_start():
 def test_overhead():
     out = run("bench/overhead.py", "--device", "cpu", "--rounds", "2", "--iterations", "10",
               "--large", "4096", "--sizes", "20")  # fmt: skip
-    assert out.count("ratio") == 21 and "hit rate" in out and "against copy" in out
+    assert out.count("ratio") == 31 and "hit rate" in out and "against copy" in out
+    assert len(re.findall(r"(eager|fused), (engine|caller): \S+ us and \S+ us per op", out)) == 4
 
 
 def test_passing():
@@ -65,9 +66,10 @@ def test_passing():
 
 
 def test_training():
-    out = run("bench/training.py", "--device", "cpu", "--rounds", "1", "--steps", "3",
+    out = run("bench/training.py", "--device", "cpu", "--rounds", "1", "--steps", "3", "--threads",
               "--only", "chain of")  # fmt: skip
-    assert out.count("same bits") == 5 and out.count("forward + backward") == 10
+    assert out.count("same bits") == 5 and out.count("forward + backward") == 20
+    assert out.count("eager, caller") == out.count("autofuse, engine") == 5
 
 
 def test_cpu():

@@ -36,7 +36,7 @@ class _GradCosts:
     kernel: float  # of its backward
     flush: float
     recorded: float  # an op
-    node: float  # a Python node in the engine's thread
+    node: float  # a Python node in the engine's thread, not the caller's; see bench/overhead.py
 
 
 _GRAD_US = {
