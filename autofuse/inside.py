@@ -2,7 +2,7 @@
 
 A thread is inside while it flushes a chain, compiles a kernel, or works for one that does. What
 then runs in the middle of it must not wait for another such thread, which may be waiting for this.
-Nor must what runs in the middle of a backward: on CUDA that is a thread of torch's, and the one
+Nor must what runs in the middle of a backward: on CUDA that may be a thread of torch's, and the one
 that called it waits, whatever it is inside of; nor what runs in a thread of `in_another_thread`.
 What no signal handler may interrupt runs in another thread (`in_another_thread`), and what
 interrupts all the same is told from failures of our own (`is_foreign`).
