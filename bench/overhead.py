@@ -4,17 +4,21 @@
 
 Chains of 1 to 20 ops on 64x256 and 1x64 float32 in operator form and in torch.* form, the RNN
 step (one matmul and five pointwise ops), training steps of chains of 1 to 10 ops with backward in
-either thread, and the bandwidth of a 5-op chain. Variants are interleaved; figures are medians with
-the 20th and 80th percentile in brackets.
+either thread, what fused calls take beside their ops, and the bandwidth of a 5-op chain. Variants
+are interleaved; figures are medians with the 20th and 80th percentile in brackets. With
+AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -117,6 +121,73 @@ def training(device: str, rounds: int, iterations: int) -> None:
     autofuse.config.backward_thread, autofuse.config.always_fuse = "auto", False
 
 
+@dataclass
+class State:
+    h: torch.Tensor
+    c: torch.Tensor
+    step: int = 0
+
+
+class Cell(torch.nn.Module):
+    """Takes and gives tensors in containers of every kind."""
+
+    def forward(self, x: torch.Tensor, layers: Any, options: Any, state: State) -> Any:
+        h = state.h * options["scale"] + layers[0]
+        c = state.c * layers[1][0] - layers[2]
+        return {"h": h, "state": State(h + x, c, state.step + 1), "layers": [h, c], "count": 2}
+
+
+def calls(device: str, rounds: int, iterations: int) -> None:
+    """What a fused call takes beside its ops, and one that is left alone: minima of short rounds.
+
+    The ops are the function's own of wrapped tensors, and one flush.
+    """
+
+    def arguments(make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+        x, *more = (make(torch.randn(8, device=device)) for _ in range(7))
+        return x, [more[0], (more[1],), more[2]], {"scale": 2.0, "bias": more[3]}, State(*more[4:6])
+
+    def two(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y + x
+
+    def pair(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = x * y
+        return z + x, z - y
+
+    def flushed(run: Callable[..., Any], *args: Any) -> None:
+        result = run(*args)
+        autofuse.materialize(result["h"] if isinstance(result, dict) else result)
+
+    x, y = torch.randn(8, device=device), torch.randn(8, device=device)
+    given, wrapped = (x, y), (autofuse.wrap(x.clone()), autofuse.wrap(y.clone()))
+    cell, nested, nested_wrapped = Cell(), arguments(lambda t: t), arguments(autofuse.wrap)
+    rows = {
+        "a fused call of two ops and two tensors": (two, given, wrapped),
+        "of three ops and two results": (pair, given, wrapped),
+        "of a module with 7 tensors in containers": (cell.forward, nested, nested_wrapped),
+    }
+    settings = autofuse.config.measure, autofuse.config.always_fuse
+    with torch.no_grad():
+        autofuse.config.measure, autofuse.config.always_fuse = False, True
+        for name, (run, args, others) in rows.items():
+            fused = autofuse.fuse(run)
+            series = interleaved(
+                {"call": lambda: fused(*args), "ops": lambda: flushed(run, *others)},  # noqa: B023
+                device, 10 * rounds, max(1, iterations // 10),
+            )  # fmt: skip
+            call, ops = min(series["call"].times), min(series["ops"].times)
+            print(f"{name}: {call:.2f} us, beside its ops {call - ops:.2f}")
+        autofuse.config.measure, autofuse.config.always_fuse = True, False
+        function = autofuse.fuse(lambda x, y: None)
+        for _ in range(1000):
+            function(x, y)
+        series = interleaved(
+            {"call": lambda: function(x, y)}, device, 10 * rounds, iterations // 10
+        )
+        print(f"one that is left alone: {min(series['call'].times):.2f} us")
+    autofuse.config.measure, autofuse.config.always_fuse = settings
+
+
 @torch.no_grad()
 def parts(device: str, iterations: int) -> None:
     """us per recorded op, per flush with launch, and the hit rate."""
@@ -202,10 +273,15 @@ def main() -> None:
     parser.add_argument("--large", type=int, default=1 << 26)
     args = parser.parse_args()
     autofuse.config.compile = "now"  # what is measured is not the way there
+    if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        from autofuse.hot import trial
+
+        trial.install()
     print(machine(args.device))
     chains(args.device, args.rounds, args.iterations)
     rnn_step(args.device, args.rounds, args.iterations)
     training(args.device, args.rounds, args.iterations)
+    calls(args.device, args.rounds, args.iterations)
     parts(args.device, args.iterations)
     growth(args.device, args.sizes)
     bandwidth(args.device, args.large, args.rounds)

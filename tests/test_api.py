@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import gc
 import os
 import pickle
 import re
@@ -426,13 +427,174 @@ def test_a_fused_call_knows_inference_tensors_after_calls_in_inference_mode():
     assert torch.equal(x, torch.full((8,), 16.0))
 
 
-def test_a_signal_handler_may_call_a_fused_function():
-    """In the middle of another fused call, whose arguments are being wrapped."""
-    from autofuse import fused as fusing
+@dataclasses.dataclass
+class Late:
+    """One whose fields may be missing."""
 
-    fused = autofuse.fuse(lambda x: x * 2.0 + 1.0)
-    with fusing._lending:
-        assert torch.equal(fused(torch.ones(4)), torch.full((4,), 3.0))
+    value: torch.Tensor = dataclasses.field(init=False)
+    items: list = dataclasses.field(default_factory=list)
+
+
+def late(**items):
+    made = Late()
+    for name, item in items.items():
+        setattr(made, name, item)
+    return made
+
+
+X, Y = torch.arange(8.0), torch.arange(8.0) + 2
+WITH_GRAD = torch.arange(8.0).requires_grad_()
+with torch.inference_mode():
+    INFERENCE = torch.arange(8.0)
+ARGUMENTS = {
+    "nothing": lambda: ((), {}),
+    "none": lambda: ((None, X, None), {}),
+    "two": lambda: ((X, Y), {}),
+    "twice": lambda: ((X, X), {}),
+    "keywords": lambda: ((X,), {"y": Y, "k": 2}),
+    "atoms": lambda: ((X, 2, "text", 1.5, True, None, b"b", 1j, torch.float32), {}),
+    "in a list too": lambda: ((X, [X, Y, X]), {}),
+    "tuples": lambda: (((X, (Y, ())), Pair(X, [Y])), {}),
+    "dict": lambda: (({"x": X, "more": {"y": Y, 3: None}},), {}),
+    "longer dict": lambda: (({"x": X, "more": {"y": Y, "z": X}, "k": [Y]},), {}),
+    "list": lambda: (([X, None, [Y, 2]],), {}),
+    "longer list": lambda: (([X, Y, X, Y],), {}),
+    "empty list": lambda: (([],), {}),
+    "box": lambda: ((Box(X), Box(Y, "other")), {}),
+    "a field that is missing": lambda: ((late(items=[X]), Y), {}),
+    "a field that is there": lambda: ((late(value=X, items=[Y, X]),), {}),
+    "a subclass": lambda: ((X.as_subclass(Bare), [Y.as_subclass(Bare)], X), {}),
+    "a parameter": lambda: ((nn.Parameter(X.clone()), [nn.Parameter(Y.clone())], X), {}),
+    "a module": lambda: ((nn.Linear(2, 2), X, [nn.Identity(), Y]), {}),
+    "grad": lambda: ((WITH_GRAD, [WITH_GRAD, X]), {}),
+    "inference": lambda: ((INFERENCE, [INFERENCE, Y]), {}),
+    "other dtypes": lambda: ((X.double(), X.long(), [X.bool(), X.to(torch.complex64)]), {}),
+    "not dense": lambda: ((X.to_sparse(), [X.to_sparse()], X), {}),
+    "ordered": lambda: ((collections.OrderedDict(a=X, b=[Y]), collections.UserDict()), {}),
+}
+
+
+def tensors_in(value):
+    """Those in lists, tuples, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif dataclasses.is_dataclass(value):
+        yield from tensors_in(list(vars(value).values()))
+
+
+def every_other(kinds):
+    """Each between two others."""
+    return [kind for k, first in enumerate(kinds) for kind in (first, kinds[k - 3], first)]
+
+
+def test_arguments_of_every_shape_by_one_call():
+    """What a call has met says nothing wrong of the next one, whose arguments are others."""
+    seen = []
+
+    def compute(*args, **kwargs):
+        found = list(tensors_in([args, kwargs]))
+        seen.append([x.__class__ for x in found])
+        results = [x * 2 + 1 for x in found if x.is_floating_point() and not x.is_sparse]
+        return {"list": results, "tuple": tuple(results[:1]), "args": args}
+
+    fused = autofuse.fuse(compute)
+    for kind in every_other(list(ARGUMENTS)):
+        args, kwargs = ARGUMENTS[kind]()
+        before = list(tensors_in([args, kwargs]))
+        classes = [x.__class__ for x in before]
+        want = compute(*args, **kwargs)
+        seen.clear()
+        got = fused(*args, **kwargs)
+        wrapped = [
+            autofuse.Tensor if cls is torch.Tensor and x.layout is torch.strided else cls
+            for x, cls in zip(before, classes, strict=True)
+        ]
+        assert seen == [wrapped], kind
+        after = list(tensors_in([args, kwargs]))
+        assert all(a is b for a, b in zip(after, before, strict=True)), kind
+        assert [x.__class__ for x in after] == classes, kind
+        assert not any("_af" in vars(x) for x in after), kind
+        assert all(a is b for a, b in zip(got["args"], args, strict=True)), kind
+        assert not [x for x in tensors_in(got) if isinstance(x, autofuse.Tensor)], kind
+        assert_same(got["list"], want["list"], None, kind)
+        assert_same(got["tuple"], want["tuple"], None, kind)
+    assert not autofuse.fused._lent
+
+
+def test_what_a_function_leaves_in_containers_is_plain():
+    class Holder(dict):
+        """A dict of its own class."""
+
+    @autofuse.fuse
+    def f(x, items, table, box, holder, fixed):
+        items[0] = x * 2
+        items.append([x + 1])
+        table["new"] = (x * 3, "text")
+        box.value = x * 4
+        holder["x"] = {"y": x * 5}
+        return items, fixed
+
+    x = torch.arange(4.0)
+    for _ in range(3):
+        items, table, box, holder, fixed = [x, x], {"x": x}, Box(x), Holder(x=x), (x, (x, 1))
+        out, same = f(x, items, table, box, holder, fixed)
+        assert out is items and same is fixed and items[1] is x
+        made = [items[0], items[2][0], table["new"][0], box.value, holder["x"]["y"]]
+        assert {type(t) for t in made} == {torch.Tensor}
+        assert_same(made, [x * 2, x + 1, x * 3, x * 4, x * 5], None)
+
+
+def test_a_wrapped_argument_at_any_place_lets_results_stay_wrapped():
+    x, w = torch.ones(4), autofuse.wrap(torch.ones(4))
+    f = autofuse.fuse(lambda *args, **kwargs: (type(x), x * 2, w * 2))
+    for args, kwargs in (((w, x), {}), ((x, w), {}), ((x, [x, (w,)]), {}), ((x,), {"w": Box(w)})):
+        inside, first, second = f(*args, **kwargs)
+        assert inside is torch.Tensor and type(x) is torch.Tensor
+        assert type(first) is torch.Tensor and autofuse.is_pending(second)
+        assert type(w) is autofuse.Tensor and not autofuse.fused._lent
+
+
+def test_a_fused_function_that_calls_itself():
+    depths = []
+
+    @autofuse.fuse
+    def f(x, n, items):
+        depths.append(type(x))
+        return f(x * 2 + 1, n - 1, [x]) + items[0] if n else x
+
+    x = torch.ones(4)
+    for _ in range(3):
+        got = f(x, 3, [x])  # 15, and what the lists of 3 calls have
+        assert type(got) is type(x) is torch.Tensor
+        assert got.tolist() == [15.0 + 3.0 + 1.0 + 1.0] * 4
+    assert set(depths) == {autofuse.Tensor} and not autofuse.fused._lent
+
+
+def test_a_class_that_becomes_a_dataclass_and_goes():
+    """Fields are remembered by class, and forgotten with it."""
+    from autofuse.dispatch import nested
+
+    before = set(nested._names)
+
+    def use():
+        @dataclasses.dataclass
+        class Own:
+            x: torch.Tensor
+
+        f = autofuse.fuse(lambda own: Own(own.x * 2))
+        own = Own(torch.ones(4))
+        assert type(f(own).x) is type(own.x) is torch.Tensor
+        assert id(Own) in nested._names
+
+    for _ in range(3):
+        use()
+    gc.collect()
+    assert set(nested._names) <= before
 
 
 AT_EXIT = """

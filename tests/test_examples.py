@@ -58,6 +58,7 @@ def test_overhead():
               "--large", "4096", "--sizes", "20")  # fmt: skip
     assert out.count("ratio") == 31 and "hit rate" in out and "against copy" in out
     assert len(re.findall(r"(eager|fused), (engine|caller): \S+ us and \S+ us per op", out)) == 4
+    assert out.count("beside its ops") == 3 and "left alone" in out
 
 
 def test_passing():

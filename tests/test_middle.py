@@ -7,6 +7,7 @@ the next place; whatever that function does, the program computes what eager PyT
 
 import asyncio
 import copy
+import dataclasses
 import functools
 import gc
 import io
@@ -17,6 +18,7 @@ import sys
 import pytest
 import torch
 from test_interrupts import (
+    AtJump,
     Interrupted,
     Late,
     Place,
@@ -28,12 +30,14 @@ from test_interrupts import (
 )
 
 import autofuse
+from autofuse import fused as fusing
 from autofuse import inside
 from autofuse.chain import state
 from autofuse.hot import native
 from autofuse.lines import OURS
 from autofuse.record import flush as flushing
 from autofuse.record import writes as writing
+from support import assert_same
 
 
 class Middle(Place):
@@ -48,6 +52,13 @@ class Middle(Place):
         self.action()
         if self.later is not None:
             self.later.__enter__()
+
+
+class JumpMiddle(Middle, AtJump):
+    """The same at every jump of a condition."""
+
+    def __init__(self, count, action, later=None):
+        Middle.__init__(self, count, action, later)
 
 
 def chains(held, w, v, p):
@@ -435,3 +446,76 @@ def test_what_a_finalizer_records_in_the_flush_before_a_write_reads_what_was_the
             del w  # the chain has it alone
             write(x)
             assert seen[0].tolist() == [-2.0, 1.0, 4.0, 7.0] and y.tolist() == [3.0] * 4
+
+
+@dataclasses.dataclass
+class Box:
+    value: torch.Tensor
+
+
+def fused_call(x, y, box, items):
+    """Of a function that lends one tensor in several places."""
+    x = x * 2.0 + 1.0
+    items.append(x - box.value)
+    return x * items[0], {"y": [y + x]}
+
+
+def assert_all_plain(tensors):
+    assert not fusing._lent and state.this_thread.depth == 0
+    for x in tensors:
+        assert type(x) is torch.Tensor and "_af" not in vars(x)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("soon", [None, 1, 2, 3, 7])
+@pytest.mark.parametrize("places", [Middle, *[JumpMiddle] * (sys.version_info < (3, 11))])
+def test_a_fused_call_at_every_place_of_another(places, soon, monkeypatch):
+    """With the same tensors; soon: an interrupt comes that many places after it."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    fused, x, y = autofuse.fuse(fused_call), torch.rand(8), torch.rand(8)
+
+    def run():
+        box, items = Box(x), [y, x]
+        first, table = fused(x, y, box, items)
+        made = [first, *table["y"], items[2]]
+        assert box.value is x and items[0] is y and items[1] is x
+        a = autofuse.unwrap(x) * 2.0 + 1.0  # in the middle the other call has lent it
+        for got, want in zip(made, (a * y, a + y, a - x), strict=True):
+            assert_same(autofuse.unwrap(got), autofuse.unwrap(want), 1e-6)
+        return made
+
+    for _ in range(4):
+        run()
+    done = count = interrupts = 0
+    while not done:
+        count += 1
+        try:
+            with places(count, run, soon and Interrupted(soon, Late)) as middle:
+                made = run()
+            assert {type(t) for t in made} == {torch.Tensor}
+            done = middle.left > 0
+        except Late:
+            interrupts += 1
+        assert_all_plain([x, y])
+    assert count > 30 and (soon is None or interrupts > 20)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("places", [Interrupted, *[AtJump] * (sys.version_info < (3, 11))])
+def test_containers_are_left_plain_after_an_interrupt_anywhere(places, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    fused, x, y = autofuse.fuse(fused_call), torch.rand(8), torch.rand(8)
+    for _ in range(3):
+        fused(x, y, Box(x), [y])
+    done = count = 0
+    while not done:
+        count += 1
+        box = Box(x)
+        try:
+            with places(count) as interrupted:
+                fused(x, y, box, [y])
+            done = interrupted.left > 0
+        except KeyboardInterrupt:
+            pass
+        assert_all_plain([x, y, box.value])
+    assert count > 30

@@ -634,3 +634,45 @@ def test_requests_that_are_forgotten_while_others_are(device, monkeypatch, capsy
     assert not capsys.readouterr().err  # such as that its kernel has failed
     torch.testing.assert_close(autofuse.unwrap(y), (autofuse.unwrap(w) * 2.0 + 1.0).sigmoid() * 3.25
                                - autofuse.unwrap(w).abs().exp())  # fmt: skip
+
+
+# --- fused calls --------------------------------------------------------------------------------
+
+
+def test_threads_that_lend_the_same_tensors(device):
+    """First while a call that lends them goes on, then by themselves."""
+    x, y = torch.arange(8.0, device=device), torch.arange(8.0, device=device) + 1
+    shared = [x, (y, x)]
+    want = x * 2.0 + y
+    fused = autofuse.fuse(lambda x, y, items: [x * 2.0 + y, items])
+    entered, leave = threading.Event(), threading.Event()
+
+    @autofuse.fuse
+    def slow(x, items):
+        entered.set()
+        assert leave.wait(60) and type(x) is autofuse.Tensor is type(items[1][0])
+        return x * 3.0
+
+    def work(*args):
+        def body():
+            for _ in range(300):
+                (got, *_) = fused(*args)
+                assert type(got) is torch.Tensor
+                assert_same(got, want, None)
+
+        return body
+
+    def stay():
+        assert_same(slow(x, shared), x * 3.0, None)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert entered.wait(60)
+    run(work(x, y, []), work(x, y, shared), work(x, y, {"x": x, "y": [y]}))
+    assert type(x) is type(y) is autofuse.Tensor
+    leave.set()
+    thread.join()
+    assert type(x) is type(y) is torch.Tensor and not autofuse.fused._lent
+    run(work(x, y, []), work(x, y, shared), work(x, y, {"x": x, "y": [y]}))
+    assert type(x) is type(y) is torch.Tensor and not autofuse.fused._lent
+    assert not {"_af"} & (vars(x).keys() | vars(y).keys())

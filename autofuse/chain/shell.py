@@ -71,6 +71,8 @@ class Tensor(torch.Tensor):
 Tensor.__module__ = "torch"  # torch's own messages name the class
 torch.Tensor._af = UNKNOWN  # type: ignore[attr-defined] - another thread may take the class away
 set_attribute = torch.Tensor.__setattr__
+# (tensor, class), without our own __setattr__: 0.05 us; by torch's 0.2 (CPU, Python 3.12)
+set_class: Any = vars(object)["__class__"].__set__
 
 
 def make_shell(meta: Meta, state: object) -> Tensor:

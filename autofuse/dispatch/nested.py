@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -75,9 +77,24 @@ def mapped(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def is_container(value: Any) -> bool:
-    return isinstance(value, (list, dict)) or (
-        dataclasses.is_dataclass(value) and not isinstance(value, type)
-    )
+    """Whether it is a list, a dict or a dataclass, and neither a tensor nor a module."""
+    cls = type(value)
+    if cls is list or cls is dict or id(cls) in _names:
+        return True
+    if not (isinstance(value, (list, dict)) or hasattr(cls, "__dataclass_fields__")):
+        return False
+    return not isinstance(value, (torch.Tensor, torch.nn.Module))
+
+
+_names: dict[int, tuple[str, ...]] = {}  # of the fields of a dataclass, by its id
+
+
+def _names_of(cls: type) -> tuple[str, ...]:
+    names = _names.get(id(cls))
+    if names is None:  # 1 us
+        names = _names[id(cls)] = tuple([field.name for field in dataclasses.fields(cls)])
+        finalize(cls, _names.pop, id(cls), None).atexit = False
+    return names
 
 
 def items_of(container: Any) -> list[tuple[Any, Any]]:
@@ -86,13 +103,36 @@ def items_of(container: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(container))
     if isinstance(container, dict):
         return list(container.items())
-    names = [field.name for field in dataclasses.fields(container)]
-    return [(name, getattr(container, name)) for name in names if hasattr(container, name)]
+    names = [name for name in _names_of(type(container)) if hasattr(container, name)]
+    return [(name, getattr(container, name)) for name in names]
+
+
+def values_of(container: Any) -> Iterable[Any]:
+    """The items of a list, dict or dataclass; None for those that it has not."""
+    cls = type(container)
+    if cls is list:
+        return container
+    if cls is dict:
+        return list(container.values())  # others may add some
+    names = _names.get(id(cls))
+    if names is not None:
+        return [getattr(container, name, None) for name in names]
+    return [item for _, item in items_of(container)]
 
 
 def exchange(container: Any, change: Callable[[Any], Any]) -> None:
-    """Replace the items of a list, dict or dataclass, in place, where `change` gives another."""
+    """Replace the items of a list, dict or dataclass, in place, where `change` gives another.
+
+    It is not asked about what no walk looks into.
+    """
+    for item in values_of(container):
+        if id(item.__class__) not in SIMPLE:
+            break
+    else:
+        return
     for key, item in items_of(container):
+        if id(item.__class__) in SIMPLE:
+            continue
         new = change(item)
         if new is not item:
             if isinstance(container, (list, dict)):
@@ -104,7 +144,7 @@ def exchange(container: Any, change: Callable[[Any], Any]) -> None:
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """A list or tuple, named and of torch.return_types too, with its items changed, or itself."""
     items = [change(item) for item in value]
-    if all(a is b for a, b in zip(items, value, strict=True)):
+    if all(map(operator.is_, items, value)):
         return value
     if isinstance(value, list):
         copied = copy(value)

@@ -383,7 +383,7 @@ def value_of(tensor: Tensor, reason: str = "attribute") -> torch.Tensor:
 
 def flush_thread(reason: str) -> None:
     """Flush everything this thread has pending."""
-    for recorder in list(this_thread.recorders.values()):
+    for recorder in [*this_thread.recorders.values()]:
         if recorder.chain or recorder.reading or recorder.running is not None:
             flush(recorder, reason)
 
