@@ -32,6 +32,7 @@ import traceback
 import weakref
 from collections import Counter
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +138,9 @@ class World:
                 torch.sub(torch.abs(torch.add(self.w * 2.0, self.v)), self.w), self.chain, "torch.*"
             )
 
+    def call(self) -> None:
+        functions(self)
+
     def pass_on(self) -> None:
         """Ops that are not recorded: views, items, lists, metadata, Python functions of torch."""
         with torch.no_grad():
@@ -235,7 +239,7 @@ class World:
             failed(f"{action}: {''.join(traceback.format_exception(error))}")
 
 
-ACTIONS = 3 * ["record", "read", "function", "write", "count", "train", "flush"]
+ACTIONS = 3 * ["record", "read", "function", "write", "count", "train", "flush", "call"]
 ACTIONS += ["fail", "copy", "pass_on"]
 
 
@@ -310,12 +314,19 @@ def gradients(world: World) -> None:
     check(p.grad, world.gradient, "gradient of the main thread")
 
 
-def functions(world: World) -> None:
-    @autofuse.fuse
-    def fused(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return (x * 2.0 + z).abs() - x
+@autofuse.fuse
+def fused(x: torch.Tensor, z: torch.Tensor, *items: Any) -> Any:
+    return (x * 2.0 + z).abs() - x, items
 
-    check(fused(world.x, world.z), world.chain, "of a fused function")
+
+def functions(world: World) -> None:
+    """Fused calls, which lend the same tensors as those of handlers and other threads."""
+    x, z = world.x, world.z
+    for items in ((), ([x, (z,)],), ({"x": x, "z": [z, x]}, None)):
+        got, same = fused(x, z, *items)
+        check(got, world.chain, "of a fused function")
+        if not all(a is b for a, b in zip(same, items, strict=True)):
+            failed("a fused function got other arguments")
 
 
 def passed(world: World) -> None:
@@ -359,6 +370,8 @@ def consume(world: World, pipe: queue.Queue, until: float) -> None:
         k, y = item
         z = y + 0.0 if k % 2 else y
         check(z, world.chains[k], "from another thread")
+        if k % 4 == 0:
+            functions(world)
         counts["handed over"] += 1
 
 
@@ -443,6 +456,8 @@ def main() -> int:
     if world.engine is not None:
         world.engine.jobs.put(None)
         world.engine.thread.join(60)
+    if autofuse.fused._lent or {type(world.x), type(world.z)} != {torch.Tensor}:
+        failed(f"arguments stay wrapped: {autofuse.fused._lent}")
     world.over = True
     begun, done = world.touches
     touched = set(world.touched.tolist())
