@@ -17,7 +17,7 @@ from .chain import state as _state
 from .chain.meta import UNKNOWN, Meta, Unknown, learned, met
 from .chain.shell import Tensor, set_class
 from .chain.state import this_thread
-from .dispatch.nested import SIMPLE, exchange, flattened, is_container, rebuilt, values_of
+from .dispatch.nested import SIMPLE, exchange, is_container, rebuilt, tensors_in, values_of
 from .inside import whatever_interrupts
 from .record.contest import FUSED, PLAIN, Contest, is_paused
 from .record.flush import flush_thread, value_of
@@ -241,7 +241,7 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
     if contest is None or not measures():
         result = call_fused(function, args, kwargs, site)
         if contest is None and site.device is not None:
-            tensors = [x for x in flattened([result]) if isinstance(x, torch.Tensor)]
+            tensors = tensors_in([result])
             if site.device.type == "cpu" and tensors:  # its host's time would not be all
                 site.device = _main_device(tensors)
             site.contest = contest_for(site.device, any(x.requires_grad for x in tensors))
@@ -276,7 +276,7 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) ->
 
 
 def _holds_wrapped(values: list[Any]) -> bool:
-    return any(x.__class__ is Tensor for x in flattened(values))
+    return any(x.__class__ is Tensor for x in tensors_in(values))
 
 
 def _main_device(tensors: list[torch.Tensor]) -> torch.device:

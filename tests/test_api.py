@@ -549,6 +549,19 @@ def test_what_a_function_leaves_in_containers_is_plain():
         assert_same(made, [x * 2, x + 1, x * 3, x * 4, x * 5], None)
 
 
+def test_containers_that_contain_themselves():
+    @autofuse.fuse
+    def f(items):
+        return {"x": items[0] * 2, "items": items}
+
+    items = [torch.ones(4)]
+    items.append(items)
+    items.append({"again": (items,)})
+    for _ in range(3):
+        out = f(items)
+        assert type(items[0]) is type(out["x"]) is torch.Tensor and out["items"] is items
+
+
 def test_a_wrapped_argument_at_any_place_lets_results_stay_wrapped():
     x, w = torch.ones(4), autofuse.wrap(torch.ones(4))
     f = autofuse.fuse(lambda *args, **kwargs: (type(x), x * 2, w * 2))

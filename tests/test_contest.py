@@ -1,5 +1,6 @@
 """Contests: which way a fused call takes, by a simulated clock and by the real one."""
 
+import dataclasses
 import functools
 import random
 import threading
@@ -272,6 +273,11 @@ def rigged(monkeypatch):
     autofuse.config.measure = False
 
 
+@dataclasses.dataclass
+class Result:
+    value: torch.Tensor
+
+
 def chain(x):
     return (x * 2 + 1).sigmoid() * x
 
@@ -375,6 +381,19 @@ def test_a_training_step_is_what_counts(rigged):
     assert all(len(step) == 1 for step in ways)
     assert {FUSED} in ways and {PLAIN} in ways
     assert contest_of(function).left > 0  # decided
+
+
+def test_results_in_a_dataclass_are_results(rigged, monkeypatch):
+    """They may have the graph of a training step, and be of what is wrapped elsewhere."""
+    real, seen = autofuse.fused.contest_for, []
+    monkeypatch.setattr(autofuse.fused, "contest_for", lambda *of: seen.append(of) or real(*of))
+    state = autofuse.wrap(torch.randn(8))
+    function, x = autofuse.fuse(lambda x: Result(chain(x) + state)), torch.randn(8)
+    function(x.clone().requires_grad_())
+    with torch.no_grad():
+        for _ in range(100):
+            assert type(function(x).value) is torch.Tensor
+    assert seen == [(x.device, True), (x.device, False)]
 
 
 def test_fused_calls_in_a_plain_one_are_plain(rigged):

@@ -120,6 +120,22 @@ def values_of(container: Any) -> Iterable[Any]:
     return [item for _, item in items_of(container)]
 
 
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """All tensors in values and their containers, also of those that contain themselves."""
+    tensors: list[torch.Tensor] = []
+    containers: dict[int, Any] = {}
+    rest = [*values]
+    for value in rest:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple):
+            rest += value
+        elif id(value) not in containers and is_container(value):
+            containers[id(value)] = value
+            rest += values_of(value)
+    return tensors
+
+
 def exchange(container: Any, change: Callable[[Any], Any]) -> None:
     """Replace the items of a list, dict or dataclass, in place, where `change` gives another.
 
