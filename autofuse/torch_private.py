@@ -83,9 +83,13 @@ def c_function(*names: str, takes: str = "v") -> int:
 
     takes: its parameters, as symbols spell them.
     """
-    symbol = "".join(f"{len(name)}{name}" for name in names)
+    return c_symbol(f"_ZN{''.join(f'{len(name)}{name}' for name in names)}E{takes}")
+
+
+def c_symbol(symbol: str) -> int:
+    """Where C++ has the function of this symbol; 0 if it is not found."""
     try:
-        function = ctypes.PyDLL(torch._C.__file__)[f"_ZN{symbol}E{takes}"]
+        function = ctypes.PyDLL(torch._C.__file__)[symbol]
     except (OSError, AttributeError):  # a build that names or hides them another way
         return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0

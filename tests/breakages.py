@@ -99,12 +99,20 @@ def other_count_of_references():
 
 
 def other_getter():
-    give(VERSION_GETTER=lambda given: given["GRAD_GETTER"],
-         VERSION_CLOSURE=lambda given: given["GRAD_CLOSURE"])  # fmt: skip
+    give(LAYOUT_GETTER=lambda given: given["GRAD_GETTER"],
+         LAYOUT_CLOSURE=lambda given: given["GRAD_CLOSURE"])  # fmt: skip
 
 
 def other_method():
-    give(ADDRESS_METHOD=lambda given: given["USERS_METHOD"])
+    give(USERS_METHOD=lambda given: given["ADDRESS_OF"])
+
+
+def tensors_elsewhere():
+    give(TENSOR_AT=lambda given: given["TENSOR_AT"] + 8)
+
+
+def versions_elsewhere():
+    give(VERSION_AT=lambda given: given["VERSION_AT"] - 8)
 
 
 def getters_have_moved():
@@ -152,13 +160,11 @@ def leaves_all_to_python():
 
 
 def keeps_a_reference():
-    def address_of(tensor):
-        address = call_pointer(ADDRESS_METHOD, tensor, 0)  # noqa: F821
-        if address == 0:
-            return 0
-        return PyLong_AsLong(address)  # noqa: F821
+    def emptied(items):
+        PyList_New(0)  # noqa: F821
+        return PyList_New(0)  # noqa: F821
 
-    replace(address_of)
+    replace(emptied)
 
 
 def gives_a_reference_back_twice():
@@ -189,7 +195,8 @@ def of_a_type_that_is_missing():
 BREAKAGES = (
     nothing, lists_elsewhere, lists_at_no_pointer, tuples_elsewhere, types_elsewhere,
     types_at_no_address, calls_elsewhere, functions_run_by_another, counts_elsewhere,
-    other_count_of_references, other_getter, other_method, getters_have_moved, no_such_getter,
+    other_count_of_references, other_getter, other_method, tensors_elsewhere, versions_elsewhere,
+    getters_have_moved, no_such_getter,
     weak_references_elsewhere, no_such_c_function, counts_twice, leaves_all_to_python,
     keeps_a_reference, gives_a_reference_back_twice, ends_in_an_assertion,
     of_a_type_that_is_missing,

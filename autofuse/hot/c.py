@@ -114,14 +114,16 @@ entered: Any = GIVEN  # threads of torch's engine in which a context is current
 PYTHON: Any = GIVEN  # (function, args, flags, names): what functions do by themselves
 
 # C functions behind attributes of a tensor: (tensor, closure), or (tensor, 0) for a method
-VERSION_GETTER: Any = GIVEN
-VERSION_CLOSURE: Any = GIVEN
 GRAD_GETTER: Any = GIVEN
 GRAD_CLOSURE: Any = GIVEN
 LAYOUT_GETTER: Any = GIVEN
 LAYOUT_CLOSURE: Any = GIVEN
-ADDRESS_METHOD: Any = GIVEN
 USERS_METHOD: Any = GIVEN
+
+TENSOR_AT: Any = GIVEN  # where a tensor has C++'s, whose address these take:
+ADDRESS_OF: Any = GIVEN  # (tensor, where the address of its memory goes): a C int, 0 if it has one
+COUNTER_OF: Any = GIVEN  # (tensor): where it has the address of its version counter, or 0
+VERSION_AT: Any = GIVEN  # where that has the version
 
 GRAD_MODE: Any = GIVEN  # (): whether grad mode is on, in the lowest byte
 PEEK: Any = GIVEN  # (): the number of the next node of autograd

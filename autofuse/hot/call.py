@@ -21,8 +21,6 @@ from .c import (
     PEEK,
     RECORDERS,
     TARGETS,
-    VERSION_CLOSURE,
-    VERSION_GETTER,
     Builtin,
     Function,
     Plain,
@@ -72,6 +70,7 @@ from .values import (
     state_of,
     switch_back,
     switch_off,
+    version_of,
 )
 
 
@@ -375,11 +374,8 @@ def wrapped_views(known: Known, views):
     count = PyTuple_Size(views)
     if count == 0 or class_of(load(views + ITEMS)) is not Plain:
         return 0
-    version = call_pointer(VERSION_GETTER, load(views + ITEMS), VERSION_CLOSURE)
-    if version == 0:  # inference tensors, which no check tells from others
-        PyErr_Clear()
+    if version_of(load(views + ITEMS)) == -1:  # inference tensors, which no check tells from others
         return 0
-    Py_DecRef(version)
     likely = known.likely
     Py_IncRef(likely)
     size = PyTuple_Size(likely)

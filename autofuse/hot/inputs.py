@@ -8,12 +8,9 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dtypes import EXACT
 from .c import (
-    ADDRESS_METHOD,
     GRAD_CLOSURE,
     GRAD_GETTER,
     ITEMS,
-    VERSION_CLOSURE,
-    VERSION_GETTER,
     Parameter,
     Plain,
     Py_DecRef,
@@ -36,7 +33,16 @@ from .c import (
     room,
     store,
 )
-from .values import class_of, forget_error, slot_of, state_of, switch_back, switch_off
+from .values import (
+    address_of,
+    class_of,
+    forget_error,
+    slot_of,
+    state_of,
+    switch_back,
+    switch_off,
+    version_of,
+)
 
 
 def fits(node: Node, operands, key, count):
@@ -177,8 +183,12 @@ def marked(recorder: Recorder, x, meta: Meta, slot, place):
         Py_DecRef(requires)
         if requires is not meta.requires_grad:
             return 0
-    version = call_pointer(VERSION_GETTER, x, VERSION_CLOSURE)
-    address = call_pointer(ADDRESS_METHOD, x, 0)
+    now = version_of(x)
+    pointer = address_of(x)
+    if now == -1 or pointer == -1:
+        return 0
+    version = PyLong_FromLong(now)
+    address = PyLong_FromLong(pointer)
     number = PyLong_FromVoidPtr(x)
     position = PyLong_FromLong(slot)
     if version == 0 or address == 0 or number == 0 or position == 0:

@@ -22,15 +22,12 @@ from ..run.words import (
 )
 from ..torch_private import swap
 from .c import (
-    ADDRESS_METHOD,
     AF,
     CLASS,
     COUNT,
     ITEMS,
     LISTED,
     USERS_METHOD,
-    VERSION_CLOSURE,
-    VERSION_GETTER,
     Py_DecRef,
     Py_IncRef,
     PyDict_GetItemWithError,
@@ -65,17 +62,16 @@ from .c import (
     store_double,
     store_float,
 )
-from .values import class_of, forget_error, number_of, python, switch_back, switch_off
-
-
-def address_of(tensor):
-    """The address of a tensor's memory, 0 after an error."""
-    address = call_pointer(ADDRESS_METHOD, tensor, 0)
-    if address == 0:
-        return 0
-    pointer = PyLong_AsLong(address)
-    Py_DecRef(address)
-    return pointer
+from .values import (
+    address_of,
+    class_of,
+    forget_error,
+    number_of,
+    python,
+    switch_back,
+    switch_off,
+    version_of,
+)
 
 
 def allocated(words, at, place):
@@ -91,7 +87,7 @@ def allocated(words, at, place):
         store(outputs + 8 * made, output)
         store(words + MADE, made + 1)
         pointer = address_of(output)
-        if PyErr_Occurred() != 0:
+        if pointer == -1:
             return 0
         inner = load(at + 16)
         while inner > 0:
@@ -171,17 +167,9 @@ def launched(recorder: Recorder, chain: Chain, program: Words):
     k = 0
     while k < count:  # Inputs: whether they have a version
         x = PyList_GetItem(chain.inputs, k)
-        if load(at) != 0:
-            version = call_pointer(VERSION_GETTER, x, VERSION_CLOSURE)
-            if version == 0:
-                return given_up(words)
-            now = PyLong_AsLong(version)
-            Py_DecRef(version)
-            if now != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k)):
-                return 0
+        if load(at) != 0 and version_of(x) != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k)):
+            return 0
         pointer = address_of(x)
-        if PyErr_Occurred() != 0:
-            return given_up(words)
         if pointer != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k + 1)):
             return 0
         store(pointers + 8 * k, pointer)
@@ -207,9 +195,10 @@ def launched(recorder: Recorder, chain: Chain, program: Words):
     into = chain.into
     own = None
     if into is not None:
-        store(pointers + 8 * load(words + PLACES) - 8, address_of(into))
-        if PyErr_Occurred() != 0:
+        pointer = address_of(into)
+        if pointer == -1:
             return given_up(words)
+        store(pointers + 8 * load(words + PLACES) - 8, pointer)
         own = values_of(words, visible, shells)
         if own == 0:
             return given_up(words)
@@ -307,7 +296,7 @@ def answered(program: Words, words, incoming, saved, given):
     k = 0
     while k < count:  # Inputs: the tensor they lie in, and at which byte
         pointer = address_of(given_tensor(incoming, saved, first, load(at)))
-        if PyErr_Occurred() != 0:
+        if pointer == -1:
             return 0
         store(pointers + 8 * k, pointer + load(at + 8))
         at += 16

@@ -37,7 +37,7 @@ from ..kernel.llvm import processor
 from ..record import flush, numbers, ranges, record, writes
 from ..run import cuda, words
 from ..settings.config import config, watch
-from ..torch_private import TensorBase, count_write
+from ..torch_private import TensorBase, count_write, raw_version_of
 from . import builtins as _builtins
 from . import c, call, inputs, values, write
 from . import flush as _flush
@@ -183,7 +183,7 @@ def _given() -> dict[str, Any]:
         "strided": torch.strided,
         "increment_version": count_write,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
-        **_places(), "WEAKREFS": _weakrefs(),
+        **_places(), **_tensors(), "WEAKREFS": _weakrefs(),
     }  # fmt: skip
 
 
@@ -256,10 +256,9 @@ def _functions() -> list[_Function]:
 def _places() -> dict[str, int]:
     """Where C keeps what the functions call: getters and methods of torch's tensors."""
     base = TensorBase
-    version, grad, layout = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
-                     for name in ("_version", "requires_grad", "layout"))  # fmt: skip
-    address, users = (_entry(vars(base)[name], types.MethodDescriptorType, 3)
-                      for name in ("data_ptr", "_use_count"))  # fmt: skip
+    grad, layout = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
+                    for name in ("requires_grad", "layout"))  # fmt: skip
+    users = _entry(vars(base)["_use_count"], types.MethodDescriptorType, 3)
     state = ("at", "impl", "PythonTorchFunctionTLS")
     peek, take, mode, disabled, modes, skips = (
         torch_private.c_function(*names)
@@ -275,19 +274,47 @@ def _places() -> dict[str, int]:
     if not (peek and take and mode and disabled and modes and switch and others):
         raise NotImplementedError("torch's C++ hides its modes or the numbers of autograd's nodes")
     no_arguments = 0x0004
-    if address[2] != no_arguments or users[2] != no_arguments:
+    if users[2] != no_arguments:
         raise NotImplementedError("torch's methods are called another way")
     places = {
-        "VERSION_GETTER": version[1], "VERSION_CLOSURE": version[4],
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
         "LAYOUT_GETTER": layout[1], "LAYOUT_CLOSURE": layout[4],
-        "ADDRESS_METHOD": address[1], "USERS_METHOD": users[1],
+        "USERS_METHOD": users[1],
         "GRAD_MODE": mode, "PEEK": peek, "TAKE": take,
         "FUNCTIONS_OFF": disabled, "SWITCH_OFF": switch, "FUNCTION_MODES": modes,
         "DISPATCH_MODES": others, "SKIPS_NEXT": skips,  # older ones skip nothing
     }  # fmt: skip
     # 0, for none, is 0 in every process
     return {name: place and c.Address(place) for name, place in places.items()}
+
+
+def _tensors() -> dict[str, int]:
+    """Where C++ has its part of a tensor, and in it the address of memory and the version."""
+    tensor = torch.empty(1)
+    address = torch_private.c_symbol("aoti_torch_get_data_ptr")
+    counter = torch_private.c_function(
+        "torch", "autograd", "impl", "version_counter", takes="RKN2at6TensorE"
+    )
+    if not (address and counter):
+        raise NotImplementedError("torch's C++ hides the memory or the version of a tensor")
+    inner = TensorBase._cdata.__get__(tensor)  # type: ignore[attr-defined]
+    found = [8 * k for k, word in enumerate(_words(tensor)) if word == inner]
+    if len(found) != 1:
+        raise NotImplementedError("tensors have C++'s part elsewhere")
+    counter_of = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.c_uint64)(counter)
+    at = ctypes.c_uint64.from_address(counter_of(id(tensor) + found[0])).value
+    versions = (ctypes.c_uint32 * 6).from_address(at)  # after a vtable and two counts
+    seen = []
+    for _ in range(3):
+        count_write([tensor])
+        seen.append([word == raw_version_of(tensor) for word in versions])
+    places = [4 * k for k in range(len(versions)) if all(same[k] for same in seen)]
+    if len(places) != 1:
+        raise NotImplementedError("tensors have their version elsewhere")
+    return {
+        "TENSOR_AT": found[0], "VERSION_AT": places[0],
+        "ADDRESS_OF": c.Address(address), "COUNTER_OF": c.Address(counter),
+    }  # fmt: skip
 
 
 def _entry(descriptor: Any, kind: type, size: int) -> list[int]:

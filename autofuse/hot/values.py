@@ -6,15 +6,20 @@ from __future__ import annotations
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node
 from .c import (
+    ADDRESS_OF,
     AF,
+    COUNTER_OF,
     CURRENT,
     EMPTY,
+    FAILED,
     FUNCTIONS_OFF,
     GRAD_MODE,
     ITEMS,
     PYTHON,
     SIMPLE,
     SWITCH_OFF,
+    TENSOR_AT,
+    VERSION_AT,
     Parameter,
     Plain,
     Py_DecRef,
@@ -39,6 +44,7 @@ from .c import (
     call_pointer,
     is_foreign,
     load,
+    load32,
     local,
     room,
     store,
@@ -87,6 +93,22 @@ def is_ours(x):
     """Whether it is a tensor of a class that autofuse reads and writes."""
     kind = class_of(x)
     return kind is Tensor or kind is Plain or kind is Parameter
+
+
+def address_of(tensor):
+    """The address of a tensor's memory, -1 if it has none: 4 ns, against 45 for its method."""
+    place = room(1)
+    if call_pointer(ADDRESS_OF, tensor + TENSOR_AT, place) & FAILED != 0:
+        return -1
+    return load(place)
+
+
+def version_of(tensor):
+    """The version of a tensor, -1 if it has none: 3 ns, against 45 for its getter."""
+    counter = load(call_pointer(COUNTER_OF, tensor + TENSOR_AT))
+    if counter == 0:  # of an inference tensor
+        return -1
+    return load32(counter + VERSION_AT)
 
 
 def is_simple(kind):
