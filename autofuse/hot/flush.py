@@ -6,6 +6,7 @@ from __future__ import annotations
 from ..chain.state import Chain, Node, Recorder
 from ..run.words import Words
 from .c import (
+    AT_ONCE,
     COUNT,
     COUNTED,
     FLUSHES,
@@ -29,6 +30,7 @@ from .c import (
     PyList_Size,
     PyLong_AsLong,
     PyLong_FromLong,
+    PyObject_Call,
     PyObject_CallOneArg,
     PyObject_GetAttr,
     PyThread_get_thread_ident,
@@ -171,7 +173,7 @@ def flushed(recorder: Recorder, reason, target, expected, last):
         return 0
     done = 0
     Py_IncRef(chain)
-    taken = PyObject_CallOneArg(recorder.acquire, False)  # waiting, the counts would grow stale
+    taken = PyObject_Call(recorder.acquire, AT_ONCE, 0)  # waiting, the counts would grow stale
     if taken is True:
         if recorder.chain is chain and chain.tip is tip and recorder.spare is not None:
             if tip.holds_grad is True:

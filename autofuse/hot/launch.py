@@ -23,11 +23,11 @@ from ..run.words import (
 from ..torch_private import swap
 from .c import (
     AF,
-    CLASS,
     COUNT,
     ITEMS,
     LISTED,
     USERS_METHOD,
+    Plain,
     Py_DecRef,
     Py_IncRef,
     PyDict_GetItemWithError,
@@ -68,6 +68,7 @@ from .values import (
     forget_error,
     number_of,
     python,
+    set_class,
     switch_back,
     switch_off,
     version_of,
@@ -404,13 +405,15 @@ def settled(chain: Chain, words, at, shells):
             store(args + ITEMS, shell)
             Py_IncRef(output)
             store(args + ITEMS + 8, output)
+            set_class(shell, Plain)  # of another torch asks Python whether it is a tensor, 70 ns
             swapped = PyObject_Call(swap, args, 0)
+            set_class(shell, Tensor)
             Py_DecRef(swapped)
             done = swapped != 0  # C++ may have a weak reference
         Py_DecRef(args)
         if done != 0:
             PyObject_GenericSetAttr(shell, AF, load(at + 16))
-            PyObject_GenericSetAttr(output, CLASS, Tensor)
+            set_class(output, Tensor)
             PyObject_GenericSetAttr(output, AF, node)
             node.shell = output
             Py_IncRef(None)
