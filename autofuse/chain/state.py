@@ -31,7 +31,7 @@ class Node:
     __slots__ = ("args", "by_outputs", "common", "consts", "counted", "fresh_bytes", "grad_mode",
                  "holds_grad", "index", "inputs", "key", "likely", "limits", "long", "meta",
                  "next", "op", "parent", "pinned_limit", "reason", "recent", "recorder",
-                 "relaxed", "returns", "runners", "shell", "skips", "writers")  # fmt: skip
+                 "relaxed", "returns", "runners", "shell", "skips", "usual", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -57,6 +57,7 @@ class Node:
         self.shell: Tensor | None = None  # free unless it stands in the open chain
         # the Runners of the program that ends here, by reference counts of its shells...
         self.runners: dict[tuple[int, ...], Any] = {}
+        self.usual: tuple[int, ...] | None = None  # those counts at the last flush, as there
         self.writers: dict[tuple[int, ...], Any] = {}  # ...where the last value goes to memory
         # that is there; and by outputs, also those that wait for kernels
         self.by_outputs: dict[tuple[Output, ...], Any] = {}

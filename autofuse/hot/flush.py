@@ -9,7 +9,6 @@ from .c import (
     AT_ONCE,
     COUNT,
     COUNTED,
-    FLUSHES,
     ITEMS,
     OBSERVER,
     PEEK,
@@ -37,7 +36,7 @@ from .c import (
     PyTuple_New,
     call_pointer,
     chain_flush,
-    counts,
+    flushes,
     hook_names,
     inside,
     load,
@@ -141,23 +140,28 @@ def flushed(recorder: Recorder, reason, target, expected, last):
     if target != 0 and (chain is not expected or tip is not last):
         return 0
     size = PyList_Size(chain)
-    Py_IncRef(chain)
-    refcounts = PyTuple_New(size)  # up to Python 3.11 this runs finalizers, which may flush
-    same = recorder.chain is chain and chain.tip is tip and recorder.spare is not None
-    Py_DecRef(chain)
-    if refcounts == 0:
-        return -1
-    if same == 0:
-        Py_DecRef(refcounts)
-        return 0
-    k = 0
-    while k < size:
-        number = PyLong_FromLong(load32(PyList_GetItem(chain, k)) + COUNTED)
-        if number == 0:
-            Py_DecRef(refcounts)
+    refcounts = tip.usual  # 60 ns less than to make them anew
+    if refcounts is not None and are_counts(chain, size, refcounts) != 0:
+        Py_IncRef(refcounts)
+    else:
+        Py_IncRef(chain)
+        refcounts = PyTuple_New(size)  # up to Python 3.11 this runs finalizers, which may flush
+        same = recorder.chain is chain and chain.tip is tip and recorder.spare is not None
+        Py_DecRef(chain)
+        if refcounts == 0:
             return -1
-        store(refcounts + ITEMS + 8 * k, number)
-        k += 1
+        if same == 0:
+            Py_DecRef(refcounts)
+            return 0
+        k = 0
+        while k < size:
+            number = PyLong_FromLong(load32(PyList_GetItem(chain, k)) + COUNTED)
+            if number == 0:
+                Py_DecRef(refcounts)
+                return -1
+            store(refcounts + ITEMS + 8 * k, number)
+            k += 1
+        tip.usual = refcounts
     if target == 0:
         runner = PyDict_GetItemWithError(tip.runners, refcounts)
     else:
@@ -190,6 +194,17 @@ def flushed(recorder: Recorder, reason, target, expected, last):
     if done < 0:  # an interrupt may come, and the next flush then does it
         return flushed_by_python(recorder, reason)
     return done
+
+
+def are_counts(chain: Chain, size, refcounts):
+    """Whether the shells of `chain` have these reference counts."""
+    k = 0
+    while k < size:
+        count = PyLong_AsLong(load(refcounts + ITEMS + 8 * k))
+        if load32(PyList_GetItem(chain, k)) + COUNTED != count:
+            return 0
+        k += 1
+    return 1
 
 
 def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
@@ -258,9 +273,7 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
 
 def counted(recorder: Recorder, reason, launches):
     """Count a flush and its launches, 0 or 1."""
-    flushes = PyObject_GetAttr(counts, FLUSHES)
     count_one(flushes, reason)
-    Py_DecRef(flushes)
     number = PyLong_FromLong(PyLong_AsLong(recorder.launches) + launches)
     if number == 0:  # no memory: it goes uncounted
         PyErr_Clear()

@@ -174,7 +174,7 @@ def _given() -> dict[str, Any]:
     return {
         "Plain": torch.Tensor,
         "Parameter": torch.nn.Parameter, "Builtin": type(len), "Function": types.FunctionType,
-        "local": state.this_thread, "counts": state.counts,
+        "local": state.this_thread, "counts": state.counts, "flushes": state.counts.flushes,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": state.writing, "all_recorders": state.all_recorders.refs,
