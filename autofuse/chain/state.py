@@ -105,13 +105,13 @@ class Chain(list):  # type: ignore[type-arg]
     until they are known, WRITING while C writes memory that is read too.
     """
 
-    __slots__ = ("bumps", "consts", "first", "inputs", "into", "late", "marks", "pinned", "slots",
+    __slots__ = ("bumps", "consts", "first", "inputs", "into", "known", "late", "marks", "pinned",
                  "stream", "tip", "values")  # fmt: skip
 
     def __init__(self, tip: Node) -> None:
         self.tip = tip
         self.inputs: list[torch.Tensor] = []
-        self.slots: dict[int, int] = {}  # id of an Input -> ~its position
+        self.known: dict[int, int] = {}  # `slots`, or less: machine code adds Inputs without it
         self.marks: list[int] = []  # version and address of each Input when it was recorded
         self.consts: list[Any] = []
         self.bumps: dict[int, int] | None = None  # node index -> in-place ops its handle has seen
@@ -123,10 +123,17 @@ class Chain(list):  # type: ignore[type-arg]
         self.first = 0  # under grad: the number of its first op, see `record.numbers`
         self.late: int | None = None  # that, where nodes made now would come too late
 
+    @property
+    def slots(self) -> dict[int, int]:
+        """The id of each Input -> ~its position."""
+        if len(self.known) != len(self.inputs):
+            self.known = {id(x): ~k for k, x in enumerate(self.inputs)}
+        return self.known
+
     def emptied(self) -> Chain:
         """Itself without its contents, to be used again: 0.2 us less than a new one."""
         self.inputs, self.consts = [], []  # autograd may keep those of the last flush
-        self.slots.clear()
+        self.known.clear()
         self.marks.clear()
         self.bumps = self.into = self.values = None
         self.pinned = 0

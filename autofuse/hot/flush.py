@@ -21,6 +21,7 @@ from .c import (
     PyDict_DelItem,
     PyDict_GetItemWithError,
     PyDict_SetItem,
+    PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
     PyList_GetItem,
@@ -262,7 +263,8 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
             chain.values = None
             chain.bumps = None
             PyList_SetSlice(chain.marks, 0, PyList_Size(chain.marks), 0)
-            PyDict_Clear(chain.slots)
+            if PyDict_Size(chain.known) != 0:
+                PyDict_Clear(chain.known)
             chain.pinned = zero
             recorder.spare = chain
     Py_DecRef(zero)

@@ -15,7 +15,6 @@ from .c import (
     Plain,
     Py_DecRef,
     Py_IncRef,
-    PyDict_SetItem,
     PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
@@ -23,7 +22,6 @@ from .c import (
     PyList_Append,
     PyLong_AsLong,
     PyLong_FromLong,
-    PyLong_FromVoidPtr,
     PyObject_CallNoArgs,
     PyObject_CallOneArg,
     PyTuple_Size,
@@ -134,15 +132,14 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
         chain.stream = stream
         Py_DecRef(stream)
     before = switch_off(2)
-    marks = room(28)  # of each the version, the address, its own as a number, its slot
+    marks = room(14)  # of each the version and the address
     known = 0
     done = 1
     k = 0
     while k < count and done != 0:
         meta = load(key + 8 * k + 8)
         if class_of(meta) is Meta:
-            slot = ~(PyTuple_Size(tip.inputs) + known)
-            done = marked(recorder, load(operands + 8 * k), meta, slot, marks + 32 * known)
+            done = marked(recorder, load(operands + 8 * k), meta, marks + 16 * known)
             known += done
         k += 1
     if done == 0:
@@ -156,23 +153,20 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
         position = 0
         while k < count:
             if class_of(load(key + 8 * k + 8)) is Meta:
-                place = marks + 32 * position
+                place = marks + 16 * position
                 PyList_Append(chain.inputs, load(operands + 8 * k))
                 PyList_Append(chain.marks, load(place))
                 PyList_Append(chain.marks, load(place + 8))
-                PyDict_SetItem(chain.slots, load(place + 16), load(place + 24))
                 position += 1
             k += 1
     while known > 0:
         known -= 1
-        k = 0
-        while k < 32:
-            Py_DecRef(load(marks + 32 * known + k))
-            k += 8
+        Py_DecRef(load(marks + 16 * known))
+        Py_DecRef(load(marks + 16 * known + 8))
     return done
 
 
-def marked(recorder: Recorder, x, meta: Meta, slot, place):
+def marked(recorder: Recorder, x, meta: Meta, place):
     """Put what is known of the next Input x there, new references; 0 if x is not as its Meta."""
     if meta.inference is True:
         return 0
@@ -189,16 +183,10 @@ def marked(recorder: Recorder, x, meta: Meta, slot, place):
         return 0
     version = PyLong_FromLong(now)
     address = PyLong_FromLong(pointer)
-    number = PyLong_FromVoidPtr(x)
-    position = PyLong_FromLong(slot)
-    if version == 0 or address == 0 or number == 0 or position == 0:
+    if version == 0 or address == 0:
         Py_DecRef(version)
         Py_DecRef(address)
-        Py_DecRef(number)
-        Py_DecRef(position)
         return 0
     store(place, version)
     store(place + 8, address)
-    store(place + 16, number)
-    store(place + 24, position)
     return 1

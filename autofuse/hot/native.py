@@ -180,7 +180,7 @@ def _given() -> dict[str, Any]:
         "others_writing": state.writing, "all_recorders": state.all_recorders.refs,
         "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
         "SIMPLE": nested.SIMPLE_CLASSES, "TARGETS": unrecorded.TARGETS,
-        "strided": torch.strided, "AT_ONCE": (False,),
+        "SLOTS": tuple(~k for k in range(64)), "strided": torch.strided, "AT_ONCE": (False,),
         "increment_version": count_write,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
         **_places(), **_tensors(), "WEAKREFS": _weakrefs(),

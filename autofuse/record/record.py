@@ -179,7 +179,7 @@ def record_fresh(
         chain.stream = stream
         chain.inputs += xs
         chain.marks += marks
-        chain.slots |= slots
+        chain.known |= slots
         chain.consts += consts
         chain.pinned += node.fresh_bytes
         chain.tip = node
