@@ -175,7 +175,11 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     g = grads[0]
     if g.__class__ is torch.Tensor and not torch.is_grad_enabled() and not in_functorch():
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---
-        if len(grads) == 1 or all(more is None for more in grads[1:]):
+        alone = True
+        for more in grads[1:]:  # 0.3 us less than `all`
+            if more is not None:
+                alone = False
+        if alone:
             answer = backward.direct.get(g.stride()) if g.layout is torch.strided else None
             if (
                 answer is not None
@@ -259,7 +263,8 @@ def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., 
     places = "".join(f"        {numbered(backward.segment.root)}\n" for backward in backwards)
     source = (
         f"def attach(inputs, consts, late, {params}):\n"
-        f"    was = get()\n    try:\n        set_(True)\n{body}    finally:\n        set_(was)\n"
+        f"    was = get()\n    try:\n        if not was: set_(True)\n{body}"
+        f"    finally:\n        if not was: set_(was)\n"
         f"    if late is not None:\n{places}"
     )
     exec(compiled(source), space)

@@ -305,9 +305,11 @@ def answered(program: Words, words, incoming, saved, given):
     at = allocated(words, at, pointers + 8 * count)
     if at == 0:
         return 0
-    consts = PyObject_CallOneArg(program.numbers, given)
-    if consts == 0:
-        return 0
+    consts = 0
+    if program.numbers is not None:
+        consts = PyObject_CallOneArg(program.numbers, given)
+        if consts == 0:
+            return 0
     stream = PyObject_CallNoArgs(program.stream)
     if stream == 0:
         Py_DecRef(consts)

@@ -186,7 +186,8 @@ class CudaRunner(Runner):
         }  # fmt: skip
         program = self.words = self._program([number for place in places for number in place], [])
         program.python = self._generate("answer(incoming, saved, c)", head, end, names)
-        program.numbers = eval(f"lambda c: {tuple_of(numbers)}", {"log": log_of})
+        if numbers:
+            program.numbers = eval(f"lambda c: {tuple_of(numbers)}", {"log": log_of})
         program.stream = stream_reader(self.device)
         results = [ref if ref is None or ref < 0 else self.made.index(ref) for ref in given]
         program.results = (None, *results)

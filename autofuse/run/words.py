@@ -34,8 +34,8 @@ class Words:
         self.address = ctypes.addressof(self.memory)
         self.kept = kept  # the objects whose addresses are among the words
         self.attach: object = None  # as the runner's
-        # of an Answer: its Consts from those of the chain, the current stream, which result or
-        # incoming gradient (~k) goes where, and itself in Python
+        # of an Answer: its Consts, if any, from those of the chain, the current stream, which
+        # result or incoming gradient (~k) goes where, and itself in Python
         self.numbers: Callable[[Any], tuple[Any, ...]] | None = None
         self.stream: Callable[[], int] | None = None
         self.results: tuple[int | None, ...] = ()
