@@ -117,6 +117,7 @@ ENTERED = {
     "record_inplace": ("record_inplace", Operands.inplace),
     "record_write": ("record_write", Operands.write),
     "flush": ("flush", Operands.flush),
+    "materialize": ("materialize", lambda o: from_c(autofuse.materialize)(o.x * 2.0)),
     "follows": ("number_next", lambda o: from_c(numbers.number_next)(
         state.recorder_for(o.x.device).chain)),
     "answer": ("answer", Operands.answer),
@@ -135,7 +136,7 @@ ENTERED = {
         "ask_overrides", lambda o: from_c(protocol.ask_overrides)(torch.tanh, (o.x,), o.x)
     ),
 }  # fmt: skip
-LAUNCHED = {"record_write", "flush", "answer"}  # on the CPU Python launches
+LAUNCHED = {"record_write", "flush", "materialize", "answer"}  # on the CPU Python launches
 
 
 def python_functions(program, on, monkeypatch):
@@ -246,6 +247,48 @@ def assert_recorded_without_python(program):
             flushing.flush_all("test")
         assert functions_called(program) == []
         flushing.flush_all("test")
+
+
+@pytest.mark.parametrize("count", (2, 5, 70))
+def test_inputs_have_their_slots_when_python_asks(count, monkeypatch, device):
+    """Machine code adds Inputs and looks through them; it knows no more than 64 by number."""
+    monkeypatch.setattr(autofuse.config, "max_inputs", 100)
+    monkeypatch.setattr(autofuse.config, "max_nodes", 1000)
+    monkeypatch.setattr(autofuse.config, "loop_nodes", 1000)
+    xs = [autofuse.wrap(torch.full((4,), float(k), device=device)) for k in range(count)]
+    with torch.no_grad():
+        for run in range(4):
+            total = xs[0] * 1.0
+            for x in [*xs[1:], *xs]:  # each again, when it is known
+                total = total + x
+            chain = state.recorder_for(xs[0].device).chain
+            assert chain.slots == {id(x): ~k for k, x in enumerate(xs)} and len(chain) == 2 * count
+            if run % 2:  # Python goes on where machine code was, and the other way round
+                autofuse.config.native = False
+                total = total + xs[-1]
+                autofuse.config.native = True
+                total = total - xs[-1]
+                assert chain.slots == {id(x): ~k for k, x in enumerate(xs)}
+            assert autofuse.materialize(total).tolist() == [count * (count - 1.0)] * 4
+
+
+def test_other_holders_of_a_value_lead_to_another_runner(device):
+    """A flush tries the reference counts of the last one first."""
+    x = autofuse.wrap(torch.ones(4, device=device))
+    with torch.no_grad():
+        for k in range(12):
+            middle = x * 2.0
+            end = middle + 1.0
+            more = [middle] * (k % 3)
+            if k % 2:
+                del middle
+                kept = more[:1]
+            else:
+                kept = [middle, *more]
+                del middle
+            autofuse.materialize(end)
+            assert end.tolist() == [3.0] * 4
+            assert all(m.tolist() == [2.0] * 4 for m in kept)
 
 
 def test_recording_runs_no_python():

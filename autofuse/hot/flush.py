@@ -3,6 +3,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..run.words import Words
 from .c import (
@@ -10,6 +11,7 @@ from .c import (
     COUNT,
     COUNTED,
     ITEMS,
+    MATERIALIZE,
     OBSERVER,
     PEEK,
     PYTHON,
@@ -47,7 +49,7 @@ from .c import (
     store,
 )
 from .launch import launched
-from .values import count_one, ended, python, state_of, switch_back, switch_off
+from .values import class_of, count_one, ended, python, state_of, switch_back, switch_off
 
 
 def flush(entry, function, args, flags, names):
@@ -68,6 +70,23 @@ def flush(entry, function, args, flags, names):
             return True
         if done < 0:
             return 0
+    return python(function, args, flags, names)
+
+
+def materialize(entry, function, args, flags, names):
+    """`api.materialize`, of one tensor."""
+    if names == 0 and flags & COUNT == 1 and class_of(load(args)) is Tensor:
+        x = load(args)
+        state: Node = state_of(x)
+        if class_of(state) is Node:
+            recorder: Recorder = state.recorder
+            Py_IncRef(recorder)
+            done = flush_now(recorder, MATERIALIZE)
+            Py_DecRef(recorder)
+            if done == 0:
+                return 0
+            Py_IncRef(x)
+            return x
     return python(function, args, flags, names)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import llvmlite
 import torch
 
-from .. import hooks, torch_private
+from .. import api, hooks, torch_private
 from ..chain import liveness, state
 from ..chain.shell import Tensor
 from ..dispatch import handlers, nested, protocol, unrecorded
@@ -51,7 +51,7 @@ _Function = Callable[..., Any]
 
 
 # what machine code relies on in this package: folders and modules beside them
-_RELIED = ("chain", "dispatch", "hooks", "hot", "inside", "kernel/llvm", "record", "run",
+_RELIED = ("api", "chain", "dispatch", "hooks", "hot", "inside", "kernel/llvm", "record", "run",
            "torch_private")  # fmt: skip
 
 
@@ -162,6 +162,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("record_inplace", writes.record_inplace, ()),
         ("record_write", writes.record_write, ()),
         ("flush", flush.flush, ()),
+        ("materialize", api.materialize, ()),
         ("answer", words.answer, ()),
         ("torch_function", protocol.torch_function, (protocol.HANDLERS,)),
         ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS, protocol.OPTIONS)),
