@@ -373,6 +373,8 @@ def test_another_class_is_asked_once_and_about_the_same():
         lambda t: torch.maximum(other, t),
         lambda t: t < other,
         lambda t: t.add_(other),
+        lambda t: x.clone().as_subclass(Logging).add_(t),
+        lambda t: torch.mul(t, 2, out=x.clone().as_subclass(Logging)),
     ):
         calls = []
         for t in (x.clone(), autofuse.wrap(x.clone()), autofuse.wrap(x) * 1):

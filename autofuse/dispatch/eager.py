@@ -132,7 +132,7 @@ def run_any(
     name = known.name
     writes = known.writes or (kwargs and _has_target(known, kwargs))
     if writes and get_ident() not in writing:
-        return announced(run_any, func, known, args, kwargs)
+        return announced(run_any, func, known, args, kwargs, call)
     recorder = this_thread.current
     items = flattened((*args, *kwargs.values()) if kwargs else args)
     first = None
