@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import threading
+import warnings
 
 import pytest
 import torch
@@ -410,6 +411,28 @@ def test_tensors_without_memory_are_not_read():
         assert (a + b).tolist() == [1.0] * 3
     both = W(zero) + W(zero)
     assert not autofuse.is_pending(both) and autofuse.unwrap(both)._is_zerotensor()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "rename"), reason="needs a torch with names")
+def test_names_of_dimensions_go_on():
+    x, names = torch.ones(2, 3), ("a", "b")
+    named = (
+        lambda w: w(x.rename(*names)), lambda w: w(x).rename(*names),
+        lambda w: w(x.clone()).rename_(*names), lambda w: (w(x) * 2).rename_(*names),
+        lambda w: w(x).refine_names(*names) * 2, lambda w: w(x) * x.rename(*names),
+        lambda w: torch.exp(w(x).rename(None, "b")) + w(x).rename("a", None),
+        lambda w: w(x.clone()).rename_(*names).mul_(2),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # names are experimental
+        for make in named:
+            for _ in range(3):
+                y = make(W)
+                assert y.names == (y * 2).names == torch.exp(y).names == names
+            assert autofuse.fuse(lambda y: y * 2 + y)(make(lambda t: t)).names == names
+        other = x.rename("b", "a")
+        with pytest.raises(RuntimeError, match="dim 'b' and dim 'a' are at the same position"):
+            W(x.rename(*names)) + other
 
 
 def test_deepcopy_of_a_fused_model_is_fused():

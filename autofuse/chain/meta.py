@@ -77,7 +77,7 @@ def make_meta(
 
 def plain_meta(tensor: torch.Tensor) -> Meta | None:
     """The Meta of a tensor of torch's own class; None if autofuse cannot read such a tensor."""
-    if tensor.layout is not torch.strided or tensor.is_neg() or tensor._is_zerotensor():
+    if tensor.layout is not torch.strided or _is_special(tensor):
         return None
     return fresh_meta(tensor)
 
@@ -161,14 +161,21 @@ _READERS = tuple(
                                                      "requires_grad")
 )  # fmt: skip
 _stride_of, _is_inference = torch.Tensor.stride, torch.Tensor.is_inference
+_is_nested = torch.Tensor.is_nested.__get__  # type: ignore[attr-defined]
 _is_neg, _is_zero = torch.Tensor.is_neg, torch.Tensor._is_zerotensor
+_has_names = getattr(torch.Tensor, "has_names", lambda tensor: False)
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    """Whether there is more to its values or its ops than dtype, sizes and strides say."""
+    return _is_nested(tensor) or _is_neg(tensor) or _is_zero(tensor) or _has_names(tensor)
 
 
 def concrete_meta(tensor: torch.Tensor) -> Meta | None:
     """The Meta of a wrapped concrete tensor, remembered on it until an op may change it."""
     with NoTorchFunction():
         layout, dtype, shape, device, requires_grad = [read(tensor) for read in _READERS]
-        if layout is not torch.strided or _is_neg(tensor) or _is_zero(tensor):
+        if layout is not torch.strided or _is_special(tensor):
             return None
         key = (dtype, shape, _stride_of(tensor), device, requires_grad, _is_inference(tensor))
     meta = _metas.get(key) or _new_meta(key)
