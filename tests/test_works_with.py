@@ -367,6 +367,54 @@ def test_a_variable_of_a_wrapped_tensor_is_one(graded):
     assert type(torch.autograd.Variable(x, requires_grad=graded)) is torch.Tensor
 
 
+SPARSE = {
+    "coo": lambda v: torch.sparse_coo_tensor(torch.tensor([[0, 2]]), v, (3,)),
+    "coo of lists": lambda v: torch.sparse_coo_tensor([[0, 2]], values=v),
+    "csr": lambda v: torch.sparse_csr_tensor([0, 1, 2], [0, 1], v, (2, 2)),
+    "csc": lambda v: torch.sparse_csc_tensor([0, 1, 2], [0, 1], v, (2, 2)),
+    "bsr": lambda v: torch.sparse_bsr_tensor([0, 1], [0], v.view(1, 1, 2) * 1.0, (1, 2)),
+    "bsc": lambda v: torch.sparse_bsc_tensor([0, 1], [0], v.view(1, 2, 1) * 1.0, (2, 1)),
+    "any": lambda v: torch.sparse_compressed_tensor(
+        [0, 1, 2], [0, 1], v, (2, 2), layout=torch.sparse_csr
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_tensors_of_pending_values(name, graded, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, theirs = (torch.tensor([1.0, 3.0]).requires_grad_(graded) for _ in range(2))
+    got, want = SPARSE[name](W(x) * 2.0), SPARSE[name](theirs * 2.0)
+    assert got.layout is want.layout and got.requires_grad is graded
+    assert torch.equal(got.to_dense(), want.to_dense())
+    if graded and name in ("coo", "coo of lists", "csr"):
+        got.to_dense().sum().backward()
+        want.to_dense().sum().backward()
+        assert torch.equal(x.grad, theirs.grad)
+
+
+@pytest.mark.filterwarnings("ignore:torch.asarray")  # what is left out means other things by now
+@pytest.mark.parametrize("graded", [None, False, True])
+def test_arrays_of_wrapped_tensors(graded, monkeypatch):
+    """`asarray` gives the tensor back, and may have changed whether it requires grad."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+
+    def seen(w, y, leaf):
+        y = w(y) if leaf else w(y) * 2.0
+        z = torch.asarray(y) if graded is None else torch.asarray(y, requires_grad=graded)
+        after = z * 2.0, y * 2.0
+        return [(t.requires_grad, t.is_leaf, t.tolist()) for t in (y, z, *after)], z is y
+
+    for needed in (False, True):
+        for leaf in (False, True):
+            x = torch.ones(3, requires_grad=needed)
+            for _ in range(3):
+                want = seen(lambda t: t, x.detach().clone().requires_grad_(needed), leaf)
+                assert seen(W, x.detach().clone().requires_grad_(needed), leaf) == want
+
+
 # --- data ---------------------------------------------------------------------------------------
 
 

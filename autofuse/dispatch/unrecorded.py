@@ -92,7 +92,7 @@ EXPORTS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "s
 
 def _writes(name: str, func: Callable[..., Any]) -> bool:
     """Whether `func`, or who gets hold of memory by it, may write to its arguments."""
-    if name in EXPORTS:
+    if name in EXPORTS or name == "asarray":  # which may also change `requires_grad`
         return True
     if name.endswith("_") and (not name.endswith("__") or name[:3] == "__i" or "set" in name):
         return name not in ("__index__", "__int__", "__invert__")

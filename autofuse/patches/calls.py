@@ -13,6 +13,7 @@ from ..api import unwrap
 from ..chain.shell import Tensor
 from ..chain.state import counts
 from ..dispatch.eager import run_default, run_eager
+from ..dispatch.nested import wrapped_in
 from ..dispatch.protocol import ask_overrides
 from ..grad.backward import nodes_exist
 from ..record.flush import flush_thread
@@ -23,7 +24,7 @@ from ..torch_private import (
     is_multithreading_enabled,
     set_multithreading_enabled,
 )
-from .around import around, unwrapping
+from .around import around, replace, unwrapping
 
 
 def patch_calls() -> None:
@@ -74,13 +75,28 @@ def patch_calls() -> None:
 
     torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[assignment]
     variable = torch.autograd.Variable.__new__  # C, which makes a plain tensor of any
+    torch.autograd.Variable.__new__ = staticmethod(_asking(variable))  # type: ignore[assignment]
+    for name in _MAKERS:
+        replace(torch, name, _asking(getattr(torch, name)))
 
-    def new_variable(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
-            return variable(cls, *args, **kwargs)
-        return run_eager(variable, (cls, *args), kwargs)
 
-    torch.autograd.Variable.__new__ = staticmethod(new_variable)  # type: ignore[assignment]
+# functions of C that make a tensor of others, and ask no class
+_MAKERS = ("asarray", "sparse_coo_tensor", "sparse_compressed_tensor", "sparse_csr_tensor",
+           "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor")  # fmt: skip
+
+
+def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which torch lets no class override, as if wrapped tensors could."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not any(
+            True for _ in wrapped_in((*args, *kwargs.values()))
+        ):
+            return function(*args, **kwargs)
+        return run_eager(function, args, kwargs)
+
+    return call
 
 
 def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
