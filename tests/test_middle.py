@@ -469,20 +469,22 @@ def assert_all_plain(tensors):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("soon", [None, 1, 2, 3, 7])
 @pytest.mark.parametrize("places", [Middle, *[JumpMiddle] * (sys.version_info < (3, 11))])
-def test_a_fused_call_at_every_place_of_another(places, soon, monkeypatch):
-    """With the same tensors; soon: an interrupt comes that many places after it."""
+@pytest.mark.parametrize("twice", [True, False])
+def test_a_fused_call_at_every_place_of_another(places, soon, twice, monkeypatch):
+    """With the same tensors, some of them twice; soon: an interrupt that many places after it."""
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     fused, x, y = autofuse.fuse(fused_call), torch.rand(8), torch.rand(8)
+    p, q = (x, y) if twice else (torch.rand(8), torch.rand(8))
 
     def run():
-        box, items = Box(x), [y, x]
+        box, items = Box(p), [q]
         first, table = fused(x, y, box, items)
-        made = [first, *table["y"], items[2]]
-        assert box.value is x and items[0] is y and items[1] is x
+        made = [first, *table["y"], items[1]]
+        assert box.value is p and items[0] is q
         a = autofuse.unwrap(x) * 2.0 + 1.0  # in the middle the other call has lent it
-        for got, want in zip(made, (a * y, a + y, a - x), strict=True):
+        for got, want in zip(made, (a * q, a + y, a - p), strict=True):
             assert_same(autofuse.unwrap(got), autofuse.unwrap(want), 1e-6)
-        return made
+            assert state.this_thread.depth or type(got) is torch.Tensor
 
     for _ in range(4):
         run()
@@ -491,12 +493,12 @@ def test_a_fused_call_at_every_place_of_another(places, soon, monkeypatch):
         count += 1
         try:
             with places(count, run, soon and Interrupted(soon, Late)) as middle:
-                made = run()
-            assert {type(t) for t in made} == {torch.Tensor}
+                run()
             done = middle.left > 0
         except Late:
             interrupts += 1
-        assert_all_plain([x, y])
+        assert_all_plain([x, y, p, q])
+        run()  # as ever, so that the next place is the next one
     assert count > 30 and (soon is None or interrupts > 20)
 
 
@@ -518,4 +520,5 @@ def test_containers_are_left_plain_after_an_interrupt_anywhere(places, monkeypat
         except KeyboardInterrupt:
             pass
         assert_all_plain([x, y, box.value])
+        fused(x, y, box, [y])  # as ever, so that the next place is the next one
     assert count > 30
