@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import warnings
 
 import numpy as np
 import pytest
@@ -218,6 +219,31 @@ class TestJit:
         for example in (W(x), W(x) * 1):
             traced = torch.jit.trace(autofuse.fuse(curve), (example,))
             assert_same(traced(W(x) * 2), curve(x * 2), 1e-6)
+
+    @pytest.mark.parametrize("graded", [False, True])
+    def test_what_a_forked_function_returns(self, graded, monkeypatch):
+        monkeypatch.setattr(autofuse.config, "always_fuse", True)
+
+        def told(wrap):
+            x = wrap(torch.ones(4).requires_grad_(graded))
+            y = x * 2.0
+            futures = [torch.jit.fork(f) for f in (lambda: curve(y), lambda: y, lambda: y * 3.0)]
+            made = [future.wait() for future in futures]  # which the futures hold as well
+            made[0].sum(), made[1].sum()
+            if graded:
+                sum(z.sum() for z in made).backward()
+            else:
+                made[1].add_(1.0), made[2].resize_(2)
+            facts = [(z.requires_grad, z.is_leaf, z._version, z.shape) for z in made]
+            return facts, [z.grad_fn is None for z in made], made[1] is y, made, x.grad
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated
+            want = told(lambda x: x)
+            for _ in range(3):
+                got = told(W)
+                assert got[:3] == want[:3]
+                torch.testing.assert_close(got[3:], want[3:])
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from ..dispatch.nested import wrapped_in
 from ..dispatch.protocol import ask_overrides
 from ..grad.backward import nodes_exist
 from ..record.flush import flush_thread
-from ..record.modes import closed, regrade
+from ..record.modes import close_thread, closed, regrade, reopen_thread
 from ..settings.config import config
 from ..torch_private import (
     gpus_in_use,
@@ -50,6 +50,8 @@ def patch_calls() -> None:
         (torch.utils.dlpack, "to_dlpack", "to_dlpack"),
     ):
         setattr(owner, name, unwrapping(getattr(owner, name), reason))
+    # what the function returns, or has at hand, C++ will hold
+    around(torch.jit, "fork", partial(close_thread, "jit"), reopen_thread)
     for owner in (graph, torch.autograd):  # hooks run in grad modes that the engine sets
         owner._engine_run_backward = _in_chosen_thread(owner._engine_run_backward)
         around(owner, "_engine_run_backward", partial(flush_thread, "backward"), regrade)
