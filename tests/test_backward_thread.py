@@ -269,7 +269,9 @@ def test_a_function_finds_its_state_of_the_thread(device):
 
 
 def profiled(total):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
         total.backward()
     assert any("evaluate_function" in event.name for event in profile.events())
 

@@ -106,6 +106,16 @@ def test_bits(op, tier, tiers):
     assert not [str(result) for result in swept if result.wrong]
 
 
+@pytest.mark.parametrize("exponent", [1e-40, -1e-20, 0.005])
+def test_a_power_whose_gradient_is_near_a_special_one_is_left_to_torch(exponent, tiers):
+    """The exponent less 1 rounds to -1, which torch's kernels take for a division."""
+    tiers("kernel")
+    x = autofuse.wrap(torch.rand(8, requires_grad=True))
+    assert not autofuse.is_pending(x**exponent) and not autofuse.is_pending(torch.pow(x, exponent))
+    assert autofuse.is_pending(autofuse.wrap(torch.rand(8)) ** exponent)
+    assert autofuse.is_pending(x**0.3)
+
+
 def test_the_numbers_are_many_and_reproducible():
     every = numbers_for(torch.float32, 4096)
     assert len(every) == 4096 and numbers_for(torch.float32, 4096, 2) != every

@@ -23,6 +23,7 @@ RECORD_NOTHING = {
     "Lion (training)", "average of weights (training)",  # matmuls and optimizers
     "residual blocks of an image net (training)",  # single ops under grad
     "torchvision's BasicBlock (inference)", "torchvision's BasicBlock (training)",  # single writes
+    "torch_geometric's gated graph (inference)",  # modules of torch
     "adaptive spiking (training)",  # a state that is plain and written in place
     "checkpointed blocks (training)", "mixed precision (training)", "ensemble by vmap",  # README
 }  # fmt: skip

@@ -394,6 +394,8 @@ def _pow(input, exponent):
         return None  # on the CPU torch rounds it for a part of the elements
     if 0 < abs(exponent - (half := round(exponent * 2) / 2)) < 0.01 and half in _POWERS:
         return None  # on CUDA it may round to one of these, and is then treated as such
+    if abs(exponent) < 0.01 and input.requires_grad:
+        return None  # so may the exponent less 1 of the gradient
     special = _POWERS.get(exponent)
     if special is None or (special in ("4", "1_5") and not input.is_floating_point()):
         return OPS["pow_scalar"], (input, exponent)
