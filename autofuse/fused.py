@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 from weakref import ref
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from . import hooks
 from .api import wrappable
@@ -381,9 +382,18 @@ def fuse(target: Any = None) -> Any:
     """
     if target is None:
         return fuse
+    if isinstance(target, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        raise TypeError(
+            f"autofuse.fuse takes no {type(target).__name__}: TorchScript runs its ops past "
+            "Python, where nobody sees them; fuse what was scripted or traced instead"
+        )
     if isinstance(target, torch.nn.Module):
         cls = type(target)
-        if not getattr(cls, "_autofuse_fused", False):
+        if getattr(cls, "_autofuse_fused", False):
+            return target
+        if is_parametrized(target):  # a class of its own, whose properties torch takes away again
+            cls.forward, cls._autofuse_fused = _fused(cls.forward), True  # type: ignore[method-assign, attr-defined]
+        else:
             target.__class__ = _fused_class(cls)
         return target
     if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target):

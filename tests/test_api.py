@@ -171,6 +171,37 @@ def test_fuse_forms_and_names():
         autofuse.fuse(3)
 
 
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_parametrizations_go_again(fused_first):
+    """torch takes the properties of a parametrized module's class away, and the class."""
+    layer, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    x, calls = torch.randn(3, 4), []
+    plain = torch.nn.Linear.forward
+    layer.__class__ = type("Layer", (torch.nn.Linear,), {
+        "forward": lambda self, x: calls.append(isinstance(x, autofuse.Tensor)) or plain(self, x)
+    })  # fmt: skip
+    if fused_first:
+        autofuse.fuse(layer)
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    assert autofuse.fuse(layer) is layer and type(other) is torch.nn.Linear
+    assert_same(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias), None)
+    assert calls == [True]
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert_same(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias), None)
+    assert calls == [True, fused_first] and isinstance(layer.weight, torch.nn.Parameter)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_what_torchscript_runs_is_not_taken():
+    """Its ops do not come by Python; a scripted module could not be called at all."""
+    script = torch.jit.script(torch.nn.ReLU())
+    for target in (script, torch.jit.trace(torch.sigmoid, torch.ones(2))):
+        with pytest.raises(TypeError, match="fuse what was scripted or traced instead"):
+            autofuse.fuse(target)
+    assert script(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
 def test_fused_functions_nest():
     @autofuse.fuse
     def inner(x):
