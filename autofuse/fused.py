@@ -197,7 +197,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or this_thread.closed:  # sizes are tensors in torch.jit.trace
             return function(*args, **kwargs)
         # --- hot path: 0.6 us for a call that is plain (CPU, Python 3.11) ---
         owner = size = 0
@@ -216,11 +216,11 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             decided = True
             # what comes of tensors that another thread has lent has to become plain
             if contest.way == PLAIN and not _lent and measures():
-                if hooks.flushing is not None and not this_thread.closed:
+                if hooks.flushing is not None:
                     _state.counts.eager[name, aside(contest)] += 1
                 return function(*args, **kwargs)
         # --- otherwise ---
-        if is_compiling() or this_thread.closed or this_thread.depth or not config.enabled:
+        if is_compiling() or this_thread.depth or not config.enabled:
             return function(*args, **kwargs)
         if site is not None and contest is not None and (decided or not measures()):
             return call_fused(function, args, kwargs, site)
