@@ -231,27 +231,28 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if owner:  # the next module may get its id, but not its site
                 module = next(x for x in args if id(x) == owner)
                 site.owner = ref(module, lambda _: sites.pop(key, None))
-        return _called(function, args, kwargs, site)
+        return _called(function, args, kwargs, site, contest)
 
     return call
 
 
-def _called(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) -> Any:
-    """Call `function` in the way whose turn it is, or which is the better."""
-    contest = site.contest
-    if contest is None or not measures():
+def _called(
+    function: Callable[..., Any], args: Any, kwargs: Any, site: Site, contest: Contest | None
+) -> Any:
+    """Call `function`, where it is not decided which way is the better.
+
+    contest: the site's, as its caller has looked at it.
+    """
+    if contest is None:
         result = call_fused(function, args, kwargs, site)
-        if contest is None and site.device is not None:
+        if site.contest is None and site.device is not None:
             tensors = tensors_in([result])
             if site.device.type == "cpu" and tensors:  # its host's time would not be all
                 site.device = _main_device(tensors)
             site.contest = contest_for(site.device, any(x.requires_grad for x in tensors))
         return result
     before = begun = None
-    way = contest.way
-    if contest.left > 0:
-        contest.left -= 1
-    elif is_paused() or (site.device is not None and capturing(site.device)):
+    if is_paused() or (site.device is not None and capturing(site.device)):
         way = FUSED  # a graph goes on with it, so that it is not left to what is just measured
     elif contest.costs is None and outstanding():
         way = PLAIN  # until kernels are there fused calls run op by op, and cost more

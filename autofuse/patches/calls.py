@@ -19,11 +19,7 @@ from ..grad.backward import nodes_exist
 from ..record.flush import flush_thread
 from ..record.modes import close_thread, closed, regrade, reopen_thread
 from ..settings.config import config
-from ..torch_private import (
-    gpus_in_use,
-    is_multithreading_enabled,
-    set_multithreading_enabled,
-)
+from ..torch_private import gpus_in_use, is_multithreading_enabled, set_multithreading_enabled
 from .around import around, replace, unwrapping
 
 
