@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Any, TypeVar, overload
 from weakref import ref
 
@@ -51,6 +52,17 @@ class _Place:
 # 3.11 finalizers run there), and one call of C as the last. After a condition that did not hold
 # Python 3.10 may run some: what it said is looked at again.
 _lent: defaultdict[int, int] = defaultdict(int)
+_lenders: set[int] = set()  # idents of threads that may lend
+
+
+def _others_lend() -> bool:
+    """Whether ops of this thread may meet tensors that another one lends."""
+    return len(_lenders - {get_ident()}) > 0
+
+
+def _is_lent(tensor: torch.Tensor) -> bool:
+    """Whether fused calls have made it a wrapped tensor, which was found to be one."""
+    return id(tensor) in _lent or tensor.__class__ is Plain  # by now, as others end
 
 
 def _lend(tensor: torch.Tensor, meta: Meta | Unknown, lent: list[torch.Tensor]) -> None:
@@ -119,7 +131,7 @@ class _Walk:
     def enter_other(self, value: Any) -> None:
         """`enter` for what is neither plain nor simple."""
         if value.__class__ is Tensor:
-            if id(value) in _lent or value.__class__ is Plain:  # by now, as others end
+            if _is_lent(value):
                 _lend(value, UNKNOWN, self.lent)
             else:
                 self.passes = True
@@ -197,8 +209,10 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or this_thread.closed:  # sizes are tensors in torch.jit.trace
+        if is_dynamo_compiling():
             return function(*args, **kwargs)
+        if this_thread.closed:  # in torch.jit.trace sizes would be tensors
+            return _as_it_is(function, args, kwargs)
         # --- hot path: 0.6 us for a call that is plain (CPU, Python 3.11) ---
         owner = size = 0
         device = -2  # none; -1 is a CPU
@@ -218,10 +232,12 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if contest.way == PLAIN and not _lent and measures():
                 if hooks.flushing is not None:
                     _state.counts.eager[name, aside(contest)] += 1
-                return function(*args, **kwargs)
+                return _as_it_is(function, args, kwargs)
         # --- otherwise ---
-        if is_compiling() or this_thread.depth or not config.enabled:
+        if is_compiling() or this_thread.depth:
             return function(*args, **kwargs)
+        if not config.enabled:
+            return _as_it_is(function, args, kwargs)
         if site is not None and contest is not None and (decided or not measures()):
             return call_fused(function, args, kwargs, site)
         if site is None:
@@ -272,13 +288,25 @@ def _called(
     if before is not None:
         contest.end(begun, way, way == PLAIN or is_settled(before))
     if way == PLAIN and _holds_wrapped([result]) and not _holds_wrapped([args, kwargs]):
-        contest.keep_fused()  # of what was wrapped elsewhere, which a fused call makes plain
+        if not _others_lend():
+            contest.keep_fused()  # of what was wrapped elsewhere, which a fused call makes plain
         result = _Walk([], []).leave(result)
     return result
 
 
+def _as_it_is(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `function` plain; what comes of tensors that other threads have lent becomes plain."""
+    result = function(*args, **kwargs)
+    if result.__class__ is Plain or not _lenders or not _others_lend():
+        return result
+    if _holds_wrapped([result]) and not _holds_wrapped([args, kwargs]):
+        return _Walk([], []).leave(result)
+    return result
+
+
 def _holds_wrapped(values: list[Any]) -> bool:
-    return any(x.__class__ is Tensor for x in tensors_in(values))
+    """Whether there are tensors among them that are wrapped, and not because they are lent."""
+    return any(x.__class__ is Tensor and not _is_lent(x) for x in tensors_in(values))
 
 
 def _main_device(tensors: list[torch.Tensor]) -> torch.device:
@@ -297,6 +325,10 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
     result: Any = None
     lent: list[torch.Tensor] = []
     walk: _Walk | None = None
+    mine = this_thread.__dict__
+    if "lends" not in mine:
+        _lenders.add(get_ident())
+        mine["lends"] = True
     if kwargs:
         values = *args, *kwargs.values()
     if len(places) < len(values):
@@ -326,7 +358,6 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
         if site.device is None and lent:
             site.device = _main_device(lent)
         if walk is None or not walk.passes:
-            mine = this_thread.__dict__
             before = mine.get("depth", 0)
             if lent:  # with nothing wrapped, fused calls inside are outermost
                 mine["depth"] = before + 1

@@ -1,5 +1,6 @@
 """Several threads: each records its own chains, and values may travel between them."""
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -21,6 +22,7 @@ from autofuse.observe import events, findings, text
 from autofuse.patches import install as boundaries
 from autofuse.record import flush as flushing
 from autofuse.record import ways
+from autofuse.record.contest import FUSED, PLAIN, Contest, HostClock
 from autofuse.record.modes import forget_all
 from autofuse.run import cpu, eager
 from autofuse.supply import kernels
@@ -676,3 +678,34 @@ def test_threads_that_lend_the_same_tensors(device):
     run(work(x, y, []), work(x, y, shared), work(x, y, {"x": x, "y": [y]}))
     assert type(x) is type(y) is torch.Tensor and not autofuse.fused._lent
     assert not {"_af"} & (vars(x).keys() | vars(y).keys())
+
+
+@pytest.mark.parametrize("off", [autofuse.disabled, contextlib.nullcontext])
+def test_plain_calls_of_what_other_threads_lend(device, monkeypatch, off):
+    """Calls that run plain, for that was faster, or recording is off: so does what they return."""
+    monkeypatch.setattr(autofuse.config, "measure", True)
+    x, y = torch.arange(8.0, device=device), torch.arange(8.0, device=device) + 1
+
+    def decided(function, way):
+        fused, contest = autofuse.fuse(function), Contest(HostClock())
+        contest.way, contest.left = way, sys.maxsize
+        with monkeypatch.context() as patch:
+            patch.setattr(autofuse.fused, "contest_for", lambda *_: contest)
+            fused(x, [y])
+        return fused
+
+    lending = decided(lambda x, items: x * 2.0 + items[0], FUSED)
+    plain = decided(lambda x, items: [x * 2.0, {"y": x + items[0]}], PLAIN)
+
+    def lend():
+        for _ in range(500):
+            assert type(lending(x, [y])) is torch.Tensor
+
+    def call():
+        with off():
+            for _ in range(500):
+                got, items = plain(x, [y])
+                assert type(got) is type(items["y"]) is torch.Tensor
+
+    run(lend, call, lend, call)
+    assert type(x) is type(y) is torch.Tensor and not autofuse.fused._lent
