@@ -122,6 +122,20 @@ def test_a_weak_reference_of_cpp(device):
     assert stats.kernels_launched == 8 and sum(stats.flushes.values()) == 8
 
 
+def test_a_value_beside_its_shell_stays_what_it_is(device):
+    """Others have it, when C++ lets go of the shell: the caller, and a chain that reads it."""
+    x = wrapped(device, 6)
+    y = x * 2
+    ref = torch._C._WeakTensorRef(y)
+    value = autofuse.unwrap(y)
+    pending = y + 1
+    del ref
+    want = autofuse.unwrap(x) * 2
+    assert_same(y.sum(), want.sum(), None)
+    assert type(value) is torch.Tensor
+    assert_same([value, pending, y], [want, want + 1, want], None)
+
+
 class Pair(NamedTuple):
     first: torch.Tensor
     second: torch.Tensor

@@ -29,7 +29,10 @@ from .meta import UNKNOWN, Meta, Unknown
 
 
 class Held(Unknown):
-    """State of a computed shell that C++ still holds: it keeps its value beside itself."""
+    """State of a computed shell that C++ held: it keeps its value beside itself.
+
+    For good, also once C++ has let go: by then others have the value, as chains that read it.
+    """
 
     def __init__(self, real: torch.Tensor) -> None:
         self.real = real

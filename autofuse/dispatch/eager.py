@@ -145,7 +145,7 @@ def run_any(
     wrapped = [item for item in items if item.__class__ is Tensor]
     del items  # who empties a list that it is given wants the memory
     for tensor in wrapped:
-        if tensor._af.recorder is not None or isinstance(tensor._af, (Held, Lost)):
+        if tensor._af.recorder is not None or isinstance(tensor._af, Lost):
             flush_tensor(tensor, name)
     if writes:
         flush_thread(name) if is_alone() else flush_all(name)

@@ -34,7 +34,7 @@ import torch
 from .. import hooks
 from ..chain.liveness import HELD_HERE
 from ..chain.meta import UNKNOWN
-from ..chain.shell import Held, Lost, Tensor, become, plain_alias, set_attribute
+from ..chain.shell import Held, Lost, Tensor, plain_alias, set_attribute
 from ..chain.state import Chain, Node, Recorder, all_recorders, counts, this_thread
 from ..errors import ColdKernelError, NotReadyError, StaleInputError, warn_once
 from ..inside import (
@@ -51,7 +51,7 @@ from ..run.runner import Runner
 from ..run.settle import WRITING, settle, write_out
 from ..supply import kernels as compiling
 from ..supply.load import enter_context
-from ..torch_private import InferenceMode, NoTorchFunction, changes_results, use_count
+from ..torch_private import InferenceMode, NoTorchFunction, changes_results
 from .numbers import is_next
 from .ways import runner_for
 
@@ -367,9 +367,6 @@ def flush_tensor(tensor: Tensor, reason: str) -> None:
     state = tensor._af
     if state.recorder is not None:
         flush(state.recorder, reason)
-    elif state.__class__ is Held:
-        if use_count(tensor) == 1:
-            become(tensor, state.real, UNKNOWN, None)  # type: ignore[arg-type]
     elif state.__class__ is Lost:
         raise state.error
 
