@@ -25,18 +25,20 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no patc
 # whether backward of this thread may run in others; the public class does it in 2 us
 is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
 set_multithreading_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled
+autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 ExcludedKey = torch._C._SetExcludeDispatchKeyGuard
 AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 AUTOGRAD_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+AUTOCASTS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
 
 
 def changes_results() -> bool:
     """Whether a mode of this thread could reach what ops on plain tensors give or save."""
     return bool(
         torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        or torch._C._is_any_autocast_enabled()
+        or autocast_is_on()
         or torch._C._len_torch_dispatch_stack()
         or function_modes()
     )

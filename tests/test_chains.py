@@ -7,9 +7,10 @@ each a test with a seed of its own, so that `pytest -n 16` spreads them; without
 are run by
 
     export AUTOFUSE_TEST_CHAINS=10000
-    seq 0 79 | xargs -P16 -I{} pytest -q "tests/test_chains.py::test_random_programs[cuda-{}]"
+    seq 0 79 | xargs -P16 -I{} pytest -q "tests/test_chains.py::test_random_programs[-cuda-{}]"
 """
 
+import contextlib
 import os
 import random
 import warnings
@@ -155,8 +156,9 @@ def clash(t, other):
 class Program:
     """Lines of `run(i0, i1, ...)`, chosen while they are run in eager PyTorch."""
 
-    def __init__(self, rng, device):
+    def __init__(self, rng, device, autocast=False):
         self.rng, self.device = rng, device
+        self.regions = []  # what the next line stands in, outermost first
         dtypes = [torch.float32, torch.float32, torch.float64, *INTS, torch.bool]
         if device == "cuda":
             dtypes += [torch.float32, torch.float16, torch.float16, torch.bfloat16, torch.bfloat16]
@@ -169,7 +171,8 @@ class Program:
         self.inputs = len(self.names)
         length = rng.randint(2, 20)
         while len(self.lines) < length and not self.extend(f"v{len(self.lines)}"):
-            pass
+            if autocast:
+                self.enter_or_leave()
         made = self.names[self.inputs :]
         self.kept = [n for n in made if rng.random() < 0.4] or self.names[-1:]
 
@@ -213,20 +216,38 @@ class Program:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                exec(line, space)
+                with contextlib.ExitStack() as stack:
+                    for region in self.regions:
+                        stack.enter_context(eval(region))
+                    exec(line, space)
             if name in space and space[name].numel() > 5000:
                 return False
         except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError, Warning) as e:
             if isinstance(e, Warning) or rng.random() > 0.02:
                 return False
-            self.lines.append(line)
+            self.add(line)
             return True  # and it raises there
-        self.lines.append(line)
+        self.add(line)
         if template == "del {a}":
             self.names.remove(a)
         elif name not in self.names:
             self.names.append(name)
         return False
+
+    def add(self, line):
+        self.lines.append("    " * len(self.regions) + line)
+
+    def enter_or_leave(self):
+        """Have the next line stand in one more autocast, or in one less."""
+        pick = self.rng.random()
+        if pick < 0.2 and len(self.regions) < 3:
+            dtype = self.rng.choice(["torch.bfloat16", "torch.float16"])
+            region = f"torch.autocast({self.device!r}, {dtype}, enabled={pick < 0.15})"
+            self.add(f"with {region}:")
+            self.regions.append(region)
+            self.add("pass")
+        elif pick > 0.85 and self.regions:
+            self.regions.pop()
 
     def template(self, a):
         rng, cuda = self.rng, self.device == "cuda"
@@ -274,12 +295,13 @@ SHARDS = range(-(-COUNT // SHARD))
 
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_random_programs(device, shard):
-    rng = random.Random(f"{SEED} {device} {shard}")
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_random_programs(autocast, device, shard):
+    rng = random.Random(f"{SEED} {device} {shard}{' autocast' if autocast else ''}")
     count = min(SHARD, COUNT - shard * SHARD)
     failures = []
     for number in range(count):
-        source = Program(rng, device).source
+        source = Program(rng, device, autocast).source
         try:
             exec(source, {})
         except Exception as error:

@@ -239,13 +239,6 @@ def test_modes_see_every_op():
     assert autofuse.is_pending(y + 1)
 
 
-def test_autocast_runs_eagerly_with_its_dtypes():
-    x = autofuse.wrap(torch.randn(3, 3))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = (x * 2) @ x
-    assert y.dtype is torch.bfloat16
-
-
 def test_default_dtype_is_that_of_recording():
     x = autofuse.wrap(torch.arange(3))
     y = x / 2

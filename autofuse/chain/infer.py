@@ -17,6 +17,7 @@ from .. import layout
 from ..dtypes import CODES, Wide
 from ..kernel.source import carried
 from ..kernel.text import parse
+from ..ops.autocast import cast_of
 from ..ops.row import Op
 from ..program.program import CONST, Ref
 from .meta import Meta, make_meta
@@ -91,11 +92,13 @@ def infer(
     device: torch.device,
     grad_mode: bool,
     relaxed: bool,
-) -> Inferred | str:
+    autocast: bool = False,
+) -> Inferred | str | torch.dtype:
     """What `op` makes of `operands`, or why it has to run as eager PyTorch.
 
     operands: as in an edge of the trie. metas: of the program's pending values, by index. inputs,
-    consts: the program's. grad_mode: whether it is recorded in grad mode.
+    consts: the program's. grad_mode: whether it is recorded in grad mode. autocast: whether under
+    autocast, which may have to cast operands first: then this gives the dtype.
     """
     args: list[Ref] = []
     reads, numbers = list(inputs), list(consts)
@@ -115,6 +118,10 @@ def infer(
     tensors = [view for view in views if isinstance(view, Meta)]
     if any(meta.device is not device for meta in tensors):
         return "operands on several devices"
+    if autocast:
+        cast = cast_of(op.name, device.type, [meta.dtype for meta in tensors])
+        if cast is not None:
+            return cast
     shape = layout.broadcast([meta.shape for meta in tensors])
     if shape is None:
         return "shapes that do not broadcast"

@@ -28,10 +28,11 @@ from .shell import Tensor
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "by_outputs", "common", "consts", "counted", "fresh_bytes", "grad_mode",
-                 "holds_grad", "index", "inputs", "key", "likely", "limits", "long", "meta",
-                 "next", "op", "parent", "pinned_limit", "reason", "recent", "recorder",
-                 "relaxed", "returns", "runners", "shell", "skips", "usual", "writers")  # fmt: skip
+    __slots__ = ("args", "autocast", "by_outputs", "cast", "common", "consts", "counted",
+                 "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key", "likely",
+                 "limits", "long", "meta", "next", "op", "parent", "pinned_limit", "reason",
+                 "recent", "recorder", "relaxed", "returns", "runners", "shell", "skips", "usual",
+                 "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -40,6 +41,8 @@ class Node:
         # whether it is recorded in grad mode
         self.grad_mode: bool = grad_mode if parent is None else parent.grad_mode
         self.relaxed: bool = config.relaxed if parent is None else parent.relaxed
+        self.autocast: bool = False if parent is None else parent.autocast  # recorded under it
+        self.cast: torch.dtype | None = None  # of operands, which have to be cast before
         self.index: int = -1 if parent is None else parent.index + 1
         self.args: tuple[Ref, ...] = ()
         self.common = ""
@@ -143,8 +146,8 @@ class Chain(list):  # type: ignore[type-arg]
 class Recorder:
     """What one thread records on one device."""
 
-    __slots__ = ("__weakref__", "acquire", "chain", "device", "ended", "grad", "home", "ident",
-                 "inference", "last_wait", "launches", "lock", "nowhere", "off", "reading",
+    __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
+                 "ident", "inference", "last_wait", "launches", "lock", "nowhere", "off", "reading",
                  "release", "resting", "roots", "running", "runners", "size", "spare", "stream",
                  "thread", "waits")  # fmt: skip
 
@@ -157,7 +160,7 @@ class Recorder:
         self.stream = stream_reader(device)
         enter_context(device)
         self.nowhere = Node(self, None, None)  # after which nothing is ever recorded
-        self.grad = self.inference = False
+        self.grad = self.inference = self.autocast = False
         self.resting = False  # records nothing until there is news of kernels; see `policy.rest`
         self.launches = 0  # flushes that ran a kernel, or waited for it
         self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
@@ -179,14 +182,16 @@ class Recorder:
 
         False, with the chain left open, where something is pending.
         """
-        grad, inference = self.grad, self.inference
+        grad, inference, autocast = self.grad, self.inference, self.autocast
         if self.thread == get_ident():  # another thread's modes are not those of its recorder
             grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        modes = (grad, inference, torch.get_default_dtype(), config.recompute,
+            autocast = torch.is_autocast_enabled(self.device.type)
+        modes = (grad, inference, autocast, torch.get_default_dtype(), config.recompute,
                  config.always_fuse, config.relaxed, self.resting)  # fmt: skip
         root = self.roots.get(modes)
         if root is None:
             root = self.roots[modes] = Node(self, None, None, grad and not inference)
+            root.autocast = autocast
             root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
         closed = self.off or not config.enabled or torch.is_anomaly_enabled()
@@ -196,6 +201,7 @@ class Recorder:
             # no Python runs from here...
             self.grad = grad
             self.inference = inference
+            self.autocast = autocast
             self.home = home
             self.spare: Chain | None = None
             self.chain = chain

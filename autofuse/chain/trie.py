@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from ..ops.row import Op
 from ..settings.config import config
 from .infer import infer
@@ -32,10 +34,15 @@ def extend(
 ) -> Node:
     """The node for `op` after `tip`; not yet an edge of it. operands, metas: see `infer`."""
     found = infer(
-        op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode, tip.relaxed
-    )
+        op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode, tip.relaxed,
+        tip.autocast,
+    )  # fmt: skip
     if isinstance(found, str):
         return eager_node(recorder, tip, op, found)
+    if isinstance(found, torch.dtype):
+        node = eager_node(recorder, tip, op, "")
+        node.cast = found
+        return node
     node = Node(recorder, tip, op)
     node.args, node.common, node.meta = found.args, found.common, found.meta
     node.inputs, node.consts, node.limits = found.inputs, found.consts, found.limits

@@ -22,12 +22,13 @@ from ..chain.shell import Tensor
 from ..chain.state import counts, is_alone, this_thread, writing
 from ..ops import arithmetic, operators
 from ..ops import row as rows
+from ..ops.autocast import COMPOSITES
 from ..ops.row import OPS, Op
 from ..record.flush import flush_thread
 from ..record.numbers import follows
 from ..record.record import record, record_fresh, relieve
 from ..record.writes import flush_readers, record_inplace, record_write
-from ..torch_private import NoTorchFunction
+from ..torch_private import NoTorchFunction, autocast_is_on
 from .eager import (
     OURS,
     Handler,
@@ -253,11 +254,12 @@ def _write(chosen: Any, target: Any) -> bool:
 def _composite(compose: Handler, func: Handler) -> Handler:
     """A handler for functions that PyTorch makes of other ones; what it passes on runs eagerly."""
 
-    rest = passing(func)
+    rest, listed = passing(func), getattr(func, "__name__", "") in COMPOSITES
 
     def call(*args: Any, **kwargs: Any) -> Any:
         others = has_others((*args, *kwargs.values()))
-        result = None if others else _chosen(compose, args, kwargs)
+        cast = listed and autocast_is_on()
+        result = None if others or cast else _chosen(compose, args, kwargs)
         return rest(*args, **kwargs) if result is None else result
 
     return call

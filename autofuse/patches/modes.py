@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ..ops.autocast import DEVICES
 from ..record.flush import flush_all, flush_thread
-from ..record.modes import regrade, reopen, reopen_all
+from ..record.modes import close_thread, regrade, reopen, reopen_all, reopen_thread
 from ..torch_private import set_grad_enabled
 from .around import around, closed_between
 
@@ -24,7 +25,7 @@ def patch_modes() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     saved = torch.autograd.graph.saved_tensors_hooks
-    for owner in (TorchFunctionMode, TorchDispatchMode, torch.autocast, saved):
+    for owner in (TorchFunctionMode, TorchDispatchMode, saved):
         closed_between(owner, "__enter__", "__exit__", "mode")
     for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
         for kind in ("grad", "jvp", "vmap", "func"):
@@ -43,6 +44,7 @@ def patch_modes() -> None:
     for name in ("__enter__", "__exit__"):
         _regrade_after(torch.enable_grad, name)
     _flush_at_end_of_no_grad()
+    _patch_autocast()
 
 
 def _regrade_after(owner: Any, name: str) -> None:
@@ -80,3 +82,33 @@ def _flush_at_end_of_no_grad() -> None:
         original(self, *args)
 
     torch.no_grad.__exit__ = leave
+
+
+def _patch_autocast() -> None:
+    """Recording goes on inside with autocast's casts, on the devices that have them."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    @wraps(enter)
+    def begin(self: Any) -> Any:
+        if self.device not in DEVICES:
+            close_thread("autocast")
+            return enter(self)
+        flush_thread("autocast")
+        try:
+            return enter(self)
+        finally:
+            reopen("autocast")
+
+    @wraps(leave)
+    def end(self: Any, *exc: Any) -> Any:
+        after = partial(reopen, "autocast") if self.device in DEVICES else reopen_thread
+        try:
+            flush_thread("autocast")
+        finally:
+            try:
+                ended = leave(self, *exc)
+            finally:
+                after()
+        return ended
+
+    torch.autocast.__enter__, torch.autocast.__exit__ = begin, end  # type: ignore[method-assign]

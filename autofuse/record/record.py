@@ -19,6 +19,8 @@ from ..chain.state import Chain, Node, Recorder, counts, recorder_for, this_thre
 from ..chain.trie import eager_node, extend
 from ..dtypes import EXACT, Wide
 from ..inside import inside
+from ..ops.arithmetic import CASTS
+from ..ops.autocast import casts
 from ..ops.row import Op
 from ..settings.config import config
 from ..torch_private import NoModes, address_of, raw_version_of, requires_grad_of
@@ -107,6 +109,9 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     if shell is None:
         if node.reason:
             return refuse(recorder, op, node.reason)
+        if node.cast is not None:
+            recorder.reading = False
+            return _record_cast(op, operands, node.cast, recorder.device)
         shell = _shell_of(node)
     if on_host and node.meta is not None and not node.meta.shape:
         return refuse(recorder, op, "0-d tensors on two devices, which promote each other")
@@ -208,6 +213,20 @@ def refuse(recorder: Recorder, op: Op, reason: str) -> None:
     """Count why `op` is not recorded: its operands are not read after all."""
     counts.eager[op.name, reason] += 1
     recorder.reading = False
+
+
+def _record_cast(
+    op: Op, operands: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Record `op` after casts of the operands that autocast makes `dtype`."""
+    cast = []
+    for x in operands:
+        if isinstance(x, torch.Tensor) and casts(x, device):
+            x = record(CASTS[dtype], (x,))
+            if x is None:
+                return None
+        cast.append(x)
+    return record(op, cast)
 
 
 def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:

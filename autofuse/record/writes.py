@@ -17,6 +17,7 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder, all_recorders, announced, is_alone, this_thread
 from ..errors import StaleInputError
 from ..ops.arithmetic import CASTS
+from ..ops.autocast import is_cast
 from ..ops.row import Op
 from ..torch_private import NoTorchFunction, address_of, raw_version_of
 from .flush import flush
@@ -34,6 +35,8 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     recorder = node.recorder
     if recorder is None or recorder.ident != get_ident() or recorder.chain.tip.holds_grad:
         return False  # under grad the value before the write may be saved for backward
+    if _is_cast(op, recorder):
+        return False
     result = record(op, operands)
     meta, new = node.meta, _node_of(result)
     if new is None or new.meta.shape != meta.shape:  # type: ignore[union-attr]
@@ -65,6 +68,13 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     return False
 
 
+def _is_cast(op: Op, recorder: Recorder | None) -> bool:
+    """Whether autocast may cast for `op`, which it does not for its in-place form."""
+    if recorder is None or not recorder.autocast:
+        return False
+    return is_cast(op.name, recorder.device.type)
+
+
 def _node_of(result: Tensor | None) -> Node | None:
     """The node of what was just recorded; None if it was not, or is computed by now."""
     node = None if result is None else result._af
@@ -80,6 +90,8 @@ def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bo
     """
     for x in operands:
         if x.__class__ is Tensor and x._af.recorder is not None:
+            if _is_cast(op, x._af.recorder):
+                return False
             break
     else:
         return False
