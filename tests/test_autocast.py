@@ -3,6 +3,7 @@
 What eager does on CUDA is asked of tensors without memory, which need no GPU.
 """
 
+import ast
 import threading
 
 import pytest
@@ -52,6 +53,17 @@ def test_the_lists_are_torchs(device):
     made_of_others = {name for name in listed - names if name.partition("_")[0] not in names}
     assert made_of_others <= {"scalar_div", "square", "addcdiv_scaled", "addcmul_scaled",
                               "rpow_scalar"}  # fmt: skip
+
+
+def test_the_list_of_gradients_is_that_of_the_rules():
+    listed = autocast.FLOAT32["cuda"] | autocast.ONE_DTYPE["cuda"]
+    found = set()
+    for name, row in rows.OPS.items():
+        trees = [tree for rule in row.rules if rule is not None for tree in ast.walk(rule)]
+        called = {tree.func.id for tree in trees if isinstance(tree, ast.Call)}
+        if name not in listed and called & listed:
+            found.add(name)
+    assert found == autocast.GRADIENTS["cuda"]
 
 
 def calls():

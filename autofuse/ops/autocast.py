@@ -30,6 +30,11 @@ ONE_DTYPE = {
     "cpu": frozenset(["prelu"]),
     "cuda": frozenset("addcdiv addcdiv_scaled addcmul addcmul_scaled atan2 prelu".split()),
 }
+# ops of whose gradients it casts operands, where backward runs under it
+GRADIENTS = {
+    "cpu": frozenset[str](),
+    "cuda": frozenset("acosh asinh atanh entr erf erfc logaddexp logaddexp2".split()),
+}
 COMPOSITES = frozenset(["l1_loss"])  # whose operands become float32 before they are composed
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -49,6 +54,11 @@ def cast_of(op: str, device_type: str, dtypes: Sequence[torch.dtype]) -> torch.d
     if op in ONE_DTYPE[device_type] and any(dtype.is_floating_point for dtype in dtypes):
         return "autocast, which casts its operands"
     return None
+
+
+def casts_gradient(op: str, device_type: str, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether backward under autocast casts operands of the derivative of the op of this name."""
+    return op in GRADIENTS[device_type] and any(dtype in _HALF for dtype in dtypes)
 
 
 def casts(tensor: torch.Tensor, device: torch.device) -> bool:
