@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import queue
+import subprocess
 import sys
 import threading
 import warnings
@@ -710,3 +711,50 @@ def test_plain_calls_of_what_other_threads_lend(device, monkeypatch, off):
 
     run(lend, call, lend, call)
     assert type(x) is type(y) is torch.Tensor and not autofuse.fused._lent
+
+
+# --- backward -----------------------------------------------------------------------------------
+
+SHARED_GRAPH = """
+import sys
+import threading
+
+import torch
+
+import autofuse
+from autofuse.hot import trial
+
+if sys.argv[1] == "cpu":
+    trial.install()  # kernels are launched as on CUDA
+config = autofuse.config
+config.measure, config.always_fuse, config.compile = False, True, "now"
+x = torch.linspace(0.5, 2, 64, device=sys.argv[1]).requires_grad_()
+y = autofuse.unwrap(((w := autofuse.wrap(x)) * 2.0 + 1.0).abs() * w)
+gradients = [torch.full_like(x, float(k)) for k in range(4)]
+want = [torch.autograd.grad(y, x, g, retain_graph=True)[0].clone() for g in gradients]
+assert autofuse.stats().kernels_launched >= 2
+wrong = []
+
+
+def body(k):
+    for _ in range(600):
+        (got,) = torch.autograd.grad(y, x, gradients[k], retain_graph=True)
+        if not torch.equal(got, want[k]):
+            wrong.append(k)
+
+
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=body, args=(k,)) for k in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not wrong, wrong
+"""
+
+
+def test_threads_that_differentiate_one_graph(device):
+    """Each launches the same kernel, of whose parameters there are one."""
+    command = [sys.executable, "-c", SHARED_GRAPH, device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..errors import NotReadyError
+
 # computes gradients: (incoming gradients, saved tensors, the chain's Consts) -> a tuple that
 # begins with None
 Answer = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], list[Any]], tuple[Any, ...]]
@@ -48,6 +50,21 @@ class Words:
 
 
 def answer(program: Words, incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
-    """The Answer that `program` stands for."""
+    """The Answer that `program` stands for.
+
+    Raises NotReadyError where another thread is at it, or what this has interrupted: there is one
+    place for the parameters of its launches.
+    """
     assert program.python is not None
-    return program.python(incoming, saved, consts)
+    memory, was = program.memory, 1
+    try:
+        # no Python runs from here...
+        was = memory[BUSY // 8]
+        memory[BUSY // 8] = 1
+        # ...to here
+        if was:
+            raise NotReadyError("a kernel that is being launched just then")
+        return program.python(incoming, saved, consts)
+    finally:
+        if not was:
+            memory[BUSY // 8] = 0
