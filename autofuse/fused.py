@@ -232,7 +232,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if contest.way == PLAIN and not _lent and measures():
                 if hooks.flushing is not None:
                     _state.counts.eager[name, aside(contest)] += 1
-                return _as_it_is(function, args, kwargs)
+                return _as_it_is(function, args, kwargs, contest)
         # --- otherwise ---
         if is_compiling() or this_thread.depth:
             return function(*args, **kwargs)
@@ -268,6 +268,7 @@ def _called(
             site.contest = contest_for(site.device, any(x.requires_grad for x in tensors))
         return result
     before = begun = None
+    passes = _holds_wrapped([args, kwargs])  # before the function puts any there
     if is_paused() or (site.device is not None and capturing(site.device)):
         way = FUSED  # a graph goes on with it, so that it is not left to what is just measured
     elif contest.costs is None and outstanding():
@@ -287,21 +288,41 @@ def _called(
             this_thread.depth -= 1
     if before is not None:
         contest.end(begun, way, way == PLAIN or is_settled(before))
-    if way == PLAIN and _holds_wrapped([result]) and not _holds_wrapped([args, kwargs]):
-        if not _others_lend():
-            contest.keep_fused()  # of what was wrapped elsewhere, which a fused call makes plain
-        result = _Walk([], []).leave(result)
+    if way == PLAIN and not passes and _holds_wrapped([result, args, kwargs]):
+        result = _left_plain(result, args, kwargs, contest)
     return result
 
 
-def _as_it_is(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `function` plain; what comes of tensors that other threads have lent becomes plain."""
+def _as_it_is(
+    function: Callable[..., Any], args: Any, kwargs: Any, contest: Contest | None = None
+) -> Any:
+    """Call `function` plain; what comes of tensors that are wrapped elsewhere becomes plain.
+
+    Other threads lend them, or a fused call has stored them, of this site or of another.
+    """
     result = function(*args, **kwargs)
-    if result.__class__ is Plain or not _lenders or not _others_lend():
+    cls = result.__class__
+    if cls is Plain or id(cls) in SIMPLE:
         return result
+    if cls is tuple or cls is list:
+        for item in result:  # 1 us less than `_holds_wrapped`
+            if id(item.__class__) not in SIMPLE:
+                break
+        else:
+            return result
     if _holds_wrapped([result]) and not _holds_wrapped([args, kwargs]):
-        return _Walk([], []).leave(result)
+        return _left_plain(result, args, kwargs, contest)
     return result
+
+
+def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None) -> Any:
+    """What a plain call leaves of tensors that are wrapped elsewhere, plain, as a fused one's."""
+    if contest is not None and not _others_lend():
+        contest.keep_fused()  # they will be there again
+    walk = _Walk([], [])
+    for value in (*args, *kwargs.values()):
+        walk.leave(value)
+    return walk.leave(result)
 
 
 def _holds_wrapped(values: list[Any]) -> bool:

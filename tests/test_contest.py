@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import autofuse
+from autofuse.dispatch.nested import tensors_in
 from autofuse.patches import streams
 from autofuse.record import contest as contests
 from autofuse.record import policy
@@ -449,6 +450,52 @@ def test_results_stay_plain_of_what_is_wrapped_elsewhere(rigged):
     for _ in range(100):
         assert type(passing(state)) is autofuse.Tensor
     assert contest_of(passing) is None or contest_of(passing).left < 1 << 40
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda h: h * 2, lambda h: (h * 2, 1), lambda h: [{"h": h * 2}], lambda h: Result(h * 2)],
+)
+def test_plain_calls_of_what_a_fused_one_has_stored(rigged, make):
+    """Decided while there was nothing wrapped; another site's call has stored something since."""
+
+    class Cell(torch.nn.Module):
+        h = torch.zeros(8)
+
+        def forward(self, x):
+            self.h = self.h * 0.5 + x
+            return make(self.h)
+
+    cell, x = autofuse.fuse(Cell()), torch.randn(8)
+
+    def classes():
+        return {type(value) for value in tensors_in([cell(x)])}
+
+    for _ in range(100):
+        assert classes() == {torch.Tensor}
+        cell.h = torch.zeros(8)
+    assert flushes_of(cell, x) == 0
+    with torch.no_grad():  # a site that is fused at first
+        cell(x)
+    assert type(cell.h) is autofuse.Tensor
+    assert classes() == {torch.Tensor}
+    assert flushes_of(cell, x) == 1  # fused from now on, which makes them plain
+    assert classes() == {torch.Tensor}
+
+
+def test_plain_calls_that_leave_wrapped_tensors_in_their_arguments(rigged):
+    """Which they did not get there: the caller finds plain ones, and a plain result."""
+    state = autofuse.wrap(torch.randn(8))
+
+    def fill(x, values):
+        values += [x * state, (x + state,)]
+        return values[0] + 1
+
+    function, x = autofuse.fuse(fill), torch.randn(8)
+    for _ in range(100):
+        values = []
+        y = function(x, values)
+        assert {type(value) for value in tensors_in([y, values])} == {torch.Tensor}
 
 
 @pytest.mark.parametrize(
