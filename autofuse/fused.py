@@ -65,6 +65,11 @@ def _is_lent(tensor: torch.Tensor) -> bool:
     return id(tensor) in _lent or tensor.__class__ is Plain  # by now, as others end
 
 
+def _would_record(args: Any, kwargs: Any) -> bool:
+    """Whether a plain call would: inside a fused one, or of arguments that another thread lends."""
+    return this_thread.depth > 0 or any(id(x) in _lent for x in tensors_in([args, kwargs]))
+
+
 def _lend(tensor: torch.Tensor, meta: Meta | Unknown, lent: list[torch.Tensor]) -> None:
     """Make an argument a wrapped tensor, whoever else has done so, and add it to `lent`."""
     key, its = id(tensor), tensor.__dict__
@@ -228,8 +233,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         if contest is not None and contest.left > 0:
             contest.left -= 1
             decided = True
-            # what comes of tensors that another thread has lent has to become plain
-            if contest.way == PLAIN and not _lent and measures():
+            if contest.way == PLAIN and measures() and not (_lent and _would_record(args, kwargs)):
                 if hooks.flushing is not None:
                     _state.counts.eager[name, aside(contest)] += 1
                 return _as_it_is(function, args, kwargs, contest)
@@ -276,7 +280,7 @@ def _called(
     else:
         before, begun = kernel_news(), contest.begin(_state.counts.backwards)
         way = contest.way
-    if _lent:  # by another thread: then what comes of them has to become plain
+    if _lent and _would_record(args, kwargs):
         way = FUSED
     if way == FUSED:
         result = call_fused(function, args, kwargs, site)

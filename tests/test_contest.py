@@ -600,14 +600,19 @@ def test_a_plain_call_of_what_another_thread_lends_gives_plain_results(rigged):
     assert inside.wait(10)
     y = function(x)
     assert type(y) is torch.Tensor and torch.allclose(y, chain(x.clone()))
-    measured, z = autofuse.fuse(chain), torch.randn(8)
+    measured = autofuse.fuse(lambda items: chain(items[0]))
     for _ in range(60):  # fused all the time: there is nothing to compare
-        measured(z)
+        measured([x])
+    others, z = autofuse.fuse(chain), torch.randn(8)
+    for _ in range(60):  # nobody lends its argument
+        others(z)
+    assert contest_of(others).costs == (20.0, 10.0)
+    assert flushes_of(others, z) == flushes_of(function, z) == 0
     go.set()
     thread.join()
     assert contest_of(measured).costs is None
     for _ in range(60):
-        measured(z)
+        measured([x])
     assert contest_of(measured).costs == (20.0, 10.0)
 
 
