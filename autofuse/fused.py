@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any, TypeVar, overload
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
@@ -468,9 +468,15 @@ def fuse(target: Any = None) -> Any:
     return _fused(target)
 
 
-@functools.cache
+# by the class that was there; its modules alone hold it
+_fused_classes: WeakValueDictionary[type, type[torch.nn.Module]] = WeakValueDictionary()
+
+
 def _fused_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """A subclass of `cls` with a fused forward; instances pickle as `cls` made fused again."""
+    known = _fused_classes.get(cls)
+    if known is not None:
+        return known
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
         state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
@@ -478,7 +484,7 @@ def _fused_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
     named = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {"forward": _fused(cls.forward), "__reduce_ex__": reduce, "_autofuse_fused": True}
-    return type(cls.__name__, (cls,), named | own)
+    return _fused_classes.setdefault(cls, type(cls.__name__, (cls,), named | own))
 
 
 def _rebuild(cls: type[torch.nn.Module]) -> torch.nn.Module:

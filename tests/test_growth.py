@@ -1,6 +1,8 @@
 """Unbounded programs: memory stays flat and kernels stay few."""
 
+import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -103,6 +105,26 @@ def test_objects_do_not_accumulate(device):
         step()
     gc.collect()
     assert len(gc.get_objects()) - before < 50
+
+
+def test_a_class_of_modules_goes_with_its_modules():
+    """It may be made in a function, and hold what that has."""
+
+    def make():
+        class Scaled(torch.nn.Module):
+            def forward(self, x):
+                return x * weight + 1.0
+
+        weight = torch.randn(8)
+        first, second = autofuse.fuse(Scaled()), autofuse.fuse(Scaled())
+        assert type(first) is type(second) is type(copy.deepcopy(first))
+        first(weight)
+        return weakref.ref(weight), weakref.ref(Scaled), weakref.ref(type(first))
+
+    held = make()
+    gc.collect()  # the fused class, and then
+    gc.collect()  # the one that it was made of
+    assert [ref() for ref in held] == [None] * 3
 
 
 def test_a_trie_that_is_forgotten_in_the_middle_of_a_flush(monkeypatch):
