@@ -6,9 +6,8 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from threading import get_ident
 from typing import Any, TypeVar, overload
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
@@ -52,12 +51,20 @@ class _Place:
 # 3.11 finalizers run there), and one call of C as the last. After a condition that did not hold
 # Python 3.10 may run some: what it said is looked at again.
 _lent: defaultdict[int, int] = defaultdict(int)
-_lenders: set[int] = set()  # idents of threads that may lend
+
+
+class _Lender:
+    """A thread that may lend; goes when the thread goes."""
+
+    __slots__ = ("__weakref__",)
+
+
+_lenders: WeakSet[_Lender] = WeakSet()
 
 
 def _others_lend() -> bool:
     """Whether ops of this thread may meet tensors that another one lends."""
-    return len(_lenders - {get_ident()}) > 0
+    return len(_lenders) > ("lender" in this_thread.__dict__)
 
 
 def _is_lent(tensor: torch.Tensor) -> bool:
@@ -351,9 +358,10 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
     lent: list[torch.Tensor] = []
     walk: _Walk | None = None
     mine = this_thread.__dict__
-    if "lends" not in mine:
-        _lenders.add(get_ident())
-        mine["lends"] = True
+    if "lender" not in mine:
+        lender = _Lender()
+        _lenders.add(lender)
+        mine["lender"] = lender
     if kwargs:
         values = *args, *kwargs.values()
     if len(places) < len(values):

@@ -498,6 +498,14 @@ def test_plain_calls_that_leave_wrapped_tensors_in_their_arguments(rigged):
         assert {type(value) for value in tensors_in([y, values])} == {torch.Tensor}
 
 
+def test_a_thread_that_has_ended_lends_nothing(rigged):
+    """What is wrapped is not its, but stored: the calls that meet it are fused from then on."""
+    thread = threading.Thread(target=autofuse.fuse(chain), args=(torch.randn(8),))
+    thread.start()
+    thread.join()
+    test_results_stay_plain_of_what_is_wrapped_elsewhere(rigged)
+
+
 @pytest.mark.parametrize(
     "target", [functools.partial(chain), type("C", (), {"__call__": lambda self, x: chain(x)})()]
 )
