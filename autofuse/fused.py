@@ -133,7 +133,8 @@ class _Walk:
                     places.append(_Place())
                 place = places[len(lent)]
                 likely = place.likely
-                if likely and likely[0](value):  # 0.15 us less than `met`
+                # 0.15 us less than `met`
+                if likely and not value.is_nested and likely[0](value):
                     _lend(value, likely[1], lent)
                 else:
                     _lend_new(value, place, lent)
@@ -371,7 +372,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
             cls = value.__class__
             if cls is Plain:
                 likely = place.likely
-                if likely and likely[0](value):
+                if likely and not value.is_nested and likely[0](value):
                     key, its = id(value), value.__dict__
                     # no Python runs from here...
                     if key not in _lent and value.__class__ is Plain:

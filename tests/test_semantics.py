@@ -435,6 +435,53 @@ def test_names_of_dimensions_go_on():
             W(x.rename(*names)) + other
 
 
+NESTED = {
+    "operand": lambda w, x, a, k: w(a) * 2 + x,
+    "reflected": lambda w, x, a, k: x * (w(a) * 2),
+    "function": lambda w, x, a, k: torch.add(w(a) * 2, x),
+    "scalar": lambda w, x, a, k: (w(torch.tensor(2.0)) * 2 + 1) * x,
+    "inplace": lambda w, x, a, k: x.clone().mul_(w(torch.tensor(2.0))),
+    "out": lambda w, x, a, k: torch.add(w(a) * 2, 1, out=x.clone()),
+    "linear": lambda w, x, a, k: torch.relu(nn.functional.linear(x, w(k)) * 2),
+    "split": lambda w, x, a, k: torch.chunk(nn.functional.linear(x, w(k)), 3, -1),
+    "fused": lambda w, x, a, k: autofuse.fuse(lambda t, u: t * 2 + (u if t.is_nested else t))(x, x),
+    "list": lambda w, x, a, k: autofuse.fuse(lambda t: torch.relu(t[0]) * 2)([x]),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_tensor_without_sizes_or_strides_in_place_of_a_dense_one(name):
+    dense, case = torch.arange(12.0).view(2, 2, 3), NESTED[name]
+    a, k = torch.ones(2, 2, 3), torch.ones(3, 3)
+
+    def lists(result):
+        if isinstance(result, (tuple, list)):
+            return [lists(item) for item in result]
+        return lists(result.unbind()) if result.is_nested else result.tolist()
+
+    def outcome(wrap, x):
+        try:
+            return lists(case(wrap, x, a, k))
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+
+    def batched(wrap, x):
+        try:
+            return lists(torch.vmap(lambda x: case(wrap, x, a[0], k))(x))
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are experimental
+        nested = torch.nested.nested_tensor([*dense])
+        expected = outcome(lambda t: t, nested)
+        for x in (dense, dense, dense, nested, dense, nested):  # then it has a check, too
+            found = outcome(W, x)
+        assert found == expected
+        for x in (dense, dense, dense, nested, dense, nested):
+            assert batched(W, x) == batched(lambda t: t, x)
+
+
 def test_deepcopy_of_a_fused_model_is_fused():
     model = autofuse.fuse(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     assert type(copy.deepcopy(model)) is type(model)

@@ -19,7 +19,7 @@ from ..chain.state import announced, counts, is_alone, this_thread, writing
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
 from ..record.numbers import is_next, pass_over
 from ..record.policy import SKIPS, record_again
-from ..torch_private import NoTorchFunction, has_torch_function
+from ..torch_private import NoTorchFunction, has_torch_function, in_functorch
 from .nested import SIMPLE, flattened, mapped
 from .unrecorded import Known, Plain, known_of
 
@@ -85,7 +85,7 @@ def _made_concrete(items: Any, known: Known) -> bool:
 def fed(result: Any, known: Known) -> Any:
     """Wrap a fresh result that usually begins a chain."""
     if result.__class__ is Plain:
-        meta = likely_meta(result, known)
+        meta = None if in_functorch() else likely_meta(result, known)
         result.__class__ = Tensor
         if meta is not None:
             result.__dict__["_af"] = meta
@@ -274,6 +274,8 @@ def lifted(result: Any) -> Any:
 
 def lifted_split(views: Any, known: Known) -> Any:
     """`lifted` for the views of one tensor, which mostly have one Meta."""
+    if views and (views[0].is_nested or in_functorch()):
+        return lifted(views)
     meta, shape, stride = None, None, None
     for view in views:
         if view.__class__ is Plain:

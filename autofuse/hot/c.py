@@ -120,6 +120,8 @@ GRAD_GETTER: Any = GIVEN
 GRAD_CLOSURE: Any = GIVEN
 LAYOUT_GETTER: Any = GIVEN
 LAYOUT_CLOSURE: Any = GIVEN
+NESTED_GETTER: Any = GIVEN
+NESTED_CLOSURE: Any = GIVEN
 USERS_METHOD: Any = GIVEN
 
 TENSOR_AT: Any = GIVEN  # where a tensor has C++'s, whose address these take:

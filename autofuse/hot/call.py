@@ -55,7 +55,7 @@ from .c import (
     strided,
 )
 from .flush import flush_now
-from .inputs import likely_meta
+from .inputs import is_nested, likely_meta
 from .record import are_watched, called, number_chain
 from .values import (
     ask2,
@@ -299,7 +299,9 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
         return 0
     if class_of(result) is Plain:
         if known.feeds is True:
-            meta = likely_meta(known.likely, result)
+            meta = 0
+            if recorder.off is False:  # as it is in torch.vmap, where a check may end the process
+                meta = likely_meta(known.likely, result)
             if meta != 0:
                 set_class(result, Tensor)
                 PyObject_GenericSetAttr(result, AF, meta)
@@ -373,6 +375,8 @@ def wrapped_views(known: Known, views):
     """Wrap the views of one tensor, which mostly have one Meta; 0 where Python has to go on."""
     count = PyTuple_Size(views)
     if count == 0 or class_of(load(views + ITEMS)) is not Plain:
+        return 0
+    if is_nested(load(views + ITEMS)) != 0:
         return 0
     if version_of(load(views + ITEMS)) == -1:  # inference tensors, which no check tells from others
         return 0

@@ -257,8 +257,8 @@ def _functions() -> list[_Function]:
 def _places() -> dict[str, int]:
     """Where C keeps what the functions call: getters and methods of torch's tensors."""
     base = TensorBase
-    grad, layout = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
-                    for name in ("requires_grad", "layout"))  # fmt: skip
+    grad, layout, nested = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
+                            for name in ("requires_grad", "layout", "is_nested"))  # fmt: skip
     users = _entry(vars(base)["_use_count"], types.MethodDescriptorType, 3)
     state = ("at", "impl", "PythonTorchFunctionTLS")
     peek, take, mode, disabled, modes, skips = (
@@ -280,6 +280,7 @@ def _places() -> dict[str, int]:
     places = {
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
         "LAYOUT_GETTER": layout[1], "LAYOUT_CLOSURE": layout[4],
+        "NESTED_GETTER": nested[1], "NESTED_CLOSURE": nested[4],
         "USERS_METHOD": users[1],
         "GRAD_MODE": mode, "PEEK": peek, "TAKE": take,
         "FUNCTIONS_OFF": disabled, "SWITCH_OFF": switch, "FUNCTION_MODES": modes,

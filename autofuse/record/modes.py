@@ -101,6 +101,7 @@ def reopen(reason: str) -> None:
     for recorder in list(this_thread.recorders.values()):
         flush(recorder, reason)
         recorder.off = this_thread.closed > 0
+        recorder.nowhere.likely = ()  # in torch.vmap a check would meet what has no sizes
         renew(recorder, reason)
 
 
