@@ -12,6 +12,7 @@ from .dispatch import install as _install  # noqa: F401 - puts what dispatch def
 from .dispatch.nested import wrapped_in
 from .record.flush import flush, flush_tensor, value_of
 from .record.modes import closed
+from .torch_private import NoModes
 
 
 def wrap(t: torch.Tensor) -> Tensor:
@@ -27,12 +28,14 @@ def wrap(t: torch.Tensor) -> Tensor:
         return t
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"autofuse.wrap takes a torch.Tensor, not {type(t).__name__}")
-    if not wrappable(t):
-        raise TypeError(f"autofuse.wrap takes dense tensors of the CPU or CUDA, and {_refusal(t)}")
-    if t.requires_grad and type(t) is torch.Tensor:
-        t.__class__ = Tensor
-        return t  # type: ignore[return-value]
-    return alias(t)
+    with NoModes():
+        if not wrappable(t):
+            refusal = _refusal(t)
+            raise TypeError(f"autofuse.wrap takes dense tensors of the CPU or CUDA, and {refusal}")
+        if t.requires_grad and type(t) is torch.Tensor:
+            t.__class__ = Tensor
+            return t  # type: ignore[return-value]
+        return alias(t)
 
 
 _CLASSES = set(map(id, (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)))

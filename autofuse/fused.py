@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from . import hooks
 from .api import wrappable
 from .chain import state as _state
-from .chain.meta import UNKNOWN, Meta, Unknown, learned, met
+from .chain.meta import UNKNOWN, Meta, Unknown, is_nested, learned, met
 from .chain.shell import Tensor, set_class
 from .chain.state import this_thread
 from .dispatch.nested import SIMPLE, exchange, is_container, rebuilt, tensors_in, values_of
@@ -25,6 +25,7 @@ from .record.flush import flush_thread, value_of
 from .record.policy import aside, contest_for, is_settled, kernel_news, measures
 from .settings.config import config
 from .supply.kernels import capturing, outstanding
+from .torch_private import function_modes
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 is_grad_enabled, is_inference_mode_enabled = (
@@ -133,8 +134,8 @@ class _Walk:
                     places.append(_Place())
                 place = places[len(lent)]
                 likely = place.likely
-                # 0.15 us less than `met`
-                if likely and not value.is_nested and likely[0](value):
+                # 0.1 us less than `met`
+                if likely and not is_nested(value) and likely[0](value):
                     _lend(value, likely[1], lent)
                 else:
                     _lend_new(value, place, lent)
@@ -365,6 +366,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
         mine["lender"] = lender
     if kwargs:
         values = *args, *kwargs.values()
+    modes = function_modes()
     if len(places) < len(values):
         places += [_Place() for _ in values]
     try:
@@ -372,7 +374,8 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
             cls = value.__class__
             if cls is Plain:
                 likely = place.likely
-                if likely and not value.is_nested and likely[0](value):
+                # a mode would be told; so that `met` asks where there is one
+                if likely and not modes and not value.is_nested and likely[0](value):
                     key, its = id(value), value.__dict__
                     # no Python runs from here...
                     if key not in _lent and value.__class__ is Plain:

@@ -16,7 +16,11 @@ import torch
 # --- torch functions and modes -------------------------------------------------------------------
 
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
-NoModes = torch._C.DisableTorchFunction  # modes, such as a default device, see nothing either
+# modes see nothing either: what autofuse does on its own, eager does not do; nor does it cost the
+# 2 us each that a default device takes
+NoModes = torch._C.DisableTorchFunction
+NoTorchDispatch = torch._C._DisableTorchDispatch  # the same for those of its dispatcher
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many
 has_torch_function: Callable[[Any], bool] = torch._C._has_torch_function
 torch_functions_are_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # how many
@@ -39,7 +43,7 @@ def changes_results() -> bool:
     return bool(
         torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or autocast_is_on()
-        or torch._C._len_torch_dispatch_stack()
+        or dispatch_modes()
         or function_modes()
     )
 

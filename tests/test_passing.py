@@ -1,6 +1,7 @@
 """Ops that autofuse does not record, and metadata: what they give, raise and leave is eager's."""
 
 import contextlib
+import copy
 import sys
 import threading
 import warnings
@@ -279,29 +280,61 @@ SEEN = ["x[1]", "x[1] = 0.5", "x.T", "chunk", "unbind", "cat", "layer_norm", "so
         "cross_entropy", "embedding", "batch_norm", "norm", "numbers"]  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", [Functions, Ops])
 @pytest.mark.parametrize("name", SEEN)
-def test_a_mode_sees_the_ops_of_eager(name, on):
-    def ops(kind):
-        mode = Ops()
-        outcome(PROGRAMS[name], kind, mode=mode)
+def test_a_mode_is_told_of_the_ops_of_eager(name, kind, on):
+    def told(tensors):
+        mode = kind()
+        outcome(PROGRAMS[name], tensors, mode=mode)
         return mode.seen
 
-    assert ops("wrapped") == ops("plain")
+    for _ in range(3):  # then their Metas are known
+        assert told("wrapped") == told("pending") == told("plain")
 
 
-@pytest.mark.parametrize("name", SEEN)
-def test_a_mode_of_functions_is_asked(name):
-    def functions(way):
-        autofuse.config.native = way
-        mode = Functions()
-        told = outcome(PROGRAMS[name], "wrapped", mode=mode)
-        return mode.seen[0], told  # what follows may be autofuse's looks at results
+# modes are entered while `y`, computed from `x`, is pending; `a` requires no grad
+TOLD = {
+    "operators": lambda y, x, a: (2 - y, 2 / y, 2**y, y**2, -y, abs(y), y > a, 7 // y, y % 2),
+    "functions": lambda y, x, a: (torch.sin(y), torch.add(y, a, alpha=2), F.gelu(y), F.glu(y),
+                                  torch.isclose(y, a), F.softplus(y), torch.where(y > 1, y, a)),
+    "casts": lambda y, x, a: (y.float(), y.double(), y.to(torch.float64), y.type_as(a), y.bool()),
+    "writes": lambda y, x, a: (y.detach().add_(1), a.mul_(y.detach()), torch.sin(a, out=a)),
+    "metadata": lambda y, x, a: (y.dtype, y.device, y.is_contiguous(), y._version, y.grad_fn,
+                                 y.is_leaf, torch.is_floating_point(y), y.layout, y.is_nested),
+    "gradients": lambda y, x, a: torch.autograd.grad(y.sum(), x, create_graph=True),
+    "backward": lambda y, x, a: (y * a).sin().sum().backward(),
+    "modes": lambda y, x, a: (torch.no_grad()(lambda: y * 2)(), torch.autocast("cpu")(y.sin)()),
+    "parameters": lambda y, x, a: (torch.nn.Parameter(y), torch.nn.Linear(4, 4)(y)),
+    "reads": lambda y, x, a: (y.tolist(), str(y), y.detach().numpy(), y.sum().item(), list(y)),
+    "exports": lambda y, x, a: (torch.utils.dlpack.to_dlpack(a), torch.asarray(a),
+                                torch.from_dlpack(a), copy.copy(y), copy.deepcopy(a)),
+    "torch.func": lambda y, x, a: torch.func.grad(lambda t: (t * a).sum())(a),
+    "wrapping": lambda y, x, a: (autofuse.wrap(y), autofuse.unwrap(y)) and None,
+}  # fmt: skip
 
+
+@pytest.mark.parametrize("kind", [Functions, Ops])
+@pytest.mark.parametrize("name", TOLD)
+def test_a_mode_is_told_of_what_eager_does_alone(name, kind, on):
+    autofuse.config.always_fuse = True
     try:
-        ways = [functions(way) for way in NATIVE]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's of what is deprecated
+
+            def told(wrap):
+                a = wrap(torch.arange(4.0) + 1)
+                x = wrap((torch.arange(4.0) + 1).requires_grad_())
+                y = (x * 2 + 1).sigmoid()
+                assert autofuse.is_pending(y) is (wrap is autofuse.wrap)
+                with kind() as mode:
+                    TOLD[name](y, x, a)
+                return mode.seen
+
+            expected = told(lambda t: t)
+            for _ in range(3):
+                assert told(autofuse.wrap) == expected
     finally:
-        autofuse.config.native = NATIVE[-1]
-    assert ways[0] == ways[-1]
+        autofuse.config.always_fuse = False
 
 
 def test_metadata_asks_a_mode_as_a_plain_tensor_does(on):

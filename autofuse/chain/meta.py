@@ -11,7 +11,7 @@ import torch
 from ..dtypes import CODES
 from ..layout import Ints, contiguous
 from ..program.program import Spec
-from ..torch_private import NoTorchFunction, TensorGuards, in_functorch, requires_grad_of
+from ..torch_private import NoModes, TensorGuards, function_modes, in_functorch, requires_grad_of
 
 _devices: dict[torch.device, torch.device] = {}
 
@@ -77,13 +77,15 @@ def make_meta(
 
 def plain_meta(tensor: torch.Tensor) -> Meta | None:
     """The Meta of a tensor of torch's own class; None if autofuse cannot read such a tensor."""
-    return None if is_special(tensor) else fresh_meta(tensor)
+    with NoModes():
+        return None if is_special(tensor) else fresh_meta(tensor)
 
 
 def fresh_meta(tensor: torch.Tensor) -> Meta | None:
     """`plain_meta` for the result of an op that makes dense tensors."""
-    key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, requires_grad_of(tensor),
-           tensor.is_inference())  # fmt: skip
+    with NoModes():
+        key = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device,
+               requires_grad_of(tensor), tensor.is_inference())  # fmt: skip
     meta = _metas.get(key)
     return _new_meta(key) if meta is None else meta
 
@@ -112,12 +114,20 @@ def likely_meta(tensor: torch.Tensor, place: Place) -> Meta | None:
 def met(tensor: torch.Tensor, place: Place) -> Meta | None:
     """The Meta of a plain tensor, if `place` has a check for it."""
     likely = place.likely
-    if likely and tensor.is_nested:  # 0.03 us
+    if likely and is_nested(tensor):
         return None
     for k in range(0, len(likely), 2):
         if likely[k](tensor):
             return likely[k + 1]
     return None
+
+
+def is_nested(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is nested, without a word to modes: 0.1 us."""
+    if not function_modes():
+        return tensor.is_nested
+    with NoModes():
+        return tensor.is_nested
 
 
 def learned(tensor: torch.Tensor, place: Place) -> Meta | None:
@@ -162,7 +172,7 @@ _READERS = tuple(
 )
 _stride_of, _is_inference = torch.Tensor.stride, torch.Tensor.is_inference
 _layout_of = torch.Tensor.layout.__get__  # type: ignore[attr-defined]
-_is_nested = torch.Tensor.is_nested.__get__  # type: ignore[attr-defined]
+_nested_of = torch.Tensor.is_nested.__get__  # type: ignore[attr-defined]
 _is_neg, _is_zero = torch.Tensor.is_neg, torch.Tensor._is_zerotensor
 _has_names = getattr(torch.Tensor, "has_names", lambda tensor: False)
 
@@ -172,14 +182,14 @@ def is_special(tensor: torch.Tensor) -> bool:
 
     Inside torch.func nobody records, and what it makes of nested tensors has no sizes.
     """
-    if _layout_of(tensor) is not torch.strided or in_functorch() or _is_nested(tensor):
+    if _layout_of(tensor) is not torch.strided or in_functorch() or _nested_of(tensor):
         return True
     return _is_neg(tensor) or _is_zero(tensor) or _has_names(tensor)
 
 
 def concrete_meta(tensor: torch.Tensor) -> Meta | None:
     """The Meta of a wrapped concrete tensor, remembered on it until an op may change it."""
-    with NoTorchFunction():
+    with NoModes():
         if is_special(tensor):
             return None
         dtype, shape, device, requires_grad = [read(tensor) for read in _READERS]

@@ -17,7 +17,8 @@ from torch.autograd import forward_ad
 
 from .. import hooks
 from ..torch_private import (
-    NoTorchFunction,
+    NoModes,
+    NoTorchDispatch,
     detach,
     is_shell,
     permute,
@@ -133,7 +134,7 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor | None:
 def alias(tensor: torch.Tensor) -> Tensor:
     """A wrapped tensor over the same memory, version counter and autograd history."""
     tangent = forward_ad._current_level >= 0  # which detach would drop
-    with NoTorchFunction():
+    with NoModes(), NoTorchDispatch():
         if tensor.requires_grad and not torch.is_inference_mode_enabled():
             with torch.enable_grad():  # or the alias would say so and lead nowhere
                 other = torch.ops.aten.alias.default(tensor)

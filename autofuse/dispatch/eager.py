@@ -19,7 +19,13 @@ from ..chain.state import announced, counts, is_alone, this_thread, writing
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
 from ..record.numbers import is_next, pass_over
 from ..record.policy import SKIPS, record_again
-from ..torch_private import NoTorchFunction, has_torch_function, in_functorch
+from ..torch_private import (
+    NoModes,
+    NoTorchFunction,
+    function_modes,
+    has_torch_function,
+    in_functorch,
+)
 from .nested import SIMPLE, flattened, mapped
 from .unrecorded import Known, Plain, known_of
 
@@ -85,7 +91,8 @@ def _made_concrete(items: Any, known: Known) -> bool:
 def fed(result: Any, known: Known) -> Any:
     """Wrap a fresh result that usually begins a chain."""
     if result.__class__ is Plain:
-        meta = None if in_functorch() else likely_meta(result, known)
+        aside = function_modes() or in_functorch()
+        meta = None if aside else likely_meta(result, known)
         result.__class__ = Tensor
         if meta is not None:
             result.__dict__["_af"] = meta
@@ -263,7 +270,7 @@ def released(value: Any, stood: dict[int, Tensor]) -> Any:
 def lifted(result: Any) -> Any:
     """Wrap results that nobody else holds: the same objects, of the wrapped class."""
     if result.__class__ is Plain:
-        if sys.getrefcount(result) <= _LIFT_COUNT and result.layout is torch.strided:
+        if sys.getrefcount(result) <= _LIFT_COUNT and _is_strided(result):
             result.__class__ = Tensor
     elif isinstance(result, (tuple, list)):  # the container's, the loop's and the call's reference
         for item in result:
@@ -272,9 +279,16 @@ def lifted(result: Any) -> Any:
     return result
 
 
+def _is_strided(tensor: torch.Tensor) -> bool:
+    if not function_modes():
+        return tensor.layout is torch.strided
+    with NoModes():  # or they would be told
+        return tensor.layout is torch.strided
+
+
 def lifted_split(views: Any, known: Known) -> Any:
     """`lifted` for the views of one tensor, which mostly have one Meta."""
-    if views and (views[0].is_nested or in_functorch()):
+    if function_modes() or in_functorch() or (views and views[0].is_nested):
         return lifted(views)
     meta, shape, stride = None, None, None
     for view in views:

@@ -199,6 +199,8 @@ _UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, Overflo
 
 def _chosen(choose: Handler, args: Any, kwargs: Any) -> Any:
     """What a chooser or a composite makes of a call; None where torch decides."""
+    if this_thread.closed:  # modes are told of what was called, and not of what it is made of
+        return None
     try:
         return choose(*args, **kwargs)
     except _UNKNOWN_ARGUMENTS:
@@ -355,6 +357,8 @@ def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handle
             return run_eager(forward, (other, self)) if shell is None else shell
         if scalar is not None:
             return scalar(self, other)
+        if this_thread.closed:
+            return run_eager(func, (self, other))
         return self.reciprocal() * other
 
     return reflected
@@ -370,7 +374,7 @@ def _is_operand(args: Any, options: Any) -> bool:
 
 
 def _rpow(self: Any, /, *args: Any, **options: Any) -> Any:
-    if not _is_operand(args, options):
+    if this_thread.closed or not _is_operand(args, options):
         return run_eager(Plain.__rpow__, (self, *args), options)
     return torch.pow(args[0], self)
 
@@ -442,7 +446,7 @@ def _cast(dtype: torch.dtype, func: Handler) -> Handler:
     row = arithmetic.CASTS[dtype]
 
     def cast(self: Any, /, *args: Any, **options: Any) -> Any:
-        if args or options:
+        if args or options or this_thread.closed:
             return run_eager(func, (self, *args), options)
         if self.__class__ is not Tensor or self.dtype is dtype:
             return self

@@ -9,8 +9,9 @@ import torch
 
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
+from ..chain.state import this_thread
 from ..record.writes import pending_version
-from ..torch_private import NoTorchFunction
+from ..torch_private import NoTorchFunction, function_modes
 from .eager import Handler, Plain, run_eager
 from .handlers import HOT, handle
 from .protocol import HANDLERS, OPTIONS
@@ -30,6 +31,8 @@ def _reading(base: Handler) -> Handler:
     """A handler that asks the tensor itself, pending or not."""
 
     def read(*args: Any, **kwargs: Any) -> Any:
+        if function_modes() and this_thread.closed:
+            return run_eager(base, args, kwargs)
         with NoTorchFunction():
             return base(*args, **kwargs)
 
@@ -77,6 +80,8 @@ def _from_meta(name: str, getter: Handler) -> Handler:
     read = operator.attrgetter(name)
 
     def get(self: Any) -> Any:
+        if function_modes() and this_thread.closed:  # which are told
+            return getter(self)
         state = self._af
         if state.__class__ is Meta:
             return read(state)

@@ -14,7 +14,7 @@ from ..chain.shell import Tensor
 from ..chain.state import counts
 from ..errors import LostGradientError
 from ..record.flush import flush_tensor, flush_thread
-from ..torch_private import NoTorchFunction, function_modes
+from ..torch_private import NoModes, function_modes
 from .eager import OURS, Handler, released, run_any, run_eager
 from .nested import wrapped_in
 from .unrecorded import known_of
@@ -79,7 +79,7 @@ def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
     if func._schema.is_mutable:
         flush_thread("C++")
     counts.eager[name, "called from C++"] += 1
-    with NoTorchFunction():
+    with NoModes():
         return func(*released(args, {}), **released(kwargs, {}))
 
 

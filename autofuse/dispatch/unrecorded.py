@@ -14,7 +14,8 @@ Plain = torch.Tensor
 # class of a tensor that another thread uses at the same time is best kept rare.
 IN_C = {type(torch.add), type(Plain.add), type(Plain.__getitem__),
          type(Plain.shape.__get__)}  # type: ignore[attr-defined]  # fmt: skip
-_EXACT_CLASS = {"numpy", "tolist", "_make_subclass", "as_subclass"}
+# functions that do, and that tell modes of what it has by their name
+_EXACT_CLASS = {"numpy", "tolist", "_make_subclass", "as_subclass", "is_contiguous"}
 # fresh results that usually begin a chain: their Meta is read at once, while that is cheap
 FEEDS = {"mm", "matmul", "bmm", "addmm", "linear", "__matmul__", "__rmatmul__", "conv1d", "conv2d",
           "layer_norm", "group_norm"}  # fmt: skip

@@ -25,7 +25,7 @@ from ..program.program import Ref
 from ..run.generated import compiled, numbered
 from ..run.runner import Runner
 from ..run.words import Answer
-from ..torch_private import NoTorchFunction, apply_of, in_functorch, set_grad_enabled
+from ..torch_private import NoModes, apply_of, dispatch_modes, in_functorch, set_grad_enabled
 from .rules import Expected, Tape, Torch, UnfusedError, sweep
 from .segments import Outline, Segment
 
@@ -58,8 +58,8 @@ class Backward:
                     "chain, which autofuse.config.recompute = 'inputs' does not keep; set it to "
                     "'free' before the forward pass"
                 )
-        elif not in_functorch():
-            with NoTorchFunction():
+        elif not (in_functorch() or dispatch_modes()):  # these are told of ops
+            with NoModes():
                 key = tuple([plain_meta(g) if id(g.__class__) in _READ else None for g in grads])
             if len(grads) - key.count(None) == len(incoming):  # no sparse one, no other class
                 answer = self._answer(key)
@@ -76,7 +76,7 @@ class Backward:
                 if hooks.differentiated is not None:
                     hooks.differentiated(self, grads, saved, consts, result[1:])
                 return result
-        with NoTorchFunction():
+        with NoModes():
             return (None, *self.by_torch(Torch(consts), grads, saved))
 
     def by_torch(
@@ -173,7 +173,8 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     # raises if they are freed or were written
     saved = ctx.saved_tensors if backward.segment.frees else ()
     g = grads[0]
-    if g.__class__ is torch.Tensor and not torch.is_grad_enabled() and not in_functorch():
+    plain = g.__class__ is torch.Tensor and not torch.is_grad_enabled()
+    if plain and not in_functorch() and not dispatch_modes():
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---
         alone = True
         for more in grads[1:]:  # 0.3 us less than `all`

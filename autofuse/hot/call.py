@@ -166,6 +166,8 @@ def getting(entry, function, args, flags, names):
 
 def asking(entry, function, args, flags, names):
     """A method of `dispatch.metadata`; entry: the method of torch's."""
+    if call_pointer(FUNCTION_MODES) != 0:
+        return python(function, args, flags, names)
     before = switch_off(1)
     result = PyObject_Vectorcall(load(entry), args, flags, names)
     switch_back(before)
@@ -415,7 +417,9 @@ def wrapped_views(known: Known, views):
 
 def is_strided(tensor):
     """Whether its memory is laid out by strides."""
+    before = switch_off(2)
     layout = call_pointer(LAYOUT_GETTER, tensor, LAYOUT_CLOSURE)
+    switch_back(before)
     if layout == 0:
         PyErr_Clear()
         return 0

@@ -120,8 +120,10 @@ def likely_meta(likely, x):
 
 
 def is_nested(tensor):
-    """Whether it is a nested tensor, on which a check would end the process: 3 ns."""
+    """Whether it is a nested tensor, on which a check would end the process: 7 ns."""
+    before = switch_off(2)  # for modes too
     nested = call_pointer(NESTED_GETTER, tensor, NESTED_CLOSURE)
+    switch_back(before)
     if nested == 0:
         PyErr_Clear()
         return 1

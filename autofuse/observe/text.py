@@ -15,7 +15,7 @@ from ..program.program import CONST
 from ..program.walk import needed
 from ..record.policy import ASIDE
 from ..settings.config import config
-from ..torch_private import NoTorchFunction
+from ..torch_private import NoModes
 from .events import FAILED, REFUSED, WAITS, spelled
 from .findings import Findings
 
@@ -241,5 +241,5 @@ def expression(x: torch.Tensor) -> str:
 
 
 def _about(x: torch.Tensor) -> str:
-    with NoTorchFunction():
+    with NoModes():
         return f"{spelled(x)} on {x.device}"

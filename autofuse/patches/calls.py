@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..api import unwrap
 from ..chain.shell import Tensor
 from ..chain.state import counts
 from ..dispatch.eager import run_default, run_eager
@@ -68,7 +67,7 @@ def patch_calls() -> None:
 
     def new(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data, Tensor):
-            data = unwrap(data).detach()
+            return run_eager(make, (cls, data, *args), kwargs)
         return make(cls, data, *args, **kwargs)
 
     torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[assignment]

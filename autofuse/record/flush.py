@@ -51,7 +51,7 @@ from ..run.runner import Runner
 from ..run.settle import WRITING, settle, write_out
 from ..supply import kernels as compiling
 from ..supply.load import enter_context
-from ..torch_private import InferenceMode, NoTorchFunction, changes_results
+from ..torch_private import InferenceMode, NoModes, changes_results
 from .numbers import is_next
 from .ways import runner_for
 
@@ -290,7 +290,7 @@ def _foresee(recorder: Recorder, chain: Chain) -> bool:
     if recorder.running is chain and chain and (chain.values is None or chain.values is WRITING):
         return _foresee(recorder, chain)
     if recorder.running is chain and chain.into is not None and chain.values is not None:
-        with NoTorchFunction():  # who asks may be about to write there too, and comes after it
+        with NoModes():  # who asks may be about to write there too, and comes after it
             write_out(chain, chain.values[chain.tip.index])
     return recorder.running is chain
 
@@ -304,7 +304,7 @@ def beside(tensor: Tensor) -> torch.Tensor | None:
     recorder = state.recorder
     if recorder is None:
         return state.real if state.__class__ is Held else None
-    with NoTorchFunction():
+    with NoModes():
         chain = recorder.running
         if chain is None:
             return None

@@ -19,7 +19,7 @@ from ..errors import StaleInputError
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import is_cast
 from ..ops.row import Op
-from ..torch_private import NoTorchFunction, address_of, raw_version_of
+from ..torch_private import NoModes, NoTorchFunction, address_of, raw_version_of
 from .flush import flush
 from .record import record
 
@@ -143,7 +143,7 @@ def _write_among_others(
 
 def _reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
     """Whether `chain` reads memory of `target` by another tensor."""
-    with NoTorchFunction():
+    with NoModes():
         start = address_of(target)
         for k, x in enumerate(chain.inputs):
             other = chain.tip.inputs[k]
@@ -192,7 +192,7 @@ def flush_readers(tensor: torch.Tensor, reason: str, others: bool = False) -> No
             continue
         chain = recorder.running or recorder.chain
         if (chain or recorder.reading) and recorder.ident != ident:
-            with NoTorchFunction():
+            with NoModes():
                 try:
                     extent = _extent(tensor)
                     reads = recorder.reading or any(

@@ -15,7 +15,7 @@ from ..chain.state import Chain
 from ..inside import inside
 from ..kernel.plan import Piece
 from ..program.program import Ref
-from ..torch_private import NoTorchFunction, address_of, count_write
+from ..torch_private import NoModes, address_of, count_write
 from .generated import declared, log_of, result_of, tuple_of
 from .runner import Runner
 from .settle import WRITING, bump, publish, settle
@@ -56,7 +56,7 @@ class CpuRunner(Runner):
 
         def answer(incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
             inputs = (*incoming, *saved)
-            with NoTorchFunction():
+            with NoModes():
                 addresses = [address_of(inputs[n]) + at for n, at in places]
                 values = self._compute(addresses, consts_of(consts), None)
             self.others += 1
@@ -65,7 +65,7 @@ class CpuRunner(Runner):
         return answer
 
     def run(self, chain: Chain) -> None:  # type: ignore[override]
-        with NoTorchFunction():
+        with NoModes():
             self.check(chain)
             addresses = list(map(address_of, chain.inputs))
             values = self._compute(addresses, chain.consts, chain)

@@ -24,7 +24,7 @@ from ..program.program import Ref
 from ..supply.kernels import Order
 from ..supply.load import Kernel, enter_context
 from ..torch_private import (
-    NoTorchFunction,
+    NoModes,
     address_of,
     count_write,
     raw_version_of,
@@ -223,7 +223,7 @@ class CudaRunner(Runner):
         """
         space: dict[str, Any] = {
             **names,
-            "NoTorchFunction": NoTorchFunction, "check": self.check, "fail": self._fail,
+            "NoModes": NoModes, "check": self.check, "fail": self._fail,
             "unaligned": self._unaligned, "launch": self._launch, "empty": empty_strided,
             "version": raw_version_of, "address": address_of, "use_count": use_count,
             "swap": swap, "Tensor": Tensor, "settle": settle, "visible": self.visible,
@@ -247,7 +247,7 @@ class CudaRunner(Runner):
             space["device"], space["number"] = torch.cuda.device, self.device.index
             lines = ["with device(number):", *("    " + line for line in lines)]
         body = "".join(f"        {line}\n" for line in lines)
-        exec(compiled(f"def {signature}:\n    with NoTorchFunction():\n{body}"), space)
+        exec(compiled(f"def {signature}:\n    with NoModes():\n{body}"), space)
         return space[signature.partition("(")[0]]
 
     def _generate_check(self) -> list[str]:

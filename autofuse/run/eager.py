@@ -15,7 +15,7 @@ from ..torch_private import (
     AUTOGRAD,
     AUTOGRAD_OF_VIEWS,
     ExcludedKey,
-    NoTorchFunction,
+    NoModes,
     autocast_is_on,
     key_is_excluded,
     set_grad_enabled,
@@ -74,7 +74,7 @@ def _replayed(
     was = torch.is_grad_enabled()
     try:
         set_grad_enabled(nodes[-1].grad_mode)
-        with NoTorchFunction():
+        with NoModes():
             made = (ops or _replay(nodes, live))(chain.inputs, chain.consts, bumps, late)
     finally:
         set_grad_enabled(was)

@@ -17,7 +17,7 @@ from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
 from ..program.program import COPY, NEW, WRITE, Output
 from ..supply.load import Kernel
-from ..torch_private import NoTorchFunction, address_of, version_of
+from ..torch_private import NoModes, address_of, version_of
 from .words import Words
 
 
@@ -78,7 +78,7 @@ class Runner:
     def check(self, chain: Chain) -> None:
         """Raise StaleInputError if an Input changed since it was recorded."""
         marks = chain.marks
-        with NoTorchFunction():
+        with NoModes():
             for k in range(len(self.inputs)):
                 x = chain.inputs[k]
                 version = version_of(x)

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from ..chain.meta import UNKNOWN, fresh_meta
 from ..chain.shell import become, gave
 from ..chain.state import Chain, Node
-from ..torch_private import NoTorchFunction, copy_to, is_shell, set_grad_enabled
+from ..torch_private import NoModes, copy_to, is_shell, set_grad_enabled
 
 WRITING: dict[int, torch.Tensor] = {}  # `Chain.values` while C writes to memory that is read too
 
@@ -24,7 +24,7 @@ def settle(
     """
     values = chain.values
     assert values is not None
-    with NoTorchFunction():
+    with NoModes():
         if chain.into is not None:
             write_out(chain, values[chain.tip.index])
         for node in visible:
