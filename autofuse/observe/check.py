@@ -38,7 +38,7 @@ from ..program.walk import needed
 from ..record.flush import without_modes
 from ..settings.config import config, watch
 from ..supply.kernels import capturing
-from ..torch_private import NoModes, set_grad_enabled
+from ..torch_private import NoTorchFunction, set_grad_enabled
 from . import events
 from .events import Flush, Observer, spelled
 
@@ -196,7 +196,7 @@ def _alone(recorder: Recorder, compute: Callable[[], Any]) -> Any:
         was = torch.is_grad_enabled()
         set_grad_enabled(False)  # `torch.no_grad` would start new chains
         try:
-            with NoModes():
+            with NoTorchFunction():
                 results.append(compute())
         finally:
             set_grad_enabled(was)
