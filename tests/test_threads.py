@@ -370,7 +370,7 @@ def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
     x = torch.rand(8)
     w, got = autofuse.wrap(x), []
     foreseen, second, read = threading.Event(), threading.Event(), threading.Event()
-    run_, settle, guard = cpu.CpuRunner.run, cpu.settle, flushing.NoTorchFunction
+    run_, settle, guard = cpu.CpuRunner.run, cpu.settle, flushing.NoModes
     here, code, late = threading.get_ident(), flushing.beside.__code__, []
 
     def run_first(self, made):
@@ -385,7 +385,7 @@ def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
             assert read.wait(10)
         return settle(*args, **options)
 
-    def no_torch_function():
+    def no_modes():
         if threading.get_ident() != here and sys._getframe(1).f_code is code:
             foreseen.set()
             assert second.wait(10)
@@ -403,7 +403,7 @@ def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
     thread = threading.Thread(target=other)
     monkeypatch.setattr(cpu.CpuRunner, "run", run_first)
     monkeypatch.setattr(cpu, "settle", settle_second)
-    monkeypatch.setattr(flushing, "NoTorchFunction", no_torch_function)
+    monkeypatch.setattr(flushing, "NoModes", no_modes)
     autofuse.materialize(y)
     late.append(None)
     z = w * 7.0
