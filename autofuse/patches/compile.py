@@ -46,6 +46,7 @@ def _skip_tracing() -> None:
         attribute = getattr(torch.Tensor, name)
         for accessor in (attribute.fget, attribute.fset, attribute.fdel):
             skip_code(accessor.__code__)
+    skip_code(torch.Tensor.add_.__code__)  # of all functions in place
     package = Path(__file__).parents[1]
     for path in package.rglob("*.py"):
         if path.parts[len(package.parts)] not in ("api.py", "fused.py", "patches"):
