@@ -158,6 +158,41 @@ class TestCompile:
         x = torch.randn(4)
         assert_same(compiled(lambda t: autofuse.unwrap(curve(W(t))))(x), curve(x), 1e-6)
 
+    @pytest.mark.parametrize("leaf", [W, nn.Parameter], ids=["wrapped", "Parameter"])
+    @pytest.mark.parametrize("place", ["around", "inside"])
+    def test_autograd_nodes_in_a_compiled_backward(self, compiled, place, leaf, monkeypatch):
+        from torch._dynamo import compiled_autograd, config
+
+        def trained(wrap, leaf):
+            p = leaf((torch.arange(4.0) + 1).requires_grad_())
+            for _ in range(2):
+                y = wrap(torch.ones(4)) * p * 2 + 1
+                loss = (torch.sigmoid(y) * p).sum()
+                if place == "around":
+                    with compiled_autograd._enable(compiled):
+                        loss.backward()
+                else:
+                    compiled(lambda loss: loss.backward())(loss)
+            return p.grad
+
+        monkeypatch.setattr(autofuse.config, "always_fuse", True)
+        with warnings.catch_warnings(), config.patch(compiled_autograd=place == "inside"):
+            warnings.simplefilter("ignore")  # torch hides one by replacing `showwarning`
+            want = trained(lambda t: t, nn.Parameter)
+            assert_same(trained(W, leaf), want, 1e-6)
+        assert autofuse.stats().kernels_launched > 0
+
+    def test_a_compiled_function_is_given_a_leaf_itself(self, compiled):
+        x, y = torch.ones(4, requires_grad=True), W(torch.ones(4, requires_grad=True))
+        for leaf in (x, y):
+            seen = []
+            leaf.register_hook(seen.append)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                compiled(lambda t: (t * 2).sum() * t.is_leaf)(leaf).backward()
+            assert leaf.grad.tolist() == [2.0] * 4 and len(seen) == 1
+        assert type(y) is autofuse.Tensor
+
     def test_other_code_compiles_whole_as_ever(self, compiled):
         """What autofuse patches in torch breaks no graph."""
         model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2), nn.ReLU(inplace=True))

@@ -167,6 +167,12 @@ class _Fused(torch.autograd.Function):
         ctx.held = _held_by_nodes
         return outs
 
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """As torch's compiled autograd calls it, which gives the saved tensors itself."""
+        backward, consts = ctx.work
+        return backward.gradients(grads, ctx.saved_tensors, consts)
+
 
 def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     backward, consts = ctx.work

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..api import unwrap
+from ..chain.shell import Tensor, set_class
 from ..dispatch.nested import mapped
 from ..record.modes import close_thread, closed, reopen_thread
 
@@ -68,9 +69,24 @@ def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        args, kwargs = mapped((args, kwargs), unwrap)
-        with closed(reason):
-            return function(*args, **kwargs)
+        leaves: list[Any] = []  # which an alias would not be
+
+        def plain(tensor: Any) -> Any:
+            if tensor.__class__ is not Tensor or not (tensor.is_leaf and tensor.requires_grad):
+                return unwrap(tensor)
+            leaves.append(tensor)
+            return tensor
+
+        args, kwargs = mapped((args, kwargs), plain)
+        try:
+            for leaf in leaves:
+                leaf.__dict__.pop("_af", None)  # it may have other contents afterwards
+                set_class(leaf, torch.Tensor)
+            with closed(reason):
+                return function(*args, **kwargs)
+        finally:
+            for leaf in leaves:
+                set_class(leaf, Tensor)
 
     call._autofuse = True  # type: ignore[attr-defined]
     return call
