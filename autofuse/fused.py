@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
@@ -20,8 +19,9 @@ from .chain.shell import Tensor, set_class
 from .chain.state import this_thread
 from .dispatch.nested import SIMPLE, exchange, is_container, rebuilt, tensors_in, values_of
 from .inside import whatever_interrupts
+from .lending import Lender, become_plain, is_lent, lend, lenders, loans, others_lend, restore
 from .record.contest import FUSED, PLAIN, Contest, is_paused
-from .record.flush import flush_thread, value_of
+from .record.flush import flush_thread
 from .record.policy import aside, contest_for, is_settled, kernel_news, measures
 from .settings.config import config
 from .supply.kernels import capturing, outstanding
@@ -46,71 +46,9 @@ class _Place:
         self.likely: tuple[Any, ...] = ()
 
 
-# id of a tensor that fused calls have lent -> how many of them. Any thread, and what runs in the
-# middle of another call, changes it, and the class of the tensor with it, in a stretch of plain
-# code in which no Python runs: reads, comparisons and stores that make no container (up to Python
-# 3.11 finalizers run there), and one call of C as the last. After a condition that did not hold
-# Python 3.10 may run some: what it said is looked at again.
-_lent: defaultdict[int, int] = defaultdict(int)
-
-
-class _Lender:
-    """A thread that may lend; goes when the thread goes."""
-
-    __slots__ = ("__weakref__",)
-
-
-_lenders: WeakSet[_Lender] = WeakSet()
-
-
-def _others_lend() -> bool:
-    """Whether ops of this thread may meet tensors that another one lends."""
-    return len(_lenders) > ("lender" in this_thread.__dict__)
-
-
-def _is_lent(tensor: torch.Tensor) -> bool:
-    """Whether fused calls have made it a wrapped tensor, which was found to be one."""
-    return id(tensor) in _lent or tensor.__class__ is Plain  # by now, as others end
-
-
 def _would_record(args: Any, kwargs: Any) -> bool:
     """Whether a plain call would: inside a fused one, or of arguments that another thread lends."""
-    return this_thread.depth > 0 or any(id(x) in _lent for x in tensors_in([args, kwargs]))
-
-
-def _lend(tensor: torch.Tensor, meta: Meta | Unknown, lent: list[torch.Tensor]) -> None:
-    """Make an argument a wrapped tensor, whoever else has done so, and add it to `lent`."""
-    key, its = id(tensor), tensor.__dict__
-    # no Python runs in the first branch, nor in each half of the second
-    if key not in _lent and tensor.__class__ is Plain:
-        _lent[key] = 1  # 0.05 us less than to count from 0
-        tensor.__class__ = Tensor
-        its["_af"] = meta
-        lent.append(tensor)
-    else:
-        _lent[key] += 1
-        lent.append(tensor)
-        if tensor.__class__ is Plain:  # nobody makes it that while it is counted
-            tensor.__class__ = Tensor
-            its["_af"] = meta
-
-
-def _restore(lent: list[torch.Tensor]) -> None:
-    """Make arguments plain again; to be repeated after an interrupt."""
-    while lent:
-        tensor = lent[-1]
-        key, its = id(tensor), tensor.__dict__
-        cls: type = tensor.__class__
-        change = tensor, Plain if cls is Tensor else cls
-        # no Python runs in either branch; the tensor is concrete, for all is flushed
-        if _lent[key] == 1:
-            del _lent[key], lent[-1]
-            its["_af"] = UNKNOWN
-            del its["_af"]
-            set_class(*change)  # in a tuple that is there
-        elif _lent[key] != 1:
-            _lent[key] -= 1
-            del lent[-1]
+    return this_thread.depth > 0 or any(id(x) in loans for x in tensors_in([args, kwargs]))
 
 
 class _Walk:
@@ -136,7 +74,7 @@ class _Walk:
                 likely = place.likely
                 # 0.1 us less than `met`
                 if likely and not is_nested(value) and likely[0](value):
-                    _lend(value, likely[1], lent)
+                    lend(value, likely[1], lent)
                 else:
                     _lend_new(value, place, lent)
             elif id(cls) not in SIMPLE:
@@ -145,8 +83,8 @@ class _Walk:
     def enter_other(self, value: Any) -> None:
         """`enter` for what is neither plain nor simple."""
         if value.__class__ is Tensor:
-            if _is_lent(value):
-                _lend(value, UNKNOWN, self.lent)
+            if is_lent(value):
+                lend(value, UNKNOWN, self.lent)
             else:
                 self.passes = True
         elif isinstance(value, tuple):
@@ -164,7 +102,7 @@ class _Walk:
         """`value`, plain."""
         cls = value.__class__
         if cls is Tensor:
-            return value if id(value) in _lent else _become_plain(value)
+            return value if id(value) in loans else become_plain(value)
         if id(cls) in SIMPLE:
             return value
         if isinstance(value, tuple):
@@ -184,19 +122,7 @@ def _lend_new(tensor: torch.Tensor, place: _Place, lent: list[torch.Tensor]) -> 
     if meta is None and wrappable(tensor):
         meta = learned(tensor, place) or UNKNOWN
     if meta is not None:
-        _lend(tensor, meta, lent)
-
-
-def _become_plain(tensor: Tensor) -> torch.Tensor:
-    if tensor._af.__class__ is not Meta:
-        value = value_of(tensor, "fuse")
-        if value is not tensor:
-            return value
-    its = tensor.__dict__
-    its["_af"] = UNKNOWN
-    del its["_af"]
-    set_class(tensor, Plain)
-    return tensor
+        lend(tensor, meta, lent)
 
 
 class Site:
@@ -242,7 +168,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         if contest is not None and contest.left > 0:
             contest.left -= 1
             decided = True
-            if contest.way == PLAIN and measures() and not (_lent and _would_record(args, kwargs)):
+            if contest.way == PLAIN and measures() and not (loans and _would_record(args, kwargs)):
                 if hooks.flushing is not None:
                     _state.counts.eager[name, aside(contest)] += 1
                 return _as_it_is(function, args, kwargs, contest)
@@ -289,7 +215,7 @@ def _called(
     else:
         before, begun = kernel_news(), contest.begin(_state.counts.backwards)
         way = contest.way
-    if _lent and _would_record(args, kwargs):
+    if loans and _would_record(args, kwargs):
         way = FUSED
     if way == FUSED:
         result = call_fused(function, args, kwargs, site)
@@ -330,7 +256,7 @@ def _as_it_is(
 
 def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None) -> Any:
     """What a plain call leaves of tensors that are wrapped elsewhere, plain, as a fused one's."""
-    if contest is not None and not _others_lend():
+    if contest is not None and not others_lend():
         contest.keep_fused()  # they will be there again
     walk = _Walk([], [])
     for value in (*args, *kwargs.values()):
@@ -340,7 +266,7 @@ def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None) ->
 
 def _holds_wrapped(values: list[Any]) -> bool:
     """Whether there are tensors among them that are wrapped, and not because they are lent."""
-    return any(x.__class__ is Tensor and not _is_lent(x) for x in tensors_in(values))
+    return any(x.__class__ is Tensor and not is_lent(x) for x in tensors_in(values))
 
 
 def _main_device(tensors: list[torch.Tensor]) -> torch.device:
@@ -361,8 +287,8 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
     walk: _Walk | None = None
     mine = this_thread.__dict__
     if "lender" not in mine:
-        lender = _Lender()
-        _lenders.add(lender)
+        lender = Lender()
+        lenders.add(lender)
         mine["lender"] = lender
     if kwargs:
         values = *args, *kwargs.values()
@@ -378,14 +304,14 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
                 if likely and not modes and not value.is_nested and likely[0](value):
                     key, its = id(value), value.__dict__
                     # no Python runs from here...
-                    if key not in _lent and value.__class__ is Plain:
-                        _lent[key] = 1
+                    if key not in loans and value.__class__ is Plain:
+                        loans[key] = 1
                         value.__class__ = Tensor
                         its["_af"] = likely[1]
                         lent.append(value)
                     # ...to here
                     else:
-                        _lend(value, likely[1], lent)
+                        lend(value, likely[1], lent)
                 else:
                     _lend_new(value, place, lent)
             elif id(cls) not in SIMPLE:  # a Parameter stays one: it is recorded as it is
@@ -405,28 +331,28 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
                 flush_thread("fuse")
     finally:
         try:
-            while lent:  # as `_restore`, but for what others have lent too
+            while lent:  # as `restore`, but for what others have lent too
                 value = lent[-1]
                 key, its, change = id(value), value.__dict__, (value, Plain)
                 # no Python runs from here...
-                if _lent[key] == 1 and value.__class__ is Tensor:
-                    del _lent[key], lent[-1]
+                if loans[key] == 1 and value.__class__ is Tensor:
+                    del loans[key], lent[-1]
                     its["_af"] = UNKNOWN
                     del its["_af"]
                     set_class(*change)
                 # ...to here
                 else:
-                    _restore(lent)
+                    restore(lent)
         except BaseException:
-            whatever_interrupts(functools.partial(_restore, lent))
+            whatever_interrupts(functools.partial(restore, lent))
             raise
         if walk is not None and not walk.passes and walk.containers:
             walk.leave_arguments()
     cls = result.__class__
     if walk is not None and walk.passes:
         return function(*args, **kwargs)
-    if cls is Tensor and not _lent:
-        return _become_plain(result)
+    if cls is Tensor and not loans:
+        return become_plain(result)
     if id(cls) in SIMPLE:
         return result
     return (walk or _Walk(lent, [])).leave(result)

@@ -456,8 +456,8 @@ def main() -> int:
     if world.engine is not None:
         world.engine.jobs.put(None)
         world.engine.thread.join(60)
-    if autofuse.fused._lent or {type(world.x), type(world.z)} != {torch.Tensor}:
-        failed(f"arguments stay wrapped: {autofuse.fused._lent}")
+    if autofuse.lending.loans or {type(world.x), type(world.z)} != {torch.Tensor}:
+        failed(f"arguments stay wrapped: {autofuse.lending.loans}")
     world.over = True
     begun, done = world.touches
     touched = set(world.touched.tolist())

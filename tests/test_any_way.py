@@ -326,7 +326,7 @@ def test_the_same_as_plain(program, any_way, capsys):
     plain, fused = runs
     for k, (got, want) in enumerate(zip(fused, plain, strict=True)):
         assert_same(got, want, None, f"step {k}")
-    assert not autofuse.fused._lent and autofuse.chain.state.this_thread.depth == 0
+    assert not autofuse.lending.loans and autofuse.chain.state.this_thread.depth == 0
     assert not any(recorder.chain for recorder in autofuse.chain.state.all_recorders)
     stats = autofuse.stats()
     assert stats.ops_recorded + stats.ops_eager and capsys.readouterr() == ("", "")

@@ -554,7 +554,7 @@ def test_arguments_of_every_shape_by_one_call():
         assert not [x for x in tensors_in(got) if isinstance(x, autofuse.Tensor)], kind
         assert_same(got["list"], want["list"], None, kind)
         assert_same(got["tuple"], want["tuple"], None, kind)
-    assert not autofuse.fused._lent
+    assert not autofuse.lending.loans
 
 
 def test_what_a_function_leaves_in_containers_is_plain():
@@ -600,7 +600,7 @@ def test_a_wrapped_argument_at_any_place_lets_results_stay_wrapped():
         inside, first, second = f(*args, **kwargs)
         assert inside is torch.Tensor and type(x) is torch.Tensor
         assert type(first) is torch.Tensor and autofuse.is_pending(second)
-        assert type(w) is autofuse.Tensor and not autofuse.fused._lent
+        assert type(w) is autofuse.Tensor and not autofuse.lending.loans
 
 
 def test_a_fused_function_that_calls_itself():
@@ -616,7 +616,7 @@ def test_a_fused_function_that_calls_itself():
         got = f(x, 3, [x])  # 15, and what the lists of 3 calls have
         assert type(got) is type(x) is torch.Tensor
         assert got.tolist() == [15.0 + 3.0 + 1.0 + 1.0] * 4
-    assert set(depths) == {autofuse.Tensor} and not autofuse.fused._lent
+    assert set(depths) == {autofuse.Tensor} and not autofuse.lending.loans
 
 
 def test_a_class_that_becomes_a_dataclass_and_goes():

@@ -30,8 +30,7 @@ from test_interrupts import (
 )
 
 import autofuse
-from autofuse import fused as fusing
-from autofuse import inside
+from autofuse import inside, lending
 from autofuse.chain import state
 from autofuse.hot import native
 from autofuse.lines import OURS
@@ -461,7 +460,7 @@ def fused_call(x, y, box, items):
 
 
 def assert_all_plain(tensors):
-    assert not fusing._lent and state.this_thread.depth == 0
+    assert not lending.loans and state.this_thread.depth == 0
     for x in tensors:
         assert type(x) is torch.Tensor and "_af" not in vars(x)
 

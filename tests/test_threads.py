@@ -660,7 +660,7 @@ def test_threads_that_lend_the_same_tensors(device):
         def body():
             for _ in range(300):
                 (got, *_) = fused(*args)
-                state = type(got) is torch.Tensor or (vars(got), autofuse.fused._lent)
+                state = type(got) is torch.Tensor or (vars(got), autofuse.lending.loans)
                 assert state is True  # both classes have one name
                 assert_same(got, want, None)
 
@@ -676,9 +676,9 @@ def test_threads_that_lend_the_same_tensors(device):
     assert type(x) is type(y) is autofuse.Tensor
     leave.set()
     thread.join()
-    assert type(x) is type(y) is torch.Tensor and not autofuse.fused._lent
+    assert type(x) is type(y) is torch.Tensor and not autofuse.lending.loans
     run(work(x, y, []), work(x, y, shared), work(x, y, {"x": x, "y": [y]}))
-    assert type(x) is type(y) is torch.Tensor and not autofuse.fused._lent
+    assert type(x) is type(y) is torch.Tensor and not autofuse.lending.loans
     assert not {"_af"} & (vars(x).keys() | vars(y).keys())
 
 
@@ -710,7 +710,7 @@ def test_plain_calls_of_what_other_threads_lend(device, monkeypatch, off):
                 assert type(got) is type(items["y"]) is torch.Tensor
 
     run(lend, call, lend, call)
-    assert type(x) is type(y) is torch.Tensor and not autofuse.fused._lent
+    assert type(x) is type(y) is torch.Tensor and not autofuse.lending.loans
 
 
 # --- backward -----------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from test_interrupts import Interrupted
 from test_middle import Middle
 
 import autofuse
-from autofuse import fused as fusing
-from autofuse import inside
+from autofuse import inside, lending
 from autofuse.chain import state
 from autofuse.kernel import llvm
 from autofuse.record import flush as flushing
@@ -289,7 +288,7 @@ def test_arguments_are_plain_after_an_interrupt_anywhere():
             done = interrupted.left > 0
         except KeyboardInterrupt:
             pass
-        assert type(x) is torch.Tensor and not fusing._lent, count
+        assert type(x) is torch.Tensor and not lending.loans, count
         assert "_af" not in vars(x)
         assert torch.equal(fused(x), want), count
     assert count > 10
