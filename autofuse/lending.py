@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from weakref import WeakSet
 
@@ -86,3 +87,15 @@ def become_plain(tensor: Tensor) -> torch.Tensor:
     del its["_af"]
     set_class(tensor, Plain)
     return tensor
+
+
+def forget_threads() -> None:
+    """After a fork: make plain what other threads have lent, whose calls do not end here."""
+    lenders.clear()
+    if "lender" in this_thread.__dict__:
+        lenders.add(this_thread.__dict__["lender"])
+    if loans and not this_thread.depth:  # in a fused call some are its own
+        for value in gc.get_objects():
+            if type(value) is Tensor and loans.pop(id(value), 0):
+                become_plain(value)
+        loans.clear()

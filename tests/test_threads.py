@@ -319,6 +319,32 @@ def test_a_forked_child_computes_what_its_parents_threads_had_pending(device, mo
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_a_forked_child_lends_nothing_that_its_parents_threads_did(device):
+    """Their calls do not end in it: nobody else would make the arguments plain there."""
+    if device == "cuda":
+        pytest.skip("a forked child cannot use CUDA once its parent does")
+    x, inside, go_on = torch.ones(4), threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def pause():
+        inside.set()
+        assert os.getpid() != parent or go_on.wait(60)
+
+    slow = autofuse.fuse(lambda x, items: (pause(), x * items[0])[1])
+    thread = threading.Thread(target=slow, args=(x, [x]))
+    thread.start()
+    assert inside.wait(60) and type(x) is autofuse.Tensor
+    with warnings.catch_warnings():  # of threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        left = autofuse.lending.loans or autofuse.lending.others_lend() or {"_af"} & vars(x).keys()
+        os._exit(bool(left) or {type(x), type(x * 2), type(slow(x, [x]))} != {torch.Tensor})
+    go_on.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0 and type(x) is torch.Tensor
+
+
 def test_values_that_were_foreseen_for_a_shorter_chain(device, monkeypatch):
     """A flush is interrupted while another thread computes for itself, and the chain goes on."""
     if device == "cuda" or os.environ.get("AUTOFUSE_TEST_LAUNCH"):

@@ -13,6 +13,7 @@ from functools import cache
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .. import lending
 from ..record import modes
 from ..record.flush import flush_all
 from ..run import cpu
@@ -38,5 +39,7 @@ def install() -> None:
     register_optimizer_step_pre_hook(lambda *args: flush_all("optimizer"))
     os.register_at_fork(
         before=lambda: flush_all("fork"),
-        after_in_child=lambda: [module.forget_threads() for module in (modes, cpu, kernels)],
+        after_in_child=lambda: [
+            module.forget_threads() for module in (modes, cpu, kernels, lending)
+        ],
     )
