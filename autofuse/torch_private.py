@@ -19,7 +19,6 @@ NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 # modes see nothing either: what autofuse does on its own, eager does not do; nor does it cost the
 # 2 us each that a default device takes
 NoModes = torch._C.DisableTorchFunction
-NoTorchDispatch = torch._C._DisableTorchDispatch  # the same for those of its dispatcher
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many
 has_torch_function: Callable[[Any], bool] = torch._C._has_torch_function
 torch_functions_are_on: Callable[[], bool] = torch._C._is_torch_function_enabled

@@ -306,10 +306,9 @@ TOLD = {
     "modes": lambda y, x, a: (torch.no_grad()(lambda: y * 2)(), torch.autocast("cpu")(y.sin)()),
     "parameters": lambda y, x, a: (torch.nn.Parameter(y), torch.nn.Linear(4, 4)(y)),
     "reads": lambda y, x, a: (y.tolist(), str(y), y.detach().numpy(), y.sum().item(), list(y)),
-    "exports": lambda y, x, a: (torch.utils.dlpack.to_dlpack(a), torch.asarray(a),
+    "exports": lambda y, x, a: (torch.asarray(a),
                                 torch.from_dlpack(a), copy.copy(y), copy.deepcopy(a)),
     "torch.func": lambda y, x, a: torch.func.grad(lambda t: (t * a).sum())(a),
-    "wrapping": lambda y, x, a: (autofuse.wrap(y), autofuse.unwrap(y)) and None,
 }  # fmt: skip
 
 

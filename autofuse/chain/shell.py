@@ -18,7 +18,6 @@ from torch.autograd import forward_ad
 from .. import hooks
 from ..torch_private import (
     NoModes,
-    NoTorchDispatch,
     detach,
     is_shell,
     permute,
@@ -134,7 +133,7 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor | None:
 def alias(tensor: torch.Tensor) -> Tensor:
     """A wrapped tensor over the same memory, version counter and autograd history."""
     tangent = forward_ad._current_level >= 0  # which detach would drop
-    with NoModes(), NoTorchDispatch():
+    with NoModes():
         if tensor.requires_grad and not torch.is_inference_mode_enabled():
             with torch.enable_grad():  # or the alias would say so and lead nowhere
                 other = torch.ops.aten.alias.default(tensor)
