@@ -123,7 +123,7 @@ def met(tensor: torch.Tensor, place: Place) -> Meta | None:
 
 
 def is_nested(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is nested, without a word to modes: 0.1 us."""
+    """Whether a plain tensor is nested, without a word to modes."""
     if not function_modes():
         return tensor.is_nested
     with NoModes():

@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 
 from .. import hooks
+from ..ops.autocast import DEVICES as AUTOCAST_DEVICES
 from ..ops.row import Op
 from ..program.program import Output, Program, Ref, Step
 from ..settings.config import config
@@ -185,7 +186,8 @@ class Recorder:
         grad, inference, autocast = self.grad, self.inference, self.autocast
         if self.thread == get_ident():  # another thread's modes are not those of its recorder
             grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            autocast = torch.is_autocast_enabled(self.device.type)
+            kind = self.device.type
+            autocast = kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
         modes = (grad, inference, autocast, torch.get_default_dtype(), config.recompute,
                  config.always_fuse, config.relaxed, self.resting)  # fmt: skip
         root = self.roots.get(modes)

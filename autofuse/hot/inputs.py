@@ -120,7 +120,7 @@ def likely_meta(likely, x):
 
 
 def is_nested(tensor):
-    """Whether it is a nested tensor, on which a check would end the process: 7 ns."""
+    """Whether it is a nested tensor, on which a check would end the process."""
     before = switch_off(2)  # for modes too
     nested = call_pointer(NESTED_GETTER, tensor, NESTED_CLOSURE)
     switch_back(before)
