@@ -888,6 +888,24 @@ class TestShortChains:
         assert stats.eager_ops["tanh", "a chain of one op"] >= 4
         assert not autofuse.is_pending(torch.tanh(x))
 
+    def test_what_is_left_eager_is_recorded_again_after_a_while(self):
+        """However it is spelled: longer chains may begin so by then."""
+        x = autofuse.wrap(torch.ones(4))
+        for op in (
+            lambda: x > 9.0,
+            lambda: x > 9,
+            lambda: torch.add(x, x, alpha=2),
+            lambda: x.clamp(0.0, 1.0),
+        ):
+            forget_all("test")
+            recorded = []
+            for _ in range(250):
+                y = op()
+                recorded.append(autofuse.is_pending(y))
+                autofuse.materialize(y)
+            first = recorded.index(False)
+            assert first < 10 and True in recorded[first:]
+
     def test_a_short_chain_of_small_tensors_is_as_its_ops_are_on_a_cpu(self):
         """By length, size and functions, and the same at every run: the bits are eager's."""
         autofuse.record.policy.FLUSH_US.update(cpu=9.3)

@@ -18,7 +18,7 @@ from ..chain.shell import Held, Lost, Tensor, set_attribute
 from ..chain.state import announced, counts, is_alone, this_thread, writing
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
 from ..record.numbers import is_next, pass_over
-from ..record.policy import SKIPS, record_again
+from ..record.policy import skipped
 from ..torch_private import (
     NoModes,
     NoTorchFunction,
@@ -102,9 +102,7 @@ def fed(result: Any, known: Known) -> Any:
 def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     """Run an op of the table, on concrete operands, that the trie has found better off eager."""
     node.recorder.reading = False
-    node.skips += 1
-    if node.skips > SKIPS and node.returns is not None:
-        record_again(node)
+    skipped(node)
     with NoTorchFunction():
         result = func(*operands)
     counts.eager[node.counted] += 1

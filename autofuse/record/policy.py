@@ -50,7 +50,7 @@ _FUNCTIONS_US = {"sigmoid": 0.22, "silu": 0.23, "rsqrt": 0.23, "sqrt": 0.38, "ge
                  "exp": 0.65, "tanh": 2.2}  # fmt: skip
 # A chain that costs less as the ops it is runs as these (`ways.ShortRunner`), TRIES times. Then
 # another node stands for its first (`make_eager`), whose op is run at once (`dispatch.eager`) and
-# not recorded any more, SKIPS times: longer chains may begin so by then (`record_again`). Once one
+# not recorded any more, SKIPS times: longer chains may begin so by then (`skipped`). Once one
 # is fused that does, its first node is `long`, and nothing of this happens.
 TRIES, SKIPS = 3, 100
 ASIDE = "a fused call that costs less as it is"  # and records nothing for now
@@ -90,11 +90,12 @@ def make_eager(node: Node, reason: str) -> None:
         tip.next[node.key], tip.recent = eager, None
 
 
-def record_again(eager: Node) -> None:
-    """End what `make_eager` has begun."""
-    assert eager.returns is not None
-    tip, key, node = eager.returns
-    tip.next[key], tip.recent = node, None
+def skipped(eager: Node) -> None:
+    """Count that its op was not recorded, and end what `make_eager` has begun if that is time."""
+    eager.skips += 1
+    if eager.skips > SKIPS and eager.returns is not None:
+        tip, key, node = eager.returns
+        tip.next[key], tip.recent = node, None
 
 
 def rest(recorder: Recorder) -> None:

@@ -27,6 +27,7 @@ from ..torch_private import NoModes, address_of, raw_version_of, requires_grad_o
 from .flush import flush
 from .modes import forget, regrade
 from .numbers import follows
+from .policy import skipped
 
 _Parameter = torch.nn.Parameter
 _INT64 = 1 << 63
@@ -108,6 +109,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     shell = node.shell
     if shell is None:
         if node.reason:
+            skipped(node)
             return refuse(recorder, op, node.reason)
         if node.cast is not None:
             recorder.reading = False
