@@ -55,6 +55,7 @@ TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 address_of = TensorBase.data_ptr  # type: ignore[attr-defined] - unpatched
 copy_to = TensorBase.copy_  # type: ignore[attr-defined] - (into, value)
+keys_of = torch._C._dispatch_keys  # what decides which kernels an op on it runs
 is_shell = TensorBase._python_dispatch.__get__  # type: ignore[attr-defined]
 requires_grad_of = torch.Tensor.requires_grad.__get__
 raw_version_of = torch.Tensor._version.__get__  # type: ignore[attr-defined]

@@ -11,7 +11,14 @@ import torch
 from ..dtypes import CODES
 from ..layout import Ints, contiguous
 from ..program.program import Spec
-from ..torch_private import NoModes, TensorGuards, function_modes, in_functorch, requires_grad_of
+from ..torch_private import (
+    NoModes,
+    TensorGuards,
+    function_modes,
+    in_functorch,
+    keys_of,
+    requires_grad_of,
+)
 
 _devices: dict[torch.device, torch.device] = {}
 
@@ -27,7 +34,7 @@ Check = Callable[[torch.Tensor], bool]
 class Meta:
     """What is known of a concrete tensor without reading its values; one object per content."""
 
-    __slots__ = ("checks", "device", "dtype", "flat", "inference", "nbytes", "ndim",
+    __slots__ = ("checks", "device", "dtype", "flat", "inference", "keys", "nbytes", "ndim",
                  "requires_grad", "shape", "spec", "stride", "ungraded")  # fmt: skip
     recorder = None  # a concrete tensor belongs to no chain
     index = -1
@@ -50,6 +57,9 @@ class Meta:
         self.spec = Spec(CODES[dtype], tuple(shape), tuple(stride))
         self.ungraded: Meta | None = None  # the same of a result made under no_grad, once needed
         self.checks: dict[type, Check | None] = {}  # tests for this content, see `_check`
+        self.keys = (
+            -1
+        )  # torch's dispatch keys of such tensors, once there is a test; `hot` has its own
 
 
 class Unknown:
@@ -96,7 +106,7 @@ class Place(Protocol):
     likely: tuple[Any, ...]  # a check, its Meta, a check, its Meta, ...
 
 
-_MOST = 8  # Metas at a place: the layers of a model call the same functions
+_MOST = 16  # Metas at a place: what all layers of a model give and take meets where chains begin
 
 
 def likely_meta(tensor: torch.Tensor, place: Place) -> Meta | None:
@@ -131,13 +141,20 @@ def is_nested(tensor: torch.Tensor) -> bool:
 
 
 def learned(tensor: torch.Tensor, place: Place) -> Meta | None:
-    """The Meta of a plain tensor without a check at `place`, which has one next time.
+    """The Meta of a plain tensor without a check at `place`, which has one next time."""
+    meta = plain_meta(tensor)
+    if meta is not None:
+        _learn(tensor, meta, place)
+    return meta
+
+
+def _learn(tensor: torch.Tensor, meta: Meta, place: Place) -> None:
+    """Have a check for such tensors at `place`.
 
     With more Metas than there is room for each has its own slot, so that those met in turns do not
     all drive each other out.
     """
-    meta = plain_meta(tensor)
-    check = None if meta is None else _check(tensor, meta)
+    check = _check(tensor, meta)
     if check is not None:
         pairs = list(zip(place.likely[::2], place.likely[1::2], strict=True))
         pairs = [pair for pair in pairs if pair[1] is not meta]  # its check was for other modes
@@ -146,7 +163,6 @@ def learned(tensor: torch.Tensor, place: Place) -> Meta | None:
         else:
             pairs[id(meta) // 64 % _MOST] = (check, meta)
         place.likely = tuple([item for pair in pairs for item in pair])
-    return meta
 
 
 def _check(tensor: torch.Tensor, meta: Meta) -> Check | None:
@@ -164,6 +180,7 @@ def _check(tensor: torch.Tensor, meta: Meta) -> Check | None:
             tensor, dynamic_dims_sizes=[list(meta.shape)], dynamic_dims_strides=[list(meta.stride)]
         )
         check = meta.checks[cls] = guards.check
+        meta.keys = keys_of(tensor).raw_repr()
     return check
 
 
@@ -187,16 +204,26 @@ def is_special(tensor: torch.Tensor) -> bool:
     return _is_neg(tensor) or _is_zero(tensor) or _has_names(tensor)
 
 
-def concrete_meta(tensor: torch.Tensor) -> Meta | None:
-    """The Meta of a wrapped concrete tensor, remembered on it until an op may change it."""
+def concrete_meta(tensor: torch.Tensor, place: Place | None = None) -> Meta | None:
+    """The Meta of a wrapped concrete tensor, remembered on it until an op may change it.
+
+    place: where others like it are likely to come.
+    """
+    if torch.is_inference_mode_enabled() or in_functorch():
+        place = None  # no check tells inference tensors; nested ones inside vmap end the process
     with NoModes():
-        if is_special(tensor):
-            return None
-        dtype, shape, device, requires_grad = [read(tensor) for read in _READERS]
-        key = (dtype, shape, _stride_of(tensor), device, requires_grad, _is_inference(tensor))
-    meta = _metas.get(key) or _new_meta(key)
-    if meta is not None:
-        tensor.__dict__["_af"] = meta
+        meta = None if place is None else met(tensor, place)
+        if meta is None:
+            if is_special(tensor):
+                return None
+            dtype, shape, device, requires_grad = [read(tensor) for read in _READERS]
+            key = (dtype, shape, _stride_of(tensor), device, requires_grad, _is_inference(tensor))
+            meta = _metas.get(key) or _new_meta(key)
+            if meta is None:
+                return None
+            if place is not None:
+                _learn(tensor, meta, place)
+    tensor.__dict__["_af"] = meta
     return meta
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..chain.meta import UNKNOWN, Meta, likely_meta, plain_meta
+from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Held, Lost, Tensor, set_attribute
 from ..chain.state import announced, counts, is_alone, this_thread, writing
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
@@ -67,9 +67,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     counts.eager[known.reason] += 1
     if first is not None:
         pass_over(first)
-    if known.feeds:
-        return fed(result, known)
-    return lifted_split(result, known) if known.splits else lifted(result)
+    return lifted(result)
 
 
 def _made_concrete(items: Any, known: Known) -> bool:
@@ -86,17 +84,6 @@ def _made_concrete(items: Any, known: Known) -> bool:
         elif id(x.__class__) not in SIMPLE:
             return False
     return True
-
-
-def fed(result: Any, known: Known) -> Any:
-    """Wrap a fresh result that usually begins a chain."""
-    if result.__class__ is Plain:
-        aside = function_modes() or in_functorch()
-        meta = None if aside else likely_meta(result, known)
-        result.__class__ = Tensor
-        if meta is not None:
-            result.__dict__["_af"] = meta
-    return result
 
 
 def run_short(func: Handler, node: Any, *operands: Any) -> Any:
@@ -282,22 +269,6 @@ def _is_strided(tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided
     with NoModes():  # or they would be told
         return tensor.layout is torch.strided
-
-
-def lifted_split(views: Any, known: Known) -> Any:
-    """`lifted` for the views of one tensor, which mostly have one Meta."""
-    if function_modes() or in_functorch() or (views and views[0].is_nested):
-        return lifted(views)
-    meta, shape, stride = None, None, None
-    for view in views:
-        if view.__class__ is Plain:
-            if view.shape != shape or view.stride() != stride:  # 0.3 us against 1 us for a Meta
-                meta = plain_meta(view) if view.is_inference() else likely_meta(view, known)
-                shape, stride = view.shape, view.stride()
-            view.__class__ = Tensor
-            if meta is not None:
-                view.__dict__["_af"] = meta
-    return views
 
 
 def _calibrate() -> int:

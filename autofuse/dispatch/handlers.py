@@ -34,10 +34,7 @@ from .eager import (
     Handler,
     Parameter,
     Plain,
-    fed,
     has_others,
-    lifted,
-    lifted_split,
     run_eager,
     run_short,
 )
@@ -66,7 +63,7 @@ def handler(self, /, *more, **options):
                 if first is None:
                     recorder.reading = fresh = True  # before the look at what it is
                     node = self._af
-                    first = node if node is not UNKNOWN else concrete_meta(self)
+                    first = node if node is not UNKNOWN else concrete_meta(self, tip)
             nxt = tip.next.get((OP, first))
             if nxt is not None and recorder.grad is is_grad_enabled():
                 shell = nxt.shell
@@ -105,7 +102,7 @@ def handler(self, other=REST, /, *more, **options):
                 if first is None:
                     recorder.reading = True  # before the look at what it is
                     node = self._af
-                    first = node if node is not UNKNOWN else concrete_meta(self)
+                    first = node if node is not UNKNOWN else concrete_meta(self, tip)
                     fresh = self
             cls = other.__class__
             consts = ()
@@ -120,7 +117,7 @@ def handler(self, other=REST, /, *more, **options):
                     if second is None and other is not self:
                         recorder.reading = True
                         state = other._af
-                        second = state if state is not UNKNOWN else concrete_meta(other)
+                        second = state if state is not UNKNOWN else concrete_meta(other, tip)
                         late = other
                 elif state.recorder is not recorder:
                     second = None
@@ -338,8 +335,7 @@ def passing(func: Handler) -> Handler:
     """A handler for `func`, which is not recorded."""
     handler, known = eagerly(func), known_of(func)
     if known.in_c and not known.writes:
-        wrap = fed if known.feeds else lifted_split if known.splits else lifted
-        HOT.append(("passing", handler, (func, known, wrap)))
+        HOT.append(("passing", handler, (func, known)))
     return handler
 
 

@@ -16,11 +16,8 @@ IN_C = {type(torch.add), type(Plain.add), type(Plain.__getitem__),
          type(Plain.shape.__get__)}  # type: ignore[attr-defined]  # fmt: skip
 # functions that do, and that tell modes of what it has by their name
 _EXACT_CLASS = {"numpy", "tolist", "_make_subclass", "as_subclass", "is_contiguous"}
-# fresh results that usually begin a chain: their Meta is read at once, while that is cheap
-FEEDS = {"mm", "matmul", "bmm", "addmm", "linear", "__matmul__", "__rmatmul__", "conv1d", "conv2d",
-          "layer_norm", "group_norm"}  # fmt: skip
-# other functions that stand between chains
-PASSED = FEEDS | set(
+# functions that stand between chains
+PASSED = set(
     "adaptive_avg_pool1d adaptive_avg_pool2d addbmm addmv addr all amax amin any argmax argmin "
     "avg_pool1d avg_pool2d avg_pool3d baddbmm bincount broadcast_to bucketize cat chain_matmul "
     "chunk column_stack concat concatenate conv3d conv_transpose1d conv_transpose2d count_nonzero "
@@ -33,9 +30,9 @@ PASSED = FEEDS | set(
     "slice_scatter softmax sort split squeeze stack std std_mean sum swapaxes t take "
     "take_along_dim tensor_split tensordot tile topk trace transpose tril triu unbind unflatten "
     "unsqueeze upsample_nearest2d var var_mean vdot view_as_complex view_as_real vstack "
-    "zeros_like".split()
+    "zeros_like mm matmul bmm addmm linear __matmul__ __rmatmul__ conv1d conv2d layer_norm "
+    "group_norm".split()
 )
-_SPLITS = {"chunk", "split", "unbind", "tensor_split"}
 # Python functions that only pass their tensors on to C
 LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,
            F.mish, F.elu, F.softmax, F.log_softmax, F.mse_loss, F.l1_loss, F.dropout,
@@ -49,8 +46,7 @@ TARGETS = {"out", "inplace"}  # keywords by which a function may write
 class Known:
     """What `run_eager` has to know of a function."""
 
-    __slots__ = ("feeds", "in_c", "likely", "name", "own", "reason", "splits", "targets",
-                 "writes")  # fmt: skip
+    __slots__ = ("in_c", "name", "own", "reason", "targets", "writes")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.name = getattr(func, "__name__", "function")
@@ -61,11 +57,6 @@ class Known:
         # running statistics are written in training alone
         self.targets = TARGETS | {"training"} if func is F.batch_norm else TARGETS
         self.writes = _writes(self.name, func) and func is not F.batch_norm
-        self.feeds = self.name in FEEDS
-        self.splits = self.name in _SPLITS
-        # what its results are, see `likely_meta`; these are fresh, and so never inference tensors
-        # outside that mode, nor others inside
-        self.likely: tuple[Any, ...] = ()
 
 
 _known: dict[Any, Known] = {}

@@ -8,7 +8,6 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
-    AF,
     COUNT,
     CURRENT,
     DISPATCH_MODES,
@@ -37,7 +36,6 @@ from .c import (
     PyLong_AsLong,
     PyObject_Call,
     PyObject_CallOneArg,
-    PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyObject_Vectorcall,
     PyThread_get_thread_ident,
@@ -47,6 +45,7 @@ from .c import (
     PyTuple_Size,
     all_recorders,
     call_pointer,
+    lifted,
     load,
     load32,
     local,
@@ -55,10 +54,8 @@ from .c import (
     strided,
 )
 from .flush import flush_now
-from .inputs import is_nested, likely_meta
 from .record import are_watched, called, number_chain
 from .values import (
-    ask2,
     class_of,
     grad_mode,
     has_target,
@@ -70,7 +67,6 @@ from .values import (
     state_of,
     switch_back,
     switch_off,
-    version_of,
 )
 
 
@@ -177,7 +173,7 @@ def asking(entry, function, args, flags, names):
 def passing(entry, function, args, flags, names):
     """`run_eager` for a function of torch in C that writes nothing.
 
-    entry: by handlers, each one's function, what is known of that, what wraps its result.
+    entry: by handlers, each one's function, what is known of that.
     """
     count = flags & COUNT
     own = PyDict_GetItemWithError(load(entry), function)
@@ -299,41 +295,22 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
     Py_DecRef(chain)
     if result == 0:
         return 0
-    if class_of(result) is Plain:
-        if known.feeds is True:
-            meta = 0
-            if recorder.off is False:  # as it is in torch.vmap, where a check may end the process
-                meta = likely_meta(known.likely, result)
-            if meta != 0:
-                set_class(result, Tensor)
-                PyObject_GenericSetAttr(result, AF, meta)
-                return result
-            if PyErr_Occurred() != 0:
-                Py_DecRef(result)
-                return 0
-            wrapped = ask2(load(entry + 16), result, known)
-            Py_DecRef(result)
-            return wrapped
+    kind = class_of(result)
+    if kind is Plain:
         if load32(result) == 1 and is_strided(result) != 0:
             set_class(result, Tensor)
-        return result
-    kind = class_of(result)
-    if known.splits is True and kind is tuple:
-        if wrapped_views(known, result) != 0:
-            return result
-        if PyErr_Occurred() != 0:
-            Py_DecRef(result)
-            return 0
-        wrapped = ask2(load(entry + 16), result, known)
+    elif kind is tuple:
+        k = PyTuple_Size(result)
+        while k > 0:
+            k -= 1
+            item = load(result + ITEMS + 8 * k)
+            if class_of(item) is Plain and load32(item) == 1:
+                set_class(item, Tensor)
+    elif kind is not Tensor and is_simple(kind) == 0:
+        wrapped = PyObject_CallOneArg(lifted, result)
         Py_DecRef(result)
         return wrapped
-    if known.feeds is True or kind is Tensor or kind is float or kind is int or kind is bool:
-        return result
-    if result is None:
-        return result
-    wrapped = PyObject_CallOneArg(load(entry + 16), result)
-    Py_DecRef(result)
-    return wrapped
+    return result
 
 
 def are_modes_off():
@@ -371,48 +348,6 @@ def lend(place, lent, args, count):
             lent = lend(place, lent, x + ITEMS, PyTuple_Size(x))
         k += 1
     return lent
-
-
-def wrapped_views(known: Known, views):
-    """Wrap the views of one tensor, which mostly have one Meta; 0 where Python has to go on."""
-    count = PyTuple_Size(views)
-    if count == 0 or class_of(load(views + ITEMS)) is not Plain:
-        return 0
-    if is_nested(load(views + ITEMS)) != 0:
-        return 0
-    if version_of(load(views + ITEMS)) == -1:  # inference tensors, which no check tells from others
-        return 0
-    likely = known.likely
-    Py_IncRef(likely)
-    size = PyTuple_Size(likely)
-    place = 0
-    done = 1
-    k = 0
-    while k < count and done != 0:
-        view = load(views + ITEMS + 8 * k)
-        done = class_of(view) is Plain and load32(view) == 1
-        tried = 0
-        meta = 0
-        while done != 0 and meta == 0 and tried < size:
-            same = PyObject_CallOneArg(load(likely + ITEMS + 8 * place), view)
-            Py_DecRef(same)
-            if same is True:
-                meta = load(likely + ITEMS + 8 * place + 8)
-            elif same == 0:
-                done = 0
-            else:
-                tried += 2
-                place += 2
-                if place == size:
-                    place = 0
-        if meta == 0:
-            done = 0
-        else:
-            set_class(view, Tensor)
-            PyObject_GenericSetAttr(view, AF, meta)
-        k += 1
-    Py_DecRef(likely)
-    return done
 
 
 def is_strided(tensor):

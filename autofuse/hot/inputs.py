@@ -3,20 +3,28 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import Meta
+from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dtypes import EXACT
 from .c import (
+    AF,
+    DIM_OF,
+    DTYPE_OF,
+    FAILED,
     GRAD_CLOSURE,
     GRAD_GETTER,
+    INDEX_OF,
     ITEMS,
-    NESTED_CLOSURE,
-    NESTED_GETTER,
+    KEYS_AT,
+    NUMBER_AT,
+    REQUIRES_GRAD,
+    SIZES_OF,
+    STRIDES_OF,
+    TENSOR_AT,
     Parameter,
     Plain,
     Py_DecRef,
-    Py_IncRef,
     PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
@@ -25,10 +33,11 @@ from .c import (
     PyLong_AsLong,
     PyLong_FromLong,
     PyObject_CallNoArgs,
-    PyObject_CallOneArg,
+    PyObject_GenericSetAttr,
     PyTuple_Size,
     call_pointer,
     load,
+    load32,
     others_writing,
     room,
     store,
@@ -65,6 +74,7 @@ def fits(node: Node, operands, key, count):
 def item_of(recorder: Recorder, chain: Chain, x):
     """What stands for the operand x in an edge, borrowed; 0 where Python has to decide."""
     kind = class_of(x)
+    tip: Node = chain.tip
     if kind is float or kind is bool:
         return kind
     if kind is int:
@@ -81,12 +91,17 @@ def item_of(recorder: Recorder, chain: Chain, x):
             if state.recorder is not recorder:
                 return 0
             return state.index
-        if class_of(state) is not Meta:
+        if class_of(state) is not Meta and state is not UNKNOWN:
             return 0
         slot = slot_of(chain, x)
         if slot != 0:
             return slot
         recorder.reading = True
+        if state is UNKNOWN:
+            state = likely_meta(tip.likely, x)
+            if state == 0:
+                return 0
+            PyObject_GenericSetAttr(x, AF, state)
         return on_device(recorder, state)
     if kind is not Plain and kind is not Parameter:
         return 0
@@ -94,41 +109,56 @@ def item_of(recorder: Recorder, chain: Chain, x):
     if slot != 0:
         return slot
     recorder.reading = True
-    tip: Node = chain.tip
     return on_device(recorder, likely_meta(tip.likely, x))
 
 
 def likely_meta(likely, x):
-    """The Meta of a plain tensor that meets a check of its place, borrowed; or 0."""
+    """The Meta of a concrete tensor, borrowed, if its place knows it; or 0."""
     size = PyTuple_Size(likely)
-    if size != 0 and is_nested(x) != 0:
-        return 0
-    Py_IncRef(likely)
-    meta = 0
-    k = 0
-    while k < size and meta == 0:
-        same = PyObject_CallOneArg(load(likely + ITEMS + 8 * k), x)
-        if same == 0:
-            k = size
-        else:
-            Py_DecRef(same)
-            if same is True:
-                meta = load(likely + ITEMS + 8 * k + 8)
+    k = 1  # before each Meta is its check, which Python calls
+    while k < size:
+        if is_as(x, load(likely + ITEMS + 8 * k)) != 0:
+            return load(likely + ITEMS + 8 * k)
         k += 2
-    Py_DecRef(likely)
-    return meta
+    return 0
 
 
-def is_nested(tensor):
-    """Whether it is a nested tensor, on which a check would end the process."""
-    before = switch_off(2)  # for modes too
-    nested = call_pointer(NESTED_GETTER, tensor, NESTED_CLOSURE)
-    switch_back(before)
-    if nested == 0:
-        PyErr_Clear()
-        return 1
-    Py_DecRef(nested)
-    return nested is True
+def is_as(x, meta: Meta):
+    """Whether a concrete tensor is what `meta` says: 20 ns, against 200 of torch's guards.
+
+    Its dispatch keys say what kind of tensor it is, inference tensors and other layouts included.
+    """
+    inner = load(x + TENSOR_AT)
+    if load(inner + KEYS_AT) != PyLong_AsLong(meta.keys):
+        return 0
+    if (call_pointer(REQUIRES_GRAD, inner) & 255 != 0) != (meta.requires_grad is True):
+        return 0
+    place = room(1)
+    store(place, 0)
+    failed = call_pointer(DTYPE_OF, x + TENSOR_AT, place)
+    if load32(place) & 255 != load32(meta.dtype + NUMBER_AT) & 255:
+        return 0
+    failed = failed | call_pointer(INDEX_OF, x + TENSOR_AT, place)
+    if load32(place) & 255 != load32(meta.device + NUMBER_AT + 1) & 255:
+        return 0
+    size = PyTuple_Size(meta.shape)
+    failed = failed | call_pointer(DIM_OF, x + TENSOR_AT, place)
+    if failed & FAILED != 0 or load(place) != size:
+        return 0
+    failed = call_pointer(SIZES_OF, x + TENSOR_AT, place)
+    if failed & FAILED != 0 or are_words(load(place), meta.shape, size) == 0:
+        return 0
+    failed = call_pointer(STRIDES_OF, x + TENSOR_AT, place)
+    return failed & FAILED == 0 and are_words(load(place), meta.stride, size) != 0
+
+
+def are_words(words, numbers, size):
+    """Whether the first words there are the numbers in a tuple."""
+    while size > 0:
+        size -= 1
+        if load(words + 8 * size) != PyLong_AsLong(load(numbers + ITEMS + 8 * size)):
+            return 0
+    return 1
 
 
 def on_device(recorder: Recorder, meta: Meta):

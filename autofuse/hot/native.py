@@ -31,7 +31,8 @@ import torch
 from .. import api, hooks, torch_private
 from ..chain import liveness, state
 from ..chain.shell import Tensor
-from ..dispatch import handlers, nested, protocol, unrecorded
+from ..dispatch import eager, handlers, nested, protocol, unrecorded
+from ..dtypes import CODES
 from ..errors import warn_once
 from ..kernel.llvm import processor
 from ..record import flush, numbers, ranges, record, writes
@@ -179,7 +180,7 @@ def _given() -> dict[str, Any]:
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": state.writing, "all_recorders": state.all_recorders.refs,
-        "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
+        "lifted": eager.lifted, "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
         "SIMPLE": nested.SIMPLE_CLASSES, "TARGETS": unrecorded.TARGETS,
         "SLOTS": tuple(~k for k in range(64)), "strided": torch.strided, "AT_ONCE": (False,),
         "increment_version": count_write,
@@ -257,8 +258,10 @@ def _functions() -> list[_Function]:
 def _places() -> dict[str, int]:
     """Where C keeps what the functions call: getters and methods of torch's tensors."""
     base = TensorBase
-    grad, layout, nested = (_entry(vars(base)[name], types.GetSetDescriptorType, 5)
-                            for name in ("requires_grad", "layout", "is_nested"))  # fmt: skip
+    grad, layout = (
+        _entry(vars(base)[name], types.GetSetDescriptorType, 5)
+        for name in ("requires_grad", "layout")
+    )
     users = _entry(vars(base)["_use_count"], types.MethodDescriptorType, 3)
     state = ("at", "impl", "PythonTorchFunctionTLS")
     peek, take, mode, disabled, modes, skips = (
@@ -280,7 +283,6 @@ def _places() -> dict[str, int]:
     places = {
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
         "LAYOUT_GETTER": layout[1], "LAYOUT_CLOSURE": layout[4],
-        "NESTED_GETTER": nested[1], "NESTED_CLOSURE": nested[4],
         "USERS_METHOD": users[1],
         "GRAD_MODE": mode, "PEEK": peek, "TAKE": take,
         "FUNCTIONS_OFF": disabled, "SWITCH_OFF": switch, "FUNCTION_MODES": modes,
@@ -315,8 +317,52 @@ def _tensors() -> dict[str, int]:
         raise NotImplementedError("tensors have their version elsewhere")
     return {
         "TENSOR_AT": found[0], "VERSION_AT": places[0],
-        "ADDRESS_OF": c.Address(address), "COUNTER_OF": c.Address(counter),
+        "ADDRESS_OF": c.Address(address), "COUNTER_OF": c.Address(counter), **_contents(found[0]),
     }  # fmt: skip
+
+
+_ASKED = {"DTYPE_OF": "dtype", "INDEX_OF": "device_index", "DIM_OF": "dim", "SIZES_OF": "sizes",
+          "STRIDES_OF": "strides"}  # fmt: skip
+
+
+def _contents(at: int) -> dict[str, int]:
+    """How to find out what a tensor is, which has C++'s part `at` that place."""
+    places = {name: torch_private.c_symbol(f"aoti_torch_get_{x}") for name, x in _ASKED.items()}
+    requires = torch_private.c_symbol("_ZNK3c1010TensorImpl13requires_gradEv")
+    if not (requires and all(places.values())):
+        raise NotImplementedError("torch's C++ hides what tensors are")
+
+    def asked(name: str, tensor: torch.Tensor) -> int:
+        given = ctypes.c_int64(0)
+        ask = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)(places[name])
+        failed = ask(id(tensor) + at, ctypes.addressof(given))
+        return -2 if failed else given.value
+
+    def byte(x: object, k: int) -> int:
+        return ctypes.c_uint8.from_address(id(x) + object.__basicsize__ + k).value
+
+    tensor = torch.empty(2, 3, 4)
+    same = [asked("DTYPE_OF", torch.empty(0, dtype=x)) == byte(x, 0) for x in CODES]
+    same += [
+        asked("INDEX_OF", tensor) & 255 == byte(tensor.device, 1),
+        asked("DIM_OF", tensor) == 3,
+    ]
+    same += [byte(torch.device("cuda:3"), 1) == 3]
+    for name, told in (("SIZES_OF", tensor.shape), ("STRIDES_OF", tensor.stride())):
+        first = asked(name, tensor)
+        same += [first > 0 and tuple((ctypes.c_int64 * 3).from_address(first)) == told]
+    with torch.inference_mode():
+        kinds = [tensor, torch.empty(2)]
+    kinds += [torch.empty(2, device="meta"), torch._neg_view(tensor)]
+    found = list(range(26))
+    for kind in kinds:
+        inner = (ctypes.c_int64 * 26).from_address(_words(kind)[at // 8])
+        found = [k for k in found if inner[k] == torch_private.keys_of(kind).raw_repr()]
+    if len(found) != 1 or not all(same):
+        raise NotImplementedError("tensors have what they are elsewhere")
+    places["REQUIRES_GRAD"] = requires
+    at_words = {"KEYS_AT": 8 * found[0], "NUMBER_AT": object.__basicsize__}
+    return {name: c.Address(place) for name, place in places.items()} | at_words
 
 
 def _entry(descriptor: Any, kind: type, size: int) -> list[int]:

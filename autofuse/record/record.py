@@ -291,7 +291,7 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
             flush(state.recorder, "another device")
             return (x, None) if x._af is state else _input(x, recorder)
         else:
-            meta = concrete_meta(x)
+            meta = concrete_meta(x, None if recorder is None else recorder.chain.tip)
     elif cls is torch.Tensor or cls is _Parameter:
         meta = plain_meta(x) if recorder is None else likely_meta(x, recorder.chain.tip)
     else:
