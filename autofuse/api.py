@@ -38,17 +38,19 @@ def wrap(t: torch.Tensor) -> Tensor:
         return alias(t)
 
 
+_strided = torch.strided
 _CLASSES = set(map(id, (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)))
 
 
 def wrappable(t: torch.Tensor) -> bool:
-    return (
-        id(type(t)) in _CLASSES
-        and t.layout is torch.strided
-        and not t.is_nested
-        and not t.is_quantized
-        and t.device.type in ("cpu", "cuda")
-    )
+    return id(type(t)) in _CLASSES and is_dense(t)
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """Whether a tensor of torch's own classes can be wrapped."""
+    if t.layout is not _strided or t.is_nested or t.is_quantized:
+        return False
+    return t.is_cpu or t.is_cuda
 
 
 def _refusal(t: torch.Tensor) -> str:

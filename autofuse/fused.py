@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar, overload
 from weakref import WeakValueDictionary, ref
 
@@ -12,20 +12,27 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from . import hooks
-from .api import wrappable
 from .chain import state as _state
-from .chain.meta import UNKNOWN, Meta, Unknown, is_nested, learned, met
-from .chain.shell import Tensor, set_class
+from .chain.shell import Tensor
 from .chain.state import this_thread
 from .dispatch.nested import SIMPLE, exchange, is_container, rebuilt, tensors_in, values_of
 from .inside import whatever_interrupts
-from .lending import Lender, become_plain, is_lent, lend, lenders, loans, others_lend, restore
+from .lending import (
+    Lender,
+    become_plain,
+    is_lent,
+    lend,
+    lend_one,
+    lenders,
+    loans,
+    others_lend,
+    restore,
+)
 from .record.contest import FUSED, PLAIN, Contest, is_paused
 from .record.flush import flush_thread
 from .record.policy import aside, contest_for, is_settled, kernel_news, measures
 from .settings.config import config
 from .supply.kernels import capturing, outstanding
-from .torch_private import function_modes
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 is_grad_enabled, is_inference_mode_enabled = (
@@ -37,61 +44,39 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _M = TypeVar("_M", bound=torch.nn.Module)
 
 
-class _Place:
-    """Where tensors enter a function again and again."""
-
-    __slots__ = ("likely",)
-
-    def __init__(self) -> None:
-        self.likely: tuple[Any, ...] = ()
-
-
 def _would_record(args: Any, kwargs: Any) -> bool:
     """Whether a plain call would: inside a fused one, or of arguments that another thread lends."""
     return this_thread.depth > 0 or any(id(x) in loans for x in tensors_in([args, kwargs]))
 
 
+# C calls them, so that Python 3.11 too runs their machine code
+_lend_all, _restore_all = functools.partial(lend), functools.partial(restore)
+_flush_all = functools.partial(flush_thread, "fuse")
+
+
 class _Walk:
     """The walk through arguments that are containers, and through what comes back."""
 
-    __slots__ = ("containers", "lent", "passes", "places")
+    __slots__ = ("containers", "lent", "passes")
 
-    def __init__(self, lent: list[torch.Tensor], places: list[_Place]) -> None:
+    def __init__(self, lent: list[torch.Tensor]) -> None:
         self.lent = lent  # tensors that were made wrapped ones, once for every time
-        self.places = places  # of plain tensors in containers, by how many were lent before
         self.containers: dict[int, Any] = {}  # by id
         self.passes = False  # an argument was wrapped already: results stay wrapped
 
-    def enter(self, values: Iterable[Any]) -> None:
-        """Lend the tensors among `values` and in their items."""
-        places, lent = self.places, self.lent
-        for value in values:
-            cls = value.__class__
-            if cls is Plain:
-                while len(places) <= len(lent):
-                    places.append(_Place())
-                place = places[len(lent)]
-                likely = place.likely
-                # 0.1 us less than `met`
-                if likely and not is_nested(value) and likely[0](value):
-                    lend(value, likely[1], lent)
+    def enter(self, others: list[Any]) -> None:
+        """Lend the tensors in what is neither plain nor simple."""
+        for value in others:
+            if value.__class__ is Tensor:
+                if is_lent(value):
+                    lend_one(value, self.lent)
                 else:
-                    _lend_new(value, place, lent)
-            elif id(cls) not in SIMPLE:
-                self.enter_other(value)
-
-    def enter_other(self, value: Any) -> None:
-        """`enter` for what is neither plain nor simple."""
-        if value.__class__ is Tensor:
-            if is_lent(value):
-                lend(value, UNKNOWN, self.lent)
-            else:
-                self.passes = True
-        elif isinstance(value, tuple):
-            self.enter(value)
-        elif id(value) not in self.containers and is_container(value):
-            self.containers[id(value)] = value
-            self.enter(values_of(value))
+                    self.passes = True
+            elif isinstance(value, tuple):
+                self.enter(_lend_all(value, self.lent))
+            elif id(value) not in self.containers and is_container(value):
+                self.containers[id(value)] = value
+                self.enter(_lend_all(values_of(value), self.lent))
 
     def leave_arguments(self) -> None:
         """Make plain what the function left in its containers."""
@@ -116,23 +101,12 @@ class _Walk:
         return value
 
 
-def _lend_new(tensor: torch.Tensor, place: _Place, lent: list[torch.Tensor]) -> None:
-    """Lend a plain tensor that is not what was met first at `place`, if it can be wrapped."""
-    meta: Meta | Unknown | None = met(tensor, place)
-    if meta is None and wrappable(tensor):
-        meta = learned(tensor, place) or UNKNOWN
-    if meta is not None:
-        lend(tensor, meta, lent)
-
-
 class Site:
     """Where calls come by that cost about the same."""
 
-    __slots__ = ("contest", "device", "owner", "places", "within")
+    __slots__ = ("contest", "device", "owner")
 
     def __init__(self) -> None:
-        self.places: list[_Place] = []  # of arguments...
-        self.within: list[_Place] = []  # ...and of tensors in containers, in order
         self.owner: ref[torch.nn.Module] | None = None
         self.device: torch.device | None = None  # of the tensors that entered, a GPU if one is
         self.contest: Contest | None = None
@@ -258,7 +232,7 @@ def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None) ->
     """What a plain call leaves of tensors that are wrapped elsewhere, plain, as a fused one's."""
     if contest is not None and not others_lend():
         contest.keep_fused()  # they will be there again
-    walk = _Walk([], [])
+    walk = _Walk([])
     for value in (*args, *kwargs.values()):
         walk.leave(value)
     return walk.leave(result)
@@ -280,8 +254,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
     The tensors stay the objects they are, so that whatever the function does to them is done;
     other threads may hold them too, and the last call to end makes them plain.
     """
-    # --- hot path: beside its ops a call with two tensors costs 2.9 us (CPU, Python 3.11) ---
-    places, values = site.places, args
+    # --- hot path: beside its ops a call with two tensors costs 2.1 us (CPU, Python 3.11) ---
     result: Any = None
     lent: list[torch.Tensor] = []
     walk: _Walk | None = None
@@ -290,34 +263,11 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
         lender = Lender()
         lenders.add(lender)
         mine["lender"] = lender
-    if kwargs:
-        values = *args, *kwargs.values()
-    modes = function_modes()
-    if len(places) < len(values):
-        places += [_Place() for _ in values]
     try:
-        for value, place in zip(values, places):  # noqa: B905 - with a keyword it takes 0.2 us
-            cls = value.__class__
-            if cls is Plain:
-                likely = place.likely
-                # a mode would be told; so that `met` asks where there is one
-                if likely and not modes and not value.is_nested and likely[0](value):
-                    key, its = id(value), value.__dict__
-                    # no Python runs from here...
-                    if key not in loans and value.__class__ is Plain:
-                        loans[key] = 1
-                        value.__class__ = Tensor
-                        its["_af"] = likely[1]
-                        lent.append(value)
-                    # ...to here
-                    else:
-                        lend(value, likely[1], lent)
-                else:
-                    _lend_new(value, place, lent)
-            elif id(cls) not in SIMPLE:  # a Parameter stays one: it is recorded as it is
-                if walk is None:
-                    walk = _Walk(lent, site.within)
-                walk.enter_other(value)
+        others = _lend_all((*args, *kwargs.values()) if kwargs else args, lent)
+        if others:
+            walk = _Walk(lent)
+            walk.enter(others)
         if site.device is None and lent:
             site.device = _main_device(lent)
         if walk is None or not walk.passes:
@@ -328,21 +278,10 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
                 result = function(*args, **kwargs)
             finally:
                 mine["depth"] = before
-                flush_thread("fuse")
+                _flush_all()
     finally:
         try:
-            while lent:  # as `restore`, but for what others have lent too
-                value = lent[-1]
-                key, its, change = id(value), value.__dict__, (value, Plain)
-                # no Python runs from here...
-                if loans[key] == 1 and value.__class__ is Tensor:
-                    del loans[key], lent[-1]
-                    its["_af"] = UNKNOWN
-                    del its["_af"]
-                    set_class(*change)
-                # ...to here
-                else:
-                    restore(lent)
+            _restore_all(lent)
         except BaseException:
             whatever_interrupts(functools.partial(restore, lent))
             raise
@@ -355,7 +294,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
         return become_plain(result)
     if id(cls) in SIMPLE:
         return result
-    return (walk or _Walk(lent, [])).leave(result)
+    return (walk or _Walk(lent)).leave(result)
 
 
 @overload

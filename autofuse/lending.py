@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from .chain.meta import UNKNOWN, Meta, Unknown
+from .api import is_dense
+from .chain.meta import UNKNOWN, Meta
 from .chain.shell import Tensor, set_class
 from .chain.state import this_thread
+from .dispatch.nested import SIMPLE
 from .record.flush import value_of
+from .torch_private import NoModes, function_modes, keys_of
 
 Plain = torch.Tensor
 # id of a tensor that fused calls have lent -> how many of them. Any thread, and what runs in the
@@ -41,21 +45,50 @@ def is_lent(tensor: torch.Tensor) -> bool:
     return id(tensor) in loans or tensor.__class__ is Plain  # by now, as others end
 
 
-def lend(tensor: torch.Tensor, meta: Meta | Unknown, lent: list[torch.Tensor]) -> None:
+def lend(values: tuple[Any, ...] | list[Any], lent: list[torch.Tensor]) -> list[Any]:
+    """Lend the plain tensors of a tuple or list; returns what is neither plain nor simple."""
+    others = []
+    for value in values:
+        cls = value.__class__
+        if cls is Plain:
+            if _can_be_lent(value):
+                lend_one(value, lent)
+        elif id(cls) not in SIMPLE:  # a Parameter stays one: it is recorded as it is
+            others.append(value)
+    return others
+
+
+lendable_keys: list[int] = []  # torch's dispatch keys of tensors that can be wrapped
+
+
+def is_lendable(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor can be wrapped, said once for machine code."""
+    if not _can_be_lent(tensor):
+        return False
+    lendable_keys.append(keys_of(tensor).raw_repr())
+    return True
+
+
+def _can_be_lent(tensor: torch.Tensor) -> bool:
+    if not function_modes():
+        return is_dense(tensor)
+    with NoModes():  # or they would be told
+        return is_dense(tensor)
+
+
+def lend_one(tensor: torch.Tensor, lent: list[torch.Tensor]) -> None:
     """Make an argument a wrapped tensor, whoever else has done so, and add it to `lent`."""
-    key, its = id(tensor), tensor.__dict__
+    key = id(tensor)
     # no Python runs in the first branch, nor in each half of the second
     if key not in loans and tensor.__class__ is Plain:
         loans[key] = 1  # 0.05 us less than to count from 0
         tensor.__class__ = Tensor
-        its["_af"] = meta
         lent.append(tensor)
     else:
         loans[key] += 1
         lent.append(tensor)
         if tensor.__class__ is Plain:  # nobody makes it that while it is counted
             tensor.__class__ = Tensor
-            its["_af"] = meta
 
 
 def restore(lent: list[torch.Tensor]) -> None:

@@ -17,7 +17,10 @@ import pytest
 import torch
 
 import autofuse
+from autofuse import fused
 from autofuse.chain import state
+from autofuse.chain.meta import plain_meta
+from autofuse.chain.shell import alias
 from autofuse.dispatch import handlers as tensor
 from autofuse.dispatch import protocol
 from autofuse.hot import native
@@ -103,6 +106,15 @@ class Operands:
         made = self.v * 2.0
         from_c(writes.record_write)(OPS["sub"], self.w, (self.w, made))
 
+    def flush_thread(self):
+        self.x * 2.0
+        from_c(flushing.flush_thread)("test")
+
+    def lend(self):
+        lent = []
+        from_c(fused.lend)((self.plain, 1.0, self.x), lent)
+        from_c(fused.restore)(lent)
+
     def answer(self):
         leaf = torch.nn.Parameter(self.plain.clone())
         with torch.enable_grad():
@@ -118,6 +130,9 @@ ENTERED = {
     "record_write": ("record_write", Operands.write),
     "flush": ("flush", Operands.flush),
     "materialize": ("materialize", lambda o: from_c(autofuse.materialize)(o.x * 2.0)),
+    "flush_pending": ("flush_thread", Operands.flush_thread),
+    "lending": ("lend", Operands.lend),
+    "restoring": ("restore", Operands.lend),
     "follows": ("number_next", lambda o: from_c(numbers.number_next)(
         state.recorder_for(o.x.device).chain)),
     "answer": ("answer", Operands.answer),
@@ -136,7 +151,13 @@ ENTERED = {
         "ask_overrides", lambda o: from_c(protocol.ask_overrides)(torch.tanh, (o.x,), o.x)
     ),
 }  # fmt: skip
-LAUNCHED = {"record_write", "flush", "materialize", "answer"}  # on the CPU Python launches
+LAUNCHED = {
+    "record_write",
+    "flush",
+    "flush_pending",
+    "materialize",
+    "answer",
+}  # on the CPU Python launches
 
 
 def python_functions(program, on, monkeypatch):
@@ -162,6 +183,25 @@ def test_a_name_means_the_same_in_every_stage():
         for name, value in vars(stage).items():
             if not name.startswith("__") and value is not GIVEN:
                 assert names.setdefault(name, value) is value, (stage.__name__, name)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_wrapped_tensors_of_all_kinds_are_known_apart(grad, device, monkeypatch):
+    """A chain reads what they are, by C++ or by Python, wherever like ones have come before."""
+    x = torch.randn(6, 4, device=device)
+    kinds = [x, x.t(), x[:, ::2], x[1:], x.half(), x.double(), x[None], x[0], x.int(), x.bool(),
+             x.clone().requires_grad_(), torch._neg_view(x), x[0, 0], x[:0]]  # fmt: skip
+    with torch.inference_mode():
+        kinds.append(x.clone())
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    order = torch.randint(len(kinds), (300,), generator=torch.Generator().manual_seed(0))
+    with torch.set_grad_enabled(grad):
+        for k in order.tolist():
+            w = alias(kinds[k])  # of which nothing is known
+            y = w * 2
+            if not kinds[k].is_neg():
+                assert w._af is plain_meta(kinds[k])
+            assert torch.equal(autofuse.unwrap(y), kinds[k] * 2)
 
 
 def test_every_machine_function_has_its_line_here():

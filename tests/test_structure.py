@@ -14,7 +14,7 @@ PACKAGE = Path(autofuse.__file__).parent
 ORDER = [
     "errors", "hooks", "dtypes", "layout", "lines", "progress", "inside", "torch_private",
     "settings", "ops", "program", "kernel", "supply", "chain", "run", "grad", "record", "dispatch",
-    "lending", "api", "fused", "patches", "observe", "hot", "__init__", "cli", "__main__",
+    "api", "lending", "fused", "patches", "observe", "hot", "__init__", "cli", "__main__",
 ]  # fmt: skip
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

@@ -24,7 +24,6 @@ from ..torch_private import (
     NoTorchFunction,
     function_modes,
     has_torch_function,
-    in_functorch,
 )
 from .nested import SIMPLE, flattened, mapped
 from .unrecorded import Known, Plain, known_of

@@ -3,8 +3,8 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
-`values`, `inputs`, `record`, `launch`, `flush`, `call`, `write` and `builtins`, in the language of
-`compiler`.
+`values`, `inputs`, `record`, `launch`, `flush`, `call`, `write`, `lend` and `builtins`, in the
+language of `compiler`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -28,7 +28,7 @@ from typing import Any
 import llvmlite
 import torch
 
-from .. import api, hooks, torch_private
+from .. import api, hooks, lending, torch_private
 from ..chain import liveness, state
 from ..chain.shell import Tensor
 from ..dispatch import eager, handlers, nested, protocol, unrecorded
@@ -40,20 +40,20 @@ from ..run import cuda, words
 from ..settings.config import config, watch
 from ..torch_private import TensorBase, count_write, raw_version_of
 from . import builtins as _builtins
-from . import c, call, inputs, values, write
+from . import c, call, inputs, lend, values, write
 from . import flush as _flush
 from . import launch as _launch
 from . import record as _record
 from .machine import Machine
 from .verdict import verdict
 
-_STAGES = (values, inputs, _record, _launch, _flush, call, write, _builtins)
+_STAGES = (values, inputs, _record, _launch, _flush, call, write, lend, _builtins)
 _Function = Callable[..., Any]
 
 
 # what machine code relies on in this package: folders and modules beside them
-_RELIED = ("api", "chain", "dispatch", "hooks", "hot", "inside", "kernel/llvm", "record", "run",
-           "torch_private")  # fmt: skip
+_RELIED = ("api", "chain", "dispatch", "hooks", "hot", "inside", "kernel/llvm", "lending",
+           "record", "run", "torch_private")  # fmt: skip
 
 
 class _Calls:
@@ -163,7 +163,10 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("record_inplace", writes.record_inplace, ()),
         ("record_write", writes.record_write, ()),
         ("flush", flush.flush, ()),
+        ("flush_pending", flush.flush_thread, ()),
         ("materialize", api.materialize, ()),
+        ("lending", lending.lend, (lending.loans, lending.lendable_keys, lending.is_lendable)),
+        ("restoring", lending.restore, (lending.loans,)),
         ("answer", words.answer, ()),
         ("torch_function", protocol.torch_function, (protocol.HANDLERS,)),
         ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS, protocol.OPTIONS)),
