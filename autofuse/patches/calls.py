@@ -61,7 +61,8 @@ def patch_calls() -> None:
 
     torch.Tensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
     for module in (torch.nn.functional, torch.functional, torch._tensor, torch.autograd):
-        module.handle_torch_function = ask_overrides  # type: ignore[attr-defined]
+        # C calls it, so that Python 3.11 too runs its machine code
+        module.handle_torch_function = partial(ask_overrides)  # type: ignore[attr-defined]
 
     make = torch.nn.Parameter.__new__
 
