@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import fused
+from autofuse import fused, lending
 from autofuse.chain import state
 from autofuse.chain.meta import plain_meta
 from autofuse.chain.shell import alias
@@ -112,8 +112,8 @@ class Operands:
 
     def lend(self):
         lent = []
-        from_c(fused.lend)((self.plain, 1.0, self.x), lent)
-        from_c(fused.restore)(lent)
+        from_c(lending.lend)((self.plain, 1.0, self.x), lent)
+        from_c(lending.restore)(lent)
 
     def answer(self):
         leaf = torch.nn.Parameter(self.plain.clone())

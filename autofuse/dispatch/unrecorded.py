@@ -15,7 +15,7 @@ Plain = torch.Tensor
 IN_C = {type(torch.add), type(Plain.add), type(Plain.__getitem__),
          type(Plain.shape.__get__)}  # type: ignore[attr-defined]  # fmt: skip
 # functions that do, and that tell modes of what it has by their name
-_EXACT_CLASS = {"numpy", "tolist", "_make_subclass", "as_subclass", "is_contiguous"}
+_EXACT_CLASS = {"numpy", "_make_subclass", "as_subclass", "is_contiguous"}
 # functions that stand between chains
 PASSED = set(
     "adaptive_avg_pool1d adaptive_avg_pool2d addbmm addmv addr all amax amin any argmax argmin "

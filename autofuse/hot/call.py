@@ -299,13 +299,18 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names):
     if kind is Plain:
         if load32(result) == 1 and is_strided(result) != 0:
             set_class(result, Tensor)
-    elif kind is tuple:
-        k = PyTuple_Size(result)
+    elif kind is tuple or kind is list:
+        if kind is tuple:
+            k = PyTuple_Size(result)
+            items = result + ITEMS
+        else:
+            k = PyList_Size(result)
+            items = load(result + LISTED)
         while k > 0:
             k -= 1
-            item = load(result + ITEMS + 8 * k)
-            if class_of(item) is Plain and load32(item) == 1:
-                set_class(item, Tensor)
+            x = load(items + 8 * k)
+            if class_of(x) is Plain and load32(x) == 1:
+                set_class(x, Tensor)
     elif kind is not Tensor and is_simple(kind) == 0:
         wrapped = PyObject_CallOneArg(lifted, result)
         Py_DecRef(result)

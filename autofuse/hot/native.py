@@ -338,6 +338,7 @@ def _tensors() -> dict[str, int]:
     if len(places) != 1:
         raise NotImplementedError("tensors have their version elsewhere")
     return {
+        "getitem": vars(TensorBase)["__getitem__"], "GETITEM": _slot(TensorBase, _MP_SUBSCRIPT),
         "TENSOR_AT": found[0], "VERSION_AT": places[0],
         "ADDRESS_OF": c.Address(address), "COUNTER_OF": c.Address(counter), **_contents(found[0]),
     }  # fmt: skip
@@ -396,6 +397,16 @@ def _entry(descriptor: Any, kind: type, size: int) -> list[int]:
     if ctypes.string_at(words[0]) != descriptor.__name__.encode():
         raise NotImplementedError("descriptors have another layout")
     return words
+
+
+_MP_SUBSCRIPT = 5  # of typeslots.h, which the stable ABI fixes
+
+
+def _slot(kind: type, number: int) -> int:
+    """C's function in a slot of a class."""
+    slot_of = ctypes.pythonapi.PyType_GetSlot
+    slot_of.restype, slot_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_int)
+    return c.Address(slot_of(kind, number))
 
 
 def _weakrefs() -> int:

@@ -14,6 +14,7 @@ from .c import (
     COUNT,
     EAGER,
     EMPTY,
+    GETITEM,
     ITEMS,
     TAKE,
     Builtin,
@@ -36,6 +37,7 @@ from .c import (
     _PyObject_MakeTpCall,
     call_pointer,
     counts,
+    getitem,
     load,
     relieve,
     room,
@@ -267,6 +269,8 @@ def called(function, reason, args, count, names):
     before = switch_off(1)
     if class_of(function) is Builtin:  # what stands before it would find torch functions off
         result = _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
+    elif function is getitem and count == 2 and names == 0:  # 60 ns less than by a tuple
+        result = call_pointer(GETITEM, load(args), load(args + 8))
     else:
         result = PyObject_Vectorcall(function, args, count, names)
     switch_back(before)
