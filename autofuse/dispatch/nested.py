@@ -107,7 +107,7 @@ def items_of(container: Any) -> list[tuple[Any, Any]]:
     return [(name, getattr(container, name)) for name in names]
 
 
-def values_of(container: Any) -> Iterable[Any]:
+def values_of(container: Any) -> list[Any]:
     """The items of a list, dict or dataclass; None for those that it has not."""
     cls = type(container)
     if cls is list:
