@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import autofuse
-from autofuse import fused, lending
+from autofuse import lending
 from autofuse.chain import state
 from autofuse.chain.meta import plain_meta
 from autofuse.chain.shell import alias
