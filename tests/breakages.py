@@ -12,7 +12,7 @@ import sys
 
 os.environ["AUTOFUSE_NATIVE"] = "0"
 
-from autofuse.hot import c, native, trial, values  # noqa: E402
+from autofuse.hot import c, native, places, trial, values  # noqa: E402
 from autofuse.hot.c import C  # noqa: E402
 
 
@@ -116,15 +116,15 @@ def versions_elsewhere():
 
 
 def getters_have_moved():
-    real = native._entry
-    native._entry = lambda descriptor, kind, size: real(type.__dict__["__dict__"], kind, size)
+    real = places.entry_of
+    places.entry_of = lambda descriptor, kind, size: real(type.__dict__["__dict__"], kind, size)
 
 
 def no_such_getter():
     from autofuse.chain.shell import Tensor
 
-    native.Tensor = type("Tensor", (Tensor,), {"__weakrefoffset__": 0})
-    native.TensorBase = object
+    places.Tensor = type("Tensor", (Tensor,), {"__weakrefoffset__": 0})
+    places.TensorBase = object
 
 
 def weak_references_elsewhere():

@@ -37,7 +37,7 @@ WHY = {  # breakage -> what is said of it; "" where the trial itself crashes
     "other_getter": "has other ops_eager",
     "other_method": CRASH,
     "tensors_elsewhere": CRASH,
-    "versions_elsewhere": "left to Python by flush",
+    "versions_elsewhere": "left to Python by flush|was modified in place",
     "getters_have_moved": "is no method_descriptor",
     "no_such_getter": "requires_grad",
     "weak_references_elsewhere": "other results than in Python|left to Python",
