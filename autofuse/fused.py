@@ -15,7 +15,7 @@ from . import hooks
 from .api import wrappable
 from .chain import state as _state
 from .chain.meta import UNKNOWN, Meta, Unknown, is_nested, learned, met
-from .chain.shell import Tensor, set_class
+from .chain.shell import Tensor
 from .chain.state import this_thread
 from .dispatch.nested import SIMPLE, exchange, is_container, rebuilt, tensors_in, values_of
 from .inside import whatever_interrupts
@@ -302,16 +302,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
                 likely = place.likely
                 # a mode would be told; so that `met` asks where there is one
                 if likely and not modes and not value.is_nested and likely[0](value):
-                    key, its = id(value), value.__dict__
-                    # no Python runs from here...
-                    if key not in loans and value.__class__ is Plain:
-                        loans[key] = 1
-                        value.__class__ = Tensor
-                        its["_af"] = likely[1]
-                        lent.append(value)
-                    # ...to here
-                    else:
-                        lend(value, likely[1], lent)
+                    lend(value, likely[1], lent)
                 else:
                     _lend_new(value, place, lent)
             elif id(cls) not in SIMPLE:  # a Parameter stays one: it is recorded as it is
@@ -331,18 +322,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
                 flush_thread("fuse")
     finally:
         try:
-            while lent:  # as `restore`, but for what others have lent too
-                value = lent[-1]
-                key, its, change = id(value), value.__dict__, (value, Plain)
-                # no Python runs from here...
-                if loans[key] == 1 and value.__class__ is Tensor:
-                    del loans[key], lent[-1]
-                    its["_af"] = UNKNOWN
-                    del its["_af"]
-                    set_class(*change)
-                # ...to here
-                else:
-                    restore(lent)
+            restore(lent)
         except BaseException:
             whatever_interrupts(functools.partial(restore, lent))
             raise
