@@ -60,7 +60,9 @@ def restore(lent: list[torch.Tensor]) -> None:
     while lent:
         tensor = lent[-1]
         key, its = id(tensor), tensor.__dict__
-        # no Python runs in the first two branches; the tensor is concrete, for all is flushed
+        if loans[key] == 1 and tensor.__class__ is Tensor:
+            set_class(tensor, Plain)
+        # no Python runs in either branch; the tensor is concrete, for all is flushed
         if loans[key] == 1 and tensor.__class__ is not Tensor:
             del loans[key], lent[-1]
             its["_af"] = UNKNOWN
@@ -68,8 +70,6 @@ def restore(lent: list[torch.Tensor]) -> None:
         elif loans[key] != 1:
             loans[key] -= 1
             del lent[-1]
-        else:
-            set_class(tensor, Plain)
 
 
 def become_plain(tensor: Tensor) -> torch.Tensor:

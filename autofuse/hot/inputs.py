@@ -41,6 +41,7 @@ from .values import (
     state_of,
     switch_back,
     switch_off,
+    told,
     version_of,
 )
 
@@ -121,14 +122,9 @@ def likely_meta(likely, x):
 
 def is_nested(tensor):
     """Whether it is a nested tensor, on which a check would end the process."""
-    before = switch_off(2)  # for modes too
-    nested = call_pointer(NESTED_GETTER, tensor, NESTED_CLOSURE)
-    switch_back(before)
-    if nested == 0:
-        PyErr_Clear()
-        return 1
+    nested = told(NESTED_GETTER, NESTED_CLOSURE, tensor)
     Py_DecRef(nested)
-    return nested is True
+    return nested == 0 or nested is True
 
 
 def on_device(recorder: Recorder, meta: Meta):
