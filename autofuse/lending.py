@@ -19,10 +19,11 @@ from .torch_private import NoModes, function_modes, keys_of
 
 Plain = torch.Tensor
 # id of a tensor that fused calls have lent -> how many of them. Any thread, and what runs in the
-# middle of another call, changes it, and the class of the tensor with it, in a stretch of plain
-# code in which no Python runs: reads, comparisons and stores that make no container (up to Python
-# 3.11 finalizers run there), and one call of C as the last. After a condition that did not hold
-# Python 3.10 may run some: what it said is looked at again.
+# middle of another call, changes it in a stretch of plain code in which no Python runs: reads,
+# comparisons and stores that make no container (up to Python 3.11 finalizers run there). A change
+# of class is no part of one: it tells audit hooks, such as filelock's, which torch.compile brings.
+# Who is not counted is plain; who is counted may be plain for a while, and its ops run eagerly.
+# After a condition that did not hold Python 3.10 may run some: what it said is looked at again.
 loans: defaultdict[int, int] = defaultdict(int)
 
 
@@ -78,32 +79,27 @@ def _can_be_lent(tensor: torch.Tensor) -> bool:
 
 def lend_one(tensor: torch.Tensor, lent: list[torch.Tensor]) -> None:
     """Make an argument a wrapped tensor, whoever else has done so, and add it to `lent`."""
-    key = id(tensor)
-    # no Python runs in the first branch, nor in each half of the second
-    if key not in loans and tensor.__class__ is Plain:
-        loans[key] = 1  # 0.05 us less than to count from 0
+    loans[id(tensor)] += 1
+    lent.append(tensor)
+    if tensor.__class__ is Plain:
         tensor.__class__ = Tensor
-        lent.append(tensor)
-    else:
-        loans[key] += 1
-        lent.append(tensor)
-        if tensor.__class__ is Plain:  # nobody makes it that while it is counted
-            tensor.__class__ = Tensor
 
 
 def restore(lent: list[torch.Tensor]) -> None:
-    """Make arguments plain again; to be repeated after an interrupt."""
+    """Make arguments plain again; to be repeated after an interrupt.
+
+    The class first: what others lend meanwhile is found by the count that is looked at then.
+    """
     while lent:
         tensor = lent[-1]
         key, its = id(tensor), tensor.__dict__
-        cls: type = tensor.__class__
-        change = tensor, Plain if cls is Tensor else cls
+        if loans[key] == 1 and tensor.__class__ is Tensor:
+            set_class(tensor, Plain)
         # no Python runs in either branch; the tensor is concrete, for all is flushed
-        if loans[key] == 1:
+        if loans[key] == 1 and tensor.__class__ is not Tensor:
             del loans[key], lent[-1]
             its["_af"] = UNKNOWN
             del its["_af"]
-            set_class(*change)  # in a tuple that is there
         elif loans[key] != 1:
             loans[key] -= 1
             del lent[-1]

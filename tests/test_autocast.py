@@ -16,6 +16,7 @@ import cases
 from autofuse.ops import autocast
 from autofuse.ops import row as rows
 from autofuse.record.modes import forget_all
+from autofuse.supply import kernels
 from support import assert_same
 
 HALF = (torch.float16, torch.bfloat16)
@@ -37,6 +38,8 @@ def eager_tier(monkeypatch):
     """Chains run as the ops that they were recorded from."""
     monkeypatch.setattr(autofuse.config, "compile", "background")
     monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
+    kernels.clear_kernels()
+    forget_all("test")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -118,7 +121,7 @@ def test_dtypes_and_values_of_every_spelling_on_cuda(lower, of_cuda, eager_tier)
             if values.dtype is not want:
                 cast += 1
                 values = call(*[x.float() if x.dtype in HALF else x for x in operands])
-            assert_same(got, values, None, name)
+            assert_same(got, values, None if name in cases.ARITHMETIC else 1e-2, name)
             compared += 1
     assert compared > 500 and cast > 50, (compared, cast)
 

@@ -643,3 +643,12 @@ def test_an_op_that_is_eager_for_a_while_is_recorded_again(monkeypatch):
         rounds.append(recorded)
     autofuse.config.native = True
     assert rounds[0] == rounds[1] and rounds[0][-1] > 100
+
+
+@pytest.mark.parametrize("self", [7, None, [1.0], "x"])
+def test_a_method_of_the_class_with_another_self(self):
+    """C's function behind `x[i]` is called for tensors alone."""
+    for index in (torch.arange(3), autofuse.wrap(torch.arange(3))):
+        for _ in range(3):
+            with pytest.raises(TypeError):
+                from_c(type(index).__getitem__)(self, index)

@@ -739,6 +739,47 @@ def test_plain_calls_of_what_other_threads_lend(device, monkeypatch, off):
     assert type(x) is type(y) is torch.Tensor and not autofuse.lending.loans
 
 
+AUDITED = """
+import sys
+import threading
+import time
+
+import torch
+
+import autofuse
+
+autofuse.config.measure = False
+sys.addaudithook(lambda event, _: event == "object.__setattr__" and time.sleep(0))
+sys.setswitchinterval(1e-6)
+x, y, wrong = torch.ones(4), torch.ones(4), []
+fused = autofuse.fuse(lambda x, items: [x * 2.0 + items[0]])
+
+
+def body():
+    for _ in range(400):
+        (got,) = fused(x, [y, (x, y)])
+        if type(got) is not torch.Tensor:
+            wrong.append(got)
+
+
+threads = [threading.Thread(target=body) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not wrong and type(x) is type(y) is torch.Tensor and not autofuse.lending.loans
+assert not {"_af"} & (vars(x).keys() | vars(y).keys())
+"""
+
+
+def test_a_change_of_class_runs_audit_hooks(device):
+    """In the middle of which others lend and give back."""
+    if device == "cuda":
+        pytest.skip("no kernel takes part")
+    done = subprocess.run([sys.executable, "-c", AUDITED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 # --- backward -----------------------------------------------------------------------------------
 
 SHARED_GRAPH = """

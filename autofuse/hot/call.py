@@ -67,6 +67,7 @@ from .values import (
     state_of,
     switch_back,
     switch_off,
+    told,
 )
 
 
@@ -357,11 +358,6 @@ def lend(place, lent, args, count):
 
 def is_strided(tensor):
     """Whether its memory is laid out by strides."""
-    before = switch_off(2)
-    layout = call_pointer(LAYOUT_GETTER, tensor, LAYOUT_CLOSURE)
-    switch_back(before)
-    if layout == 0:
-        PyErr_Clear()
-        return 0
+    layout = told(LAYOUT_GETTER, LAYOUT_CLOSURE, tensor)
     Py_DecRef(layout)
     return layout is strided

@@ -79,6 +79,16 @@ def switch_back(before):
     call_pointer(SWITCH_OFF, before)
 
 
+def told(getter, closure, tensor):
+    """What a getter of torch's says of a tensor, without a word to modes; 0 if it fails."""
+    before = switch_off(2)
+    value = call_pointer(getter, tensor, closure)
+    switch_back(before)
+    if value == 0:
+        PyErr_Clear()
+    return value
+
+
 def class_of(x):
     return load(x + 8)
 

@@ -11,6 +11,7 @@ import torch
 from ..api import unwrap
 from ..chain.shell import Tensor, set_class
 from ..dispatch.nested import mapped
+from ..lending import loans
 from ..record.modes import close_thread, closed, reopen_thread
 
 
@@ -78,6 +79,7 @@ def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
             return tensor
 
         args, kwargs = mapped((args, kwargs), plain)
+        lent = {id(leaf) for leaf in leaves if id(leaf) in loans}
         try:
             for leaf in leaves:
                 leaf.__dict__.pop("_af", None)  # it may have other contents afterwards
@@ -85,8 +87,9 @@ def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
             with closed(reason):
                 return function(*args, **kwargs)
         finally:
-            for leaf in leaves:
-                set_class(leaf, Tensor)
+            for leaf in leaves:  # one that is lent stays plain: its lenders may be gone by now
+                if leaf.__class__ is torch.Tensor and id(leaf) not in lent:
+                    set_class(leaf, Tensor)
 
     call._autofuse = True  # type: ignore[attr-defined]
     return call

@@ -16,7 +16,6 @@ from ..torch_private import (
     AUTOGRAD_OF_VIEWS,
     ExcludedKey,
     NoModes,
-    autocast_is_on,
     key_is_excluded,
     set_grad_enabled,
 )
@@ -57,20 +56,9 @@ def replayed(
     if nodes[-1].grad_mode and key_is_excluded(AUTOGRAD):
         with ExcludedKey(AUTOGRAD, False), ExcludedKey(AUTOGRAD_OF_VIEWS, False):
             return replayed(chain, nodes, live, bumps, late, ops)
-    if autocast_is_on():  # its casts are steps of the chain
+    if not all(map(key_is_excluded, AUTOCASTS)):  # its casts are steps of the chain
         with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
-            return _replayed(chain, nodes, live, bumps, late, ops)
-    return _replayed(chain, nodes, live, bumps, late, ops)
-
-
-def _replayed(
-    chain: Chain,
-    nodes: list[Node],
-    live: tuple[int, ...],
-    bumps: dict[int, int] | None,
-    late: int | None,
-    ops: Callable[..., list[torch.Tensor]] | None,
-) -> dict[int, torch.Tensor]:
+            return replayed(chain, nodes, live, bumps, late, ops)
     was = torch.is_grad_enabled()
     try:
         set_grad_enabled(nodes[-1].grad_mode)
