@@ -54,6 +54,7 @@ LIMITS = {
 CHECKED = 6  # steps whose outcome is compared
 WARM = 120  # steps before those that are timed: in these a fused call finds the better way,
 WARM_S = 3.0  # unless they take longer
+REPEATS = 4  # of eager, to see whether it gives the same bits
 PASSES = 12  # of CHECKED steps each, at most, until no new kernel is needed
 ROUND_S = 0.03  # of one variant in one round
 FEWEST, MOST = 3, 100  # steps of it
@@ -148,25 +149,39 @@ class Check:
     apart: dict[str, float]
     failed: dict[str, str]
     first_s: dict[str, float]
-    repeats: bool = True  # eager gives the same bits twice
+    repeats: bool = True  # eager gives the same bits each time...
+    deterministic: bool = False  # ...or with torch.use_deterministic_algorithms
     us: float = 0.0  # of a step of eager's
 
 
 def check(row: Row, device: str, size: str = "full", steps: int = CHECKED) -> Check:
     """Run every variant until it needs no new kernel, and compare each pass with eager's."""
     found = Check({}, {}, {}, {})
-    eager = Run(row, "eager", device, size=size)
-    found.first_s["eager"] = timing.host_us(lambda: eager.advance(steps), device, 1) / 1e6
-    want = eager.outcome()
-    eager = Run(row, "eager", device, size=size)
-    found.us = timing.host_us(lambda: eager.advance(steps), device, 1) / steps
-    found.repeats = same_bits(eager.outcome(), want)
-    for peer in list(VARIANTS)[1:]:
-        try:
-            _check_one(found, want, row, peer, device, size, steps)
-        except Exception as error:  # a variant's failure is a result
-            found.failed[peer] = timing.reason(error)
+    first_us, want = _run_eager(row, device, size, steps)
+    found.first_s["eager"] = first_us / 1e6
+    for _ in range(REPEATS):
+        us, again = _run_eager(row, device, size, steps)
+        found.us, found.repeats = us / steps, found.repeats and same_bits(again, want)
+    try:
+        if not found.repeats:  # sums by atomic additions, in whatever order they come
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            _, want = _run_eager(row, device, size, steps)
+            _, again = _run_eager(row, device, size, steps)
+            found.deterministic = same_bits(again, want)
+        for peer in list(VARIANTS)[1:]:
+            try:
+                _check_one(found, want, row, peer, device, size, steps)
+            except Exception as error:  # a variant's failure is a result
+                found.failed[peer] = timing.reason(error)
+    finally:
+        torch.use_deterministic_algorithms(False)
     return found
+
+
+def _run_eager(row: Row, device: str, size: str, steps: int) -> tuple[float, list[torch.Tensor]]:
+    """How long it took, in us, and what it gave."""
+    run = Run(row, "eager", device, size=size)
+    return timing.host_us(lambda: run.advance(steps), device, 1), run.outcome()
 
 
 def _check_one(
@@ -216,7 +231,7 @@ def measure(row: Row, device: str, rounds: int, steps: int = 0, size: str = "ful
                 times[peer].append(timing.host_us(lambda: run.advance(steps), device, 1) / steps)
     gc.unfreeze()
     want = runs["eager"].outcome()
-    for peer in peers[1:]:
+    for peer in peers[1:] if found.repeats else ():
         found.same[peer] &= same_bits(runs[peer].outcome(), want)
     return [_cell(row, device, peer, times, found) for peer in VARIANTS]
 
@@ -229,9 +244,10 @@ def _cell(row: Row, device: str, peer: str, times: dict[str, list[float]], found
     same, note = None, ""
     if peer != "eager" and device == "cpu":
         note = f"{found.apart[peer]:.3g} ulp apart" if found.apart[peer] else ""
-    elif peer != "eager" and found.repeats:
+    elif peer != "eager" and (found.repeats or found.deterministic):
         same = found.same[peer]
-    elif not found.repeats:
+        note = "" if found.repeats else f"{_SAME[same]}, deterministic"
+    elif peer != "eager":
         note = "eager differs from itself"
     return Cell(row.name, device, peer, median=round(series.median, 2), p20=round(series.p20, 2),
                 p80=round(series.p80, 2), ratio=round(statistics.median(ratios), 4),
@@ -264,10 +280,13 @@ def line(cells: Iterable[Cell]) -> str:
     return f"{cells[0].workload:38s}{'  '.join(parts)}"
 
 
+_SAME = {True: "same", False: "OTHER", None: "-"}
+
+
 def _bits(cell: Cell | None) -> str:
     if cell is None or cell.median is None:
         return cell.reason if cell else ""
-    return cell.note or {True: "same", False: "OTHER", None: "-"}[cell.same_bits]
+    return cell.note or _SAME[cell.same_bits]
 
 
 def markdown(results: Results) -> str:

@@ -108,7 +108,21 @@ def test_other_bits_are_said():
 
 def test_eager_that_differs_from_itself_is_no_measure():
     check = zoo.check(row_of(lambda x: x + time.perf_counter()), "cpu")
-    assert not check.repeats
+    assert not check.repeats and not check.deterministic
+
+
+def test_what_only_deterministic_algorithms_repeat_is_compared_with_them():
+    def step(x, more=0.0):
+        if not torch.are_deterministic_algorithms_enabled():
+            more = time.perf_counter()
+        return x + more + isinstance(x, autofuse.Tensor)
+
+    cells = zoo.measure(row_of(step), "cpu", rounds=1, steps=1)
+    check = zoo.check(row_of(step), "cpu")
+    assert check.deterministic and not check.repeats
+    assert not any(check.same.values()) and not torch.are_deterministic_algorithms_enabled()
+    assert zoo.check(row_of(lambda x: x + 1.0), "cpu").repeats
+    assert len(cells) == 4
 
 
 def test_a_variant_that_fails_is_a_reason_in_its_cell():
