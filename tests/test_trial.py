@@ -279,6 +279,7 @@ def test_no_error_ends_the_import(error, monkeypatch, capsys):
     def broken(*args):
         raise error("not so")
 
+    monkeypatch.setattr(autofuse.config, "native", True)
     monkeypatch.setattr(native, "_native", None)
     monkeypatch.setattr(native, "absent", "")
     monkeypatch.setattr(native, "verdict", broken)
