@@ -94,12 +94,14 @@ def is_lendable(entry, x):
 def lend_one(counts_of, x, lent):
     """`lending.lend_one`: no Python runs here."""
     key = PyLong_FromLong(x)
+    if key == 0:
+        return
     times = 1
     before = PyDict_GetItemWithError(counts_of, key)
     if before != 0:
         times += PyLong_AsLong(before)
     number = PyLong_FromLong(times)
-    if key != 0 and number != 0 and PyList_Append(lent, x) == 0:
+    if number != 0 and PyList_Append(lent, x) == 0:
         if PyDict_SetItem(counts_of, key, number) != 0:
             size = PyList_Size(lent)
             PyList_SetSlice(lent, size - 1, size, 0)
@@ -122,6 +124,8 @@ def restoring(entry, function, args, flags, names):
         if PyErr_Occurred() != 0:
             return 0
         if restore_one(load(entry), x, lent, size) == 0:  # others have lent it, too
+            if PyErr_Occurred() != 0:
+                return 0
             return python(function, args, flags, names)
         size = PyList_Size(lent)
     Py_IncRef(None)
@@ -133,6 +137,8 @@ def restore_one(counts_of, x, lent, size):
     if PyList_Size(lent) != size or class_of(x) is not Tensor:
         return 0
     key = PyLong_FromLong(x)
+    if key == 0:
+        return 0
     count = PyDict_GetItemWithError(counts_of, key)
     done = count != 0 and PyLong_AsLong(count) == 1
     if done != 0:
