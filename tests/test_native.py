@@ -29,6 +29,7 @@ from autofuse.lines import OURS
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
 from autofuse.record import modes, numbers, record, writes
+from autofuse.torch_private import keys_of
 from support import DEVICES
 
 # where machine code has to be: Python 3.10 has the function that it calls most in headers alone
@@ -433,18 +434,25 @@ def test_references_are_given_back(device):
     x, z = torch.randn(16, device=device), torch.randn(16, device=device)
     w, v, one = autofuse.wrap(x), autofuse.wrap(z), 1234.5
     matrix = autofuse.wrap(torch.randn(16, 16, device=device))
+    pair, given = (x, z), {"of": [x, one]}
+
+    @autofuse.fuse
+    def scaled(pair, given, factor):
+        return pair[0] * given["of"][0] * factor
 
     def step():
         t = torch.tanh(w * v + one)
         u = autofuse.materialize(t - x)
+        scaled(pair, given, one), torch.chunk(w, 2), w[0]
         with torch.no_grad():
             w.mul_(0.5)
             w.add_(v * 2.0)
             return u @ matrix
 
-    watched = [w, v, x, z, one, matrix, *tensor.HOT[0], protocol.torch_function, autofuse.Tensor,
-               torch.Tensor, None, True, False, float, int, "write", "materialize", 0, 1,
-               state.this_thread.current, state.counts]  # fmt: skip
+    watched = [w, v, x, z, one, matrix, pair, given, given["of"], *tensor.HOT[0],
+               protocol.torch_function, autofuse.Tensor, torch.Tensor, None, True, False, float,
+               int, "write", "materialize", 0, 1, state.this_thread.current,
+               state.counts]  # fmt: skip
 
     def held():
         gc.collect()
@@ -602,6 +610,23 @@ def test_interrupts_in_python_functions_that_it_calls(monkeypatch):
     assert torch._C._is_torch_function_enabled()
     assert torch.equal(backward(), torch.ones(4, 4)) and (w + p).tolist() == [[2.0] * 4] * 4
     assert flushed().tolist() == [[1.0] * 4] * 4
+
+
+def test_an_interrupt_in_the_middle_of_lending(monkeypatch):
+    """What was lent before it is known, and held as often as it was."""
+    first, lent = torch.ones(2), []
+    with torch.inference_mode():
+        second = torch.ones(2)
+    lending.lendable_keys[:] = [keys_of(first).raw_repr()]  # Python is asked about the second
+    monkeypatch.setattr(lending, "_can_be_lent", Interrupting(lending._can_be_lent))
+    counts = sys.getrefcount(first), sys.getrefcount(second)
+    with pytest.raises(KeyboardInterrupt):
+        from_c(lending.lend)([first, {}, second, first], lent)
+    assert type(first) is autofuse.Tensor and type(second) is torch.Tensor
+    assert [x is first for x in lent] == [True] and lending.loans[id(first)] == 1
+    from_c(lending.restore)(lent)
+    assert type(first) is torch.Tensor and not lent and id(first) not in lending.loans
+    assert (sys.getrefcount(first), sys.getrefcount(second)) == counts
 
 
 def test_a_flush_without_kernels_is_no_launch(device):
