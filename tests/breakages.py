@@ -144,24 +144,22 @@ def counts_twice():
         number = 2
         before = PyDict_GetItemWithError(counter, key)  # noqa: F821
         if before != 0:
-            number += PyLong_AsLong(before)  # noqa: F821
-        counted = PyLong_FromLong(number)  # noqa: F821
-        PyDict_SetItem(counter, key, counted)  # noqa: F821
-        Py_DecRef(counted)  # noqa: F821
+            number += int(before)
+        PyDict_SetItem(counter, key, PyLong_FromLong(number))  # noqa: F821
 
     replace(count_one)
 
 
 def leaves_all_to_python():
-    def handler(entry, function, args, flags, names):
-        return python(function, args, flags, names)  # noqa: F821
+    def handler(entry, function, args, count, names) -> object:
+        return 0
 
     replace(handler)
 
 
 def keeps_a_reference():
-    def emptied(items):
-        PyList_New(0)  # noqa: F821
+    def emptied(items) -> object:
+        Py_IncRef(items)  # noqa: F821
         return PyList_New(0)  # noqa: F821
 
     replace(emptied)
@@ -172,10 +170,8 @@ def gives_a_reference_back_twice():
         number = 1
         before = PyDict_GetItemWithError(counter, key)  # noqa: F821
         if before != 0:
-            number += PyLong_AsLong(before)  # noqa: F821
-        counted = PyLong_FromLong(number)  # noqa: F821
-        PyDict_SetItem(counter, key, counted)  # noqa: F821
-        Py_DecRef(counted)  # noqa: F821
+            number += int(before)
+        PyDict_SetItem(counter, key, PyLong_FromLong(number))  # noqa: F821
         Py_DecRef(counter)  # noqa: F821
 
     replace(count_one)

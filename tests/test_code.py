@@ -48,9 +48,19 @@ def times(x):
     return load(x) * FACTOR + WHERE
 
 
+def asked(x) -> object:
+    if x is MARKER:
+        return True
+    return False
+
+
+def otherwise(function, args, flags, names) -> object:
+    return None
+
+
 MARKER, OTHER, FACTOR, WHERE = object(), object(), 3, Address(1000)
 takes_a_word = C("word", 1)
-FUNCTIONS = [is_first, is_marker, times]
+FUNCTIONS = [is_first, is_marker, times, asked, otherwise]
 NAMES = {**vars(builtins), **globals()}
 
 
@@ -124,7 +134,7 @@ def compiles(monkeypatch, tmp_path):
 
 def make(entry=8, facts=("LLVM 1",), **names):
     """A Machine, with what it may keep kept."""
-    machine = Machine(FUNCTIONS, {**NAMES, **names}, [("is_marker", entry)], facts)
+    machine = Machine(FUNCTIONS, {**NAMES, **names}, [("asked", entry)], "otherwise", facts)
     if machine.is_new:
         machine.keep()
     return machine
@@ -144,8 +154,8 @@ def test_the_second_finds_it_and_links_its_own_objects(compiles):
         assert found == [marker is MARKER, marker is OTHER]
         assert call(machine, "times", ctypes.addressof(word)) == 15 + where
         assert call(machine, "is_first", id(pair), id(word)) == 1
-        entered = ctypes.PYFUNCTYPE(ctypes.c_int64)(machine.entry(0))
-        assert entered() == (marker is MARKER)
+        entered = ctypes.PYFUNCTYPE(ctypes.py_object, *[ctypes.c_int64] * 4)(machine.entry(0))
+        assert entered(0, 0, 0, 0) is (marker is MARKER)
     assert len(compiles) == 1
 
 

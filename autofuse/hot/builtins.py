@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from ..chain.shell import Tensor
 from .c import (
-    COUNT,
     FUNCTION_MODES,
     FUNCTIONS_OFF,
     ITEMS,
+    LISTED,
     SKIPS_NEXT,
     TARGETS,
     Plain,
@@ -26,22 +26,21 @@ from .c import (
 from .values import class_of, has_target, is_simple
 
 
-def builtin(entry, function, args, flags, names):
+def builtin(entry, function, args, count, names) -> object:
     """A builtin of torch; entry: handlers by torch function, and those that take keywords.
 
     Torch itself would ask for overrides, 0.7 to 1.1 us, and find `Tensor.__torch_function__`.
     """
-    count = flags & COUNT
     k = 0
-    if count != 0 and is_number(load(args)) != 0:
+    if count != 0 and is_number(args[0]) != 0:
         k = count  # few functions take one there: torch's parser knows which
-    while k < count and has_wrapped(load(args + 8 * k)) == 0:
+    while k < count and has_wrapped(args[k]) == 0:
         k += 1
     if k < count and has_target(TARGETS, names, args + 8 * count) == 0:
-        table = load(entry)
+        table = entry[0]
         values = count
         if names != 0:
-            table = load(entry + 8)
+            table = entry[1]
             values += PyTuple_Size(names)
         if are_ours_alone(args, values) != 0:
             known = PyDict_GetItemWithError(table, function)
@@ -75,25 +74,24 @@ def are_ours_alone(values, count):
     if SKIPS_NEXT != 0:
         if call_pointer(SKIPS_NEXT) & 255 != 0:
             return 0
-    k = 0
-    while k < count:
-        x = load(values + 8 * k)
+    for k in range(count):
+        x = values[k]
         kind = class_of(x)
         if kind is tuple:
-            n = PyTuple_Size(x)
-            while n > 0:
-                n -= 1
-                if is_known(load(x + ITEMS + 8 * n)) == 0:
-                    return 0
+            if are_known(x + ITEMS, PyTuple_Size(x)) == 0:
+                return 0
         elif kind is list:
-            n = PyList_Size(x)
-            while n > 0:
-                n -= 1
-                if is_known(PyList_GetItem(x, n)) == 0:
-                    return 0
+            if are_known(load(x + LISTED), PyList_Size(x)) == 0:
+                return 0
         elif is_known(x) == 0:
             return 0
-        k += 1
+    return 1
+
+
+def are_known(items, count):
+    for k in range(count):
+        if is_known(items[k]) == 0:
+            return 0
     return 1
 
 

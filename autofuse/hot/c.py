@@ -14,7 +14,7 @@ class C:
     """A C function of this process; `C("int", 2)` takes two words and gives an int."""
 
     def __init__(self, result: str, arity: int) -> None:
-        """result: "word", "int", "double" or "void"."""
+        """result: "word", "int", "double", "void", or "new": a reference, or 0 with an error."""
         self.result, self.arity = result, arity
 
     def __call__(self, *args: Any) -> Any:
@@ -32,12 +32,16 @@ store_double: Any = GIVEN  # (address, double)
 store_float: Any = GIVEN  # the same rounded to float
 reciprocal: Any = GIVEN  # of a double, as C divides
 call_pointer: Any = GIVEN  # (address, words...): what the C function there returns
+call_object: Any = GIVEN  # the same, that it is a new reference, or 0 with an error
 room: Any = GIVEN  # (count): the address of words that live until the function returns
+kept: Any = GIVEN  # (reference): a new one
+tried: Any = GIVEN  # (call): its new reference, or 0 and the function goes on
+borrowed: Any = GIVEN  # (call): its new reference as a word, for something else holds it too
 
 PyDict_Clear = C("void", 1)
 PyDict_DelItem = C("int", 2)
 PyDict_GetItemWithError = C("word", 2)
-PyDict_New = C("word", 0)
+PyDict_New = C("new", 0)
 PyDict_Next = C("int", 4)
 PyDict_SetItem = C("int", 3)
 PyDict_Size = C("word", 1)
@@ -52,33 +56,32 @@ PyEval_SaveThread = C("word", 0)
 PyFloat_AsDouble = C("double", 1)
 PyList_Append = C("int", 2)
 PyList_GetItem = C("word", 2)  # borrowed
-PyList_New = C("word", 1)
+PyList_New = C("new", 1)
 PyList_SetItem = C("int", 3)
 PyList_SetSlice = C("int", 4)
 PyList_Size = C("word", 1)
 PyLong_AsLong = C("word", 1)
 PyLong_AsVoidPtr = C("word", 1)
-PyLong_FromLong = C("word", 1)
-PyObject_Call = C("word", 3)
-PyObject_CallNoArgs = C("word", 1)
-PyObject_CallOneArg = C("word", 2)
+PyLong_FromLong = C("new", 1)
+PyObject_Call = C("new", 3)
+PyObject_CallNoArgs = C("new", 1)
+PyObject_CallOneArg = C("new", 2)
 PyObject_GenericSetAttr = C("int", 3)
-PyObject_GetAttr = C("word", 2)
+PyObject_GetAttr = C("new", 2)
 PyObject_RichCompareBool = C("int", 3)
-PyObject_Vectorcall = C("word", 4)
+PyObject_Vectorcall = C("new", 4)
 PySet_Contains = C("int", 2)
 PyInterpreterState_ThreadHead = C("word", 1)
 PyThreadState_Get = C("word", 0)
 PyThreadState_GetInterpreter = C("word", 1)
 PyThreadState_Next = C("word", 1)
 PyThread_get_thread_ident = C("word", 0)
-PyTuple_New = C("word", 1)
+PyTuple_New = C("new", 1)
 PyTuple_Size = C("word", 1)
 Py_DecRef = C("void", 1)
 Py_IncRef = C("void", 1)
-_PyObject_MakeTpCall = C("word", 5)  # (thread, function, args, count, names)
+_PyObject_MakeTpCall = C("new", 5)  # (thread, function, args, count, names)
 
-COUNT = (1 << 63) - 1  # of the arguments, in what a vectorcall is given
 ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python 3.14 on 32
 EQUAL = 2  # Py_EQ
 FAILED = (1 << 32) - 1  # the bits of a C int, which is not 0 where a setter fails

@@ -8,8 +8,6 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
-    COUNT,
-    CURRENT,
     DISPATCH_MODES,
     FUNCTION_MODES,
     INPLACE,
@@ -24,16 +22,12 @@ from .c import (
     Function,
     Plain,
     Py_DecRef,
-    Py_IncRef,
     PyDict_GetItemWithError,
     PyDict_Next,
-    PyDict_Size,
     PyErr_Clear,
-    PyErr_Occurred,
     PyInterpreterState_ThreadHead,
     PyList_GetItem,
     PyList_Size,
-    PyLong_AsLong,
     PyObject_Call,
     PyObject_CallOneArg,
     PyObject_GetAttr,
@@ -44,24 +38,26 @@ from .c import (
     PyThreadState_Next,
     PyTuple_Size,
     all_recorders,
+    call_object,
     call_pointer,
+    kept,
     lifted,
     load,
     load32,
     local,
     room,
-    store,
     strided,
+    tried,
 )
 from .flush import flush_now
 from .record import are_watched, called, number_chain
 from .values import (
     class_of,
+    current_recorder,
     grad_mode,
     has_target,
     is_ours,
     is_simple,
-    python,
     set_class,
     slot_of,
     state_of,
@@ -71,132 +67,107 @@ from .values import (
 )
 
 
-def torch_function(entry, function, args, flags, names):
+def torch_function(entry, function, args, count, names) -> object:
     """`Tensor.__torch_function__`; entry: the handlers by torch function."""
-    count = flags & COUNT
-    if names == 0 and (count == 3 or count == 4):
-        options = None
-        if count == 4:
-            options = load(args + 24)
-        types = load(args + 8)
-        operands = load(args + 16)
-        if options is None or are_none(options) != 0:
-            if (
-                class_of(operands) is tuple
-                and class_of(types) is tuple
-                and PyTuple_Size(types) == 1
-                and load(types + ITEMS) is Tensor
-            ):
-                known = PyDict_GetItemWithError(load(entry), load(args))
-                if known != 0:
-                    return PyObject_Call(known, operands, 0)
-                if PyErr_Occurred() != 0:
-                    return 0
-    return python(function, args, flags, names)
-
-
-def ask_overrides(entry, function, args, flags, names):
-    """`dispatch.protocol.ask_overrides`; entry: handlers by torch function, those for keywords."""
-    count = flags & COUNT
-    if count > 2:
-        relevant = load(args + 8)
-        if class_of(relevant) is tuple and are_alone(relevant) != 0:
-            table = load(entry)
-            given = 0
-            if names != 0 and is_silent(names, args + 8 * count) == 0:
-                table = load(entry + 8)
-                given = names
-            known = PyDict_GetItemWithError(table, load(args))
+    if names != 0 or count != 3 and (count != 4 or are_none(args[3]) == 0):
+        return 0
+    types: tuple = args[1]
+    if class_of(args[2]) is tuple and class_of(types) is tuple:
+        if len(types) == 1 and types[0] is Tensor:
+            known = PyDict_GetItemWithError(entry[0], args[0])
             if known != 0:
-                return PyObject_Vectorcall(known, args + 16, count - 2, given)
-            if PyErr_Occurred() != 0:
-                return 0
-    return python(function, args, flags, names)
+                return PyObject_Call(known, args[2], 0)
+    return 0
 
 
-def are_alone(tensors):
+def ask_overrides(entry, function, args, count, names) -> object:
+    """`dispatch.protocol.ask_overrides`; entry: handlers by torch function, those for keywords."""
+    if count > 2 and class_of(args[1]) is tuple and are_alone(args[1]) != 0:
+        table = entry[0]
+        given = 0
+        if names != 0 and is_silent(names, args + 8 * count) == 0:
+            table = entry[1]
+            given = names
+        known = PyDict_GetItemWithError(table, args[0])
+        if known != 0:
+            return PyObject_Vectorcall(known, args + 16, count - 2, given)
+    return 0
+
+
+def are_alone(tensors: tuple):
     """Whether nobody but autofuse has a say about a function of these."""
     if call_pointer(FUNCTION_MODES) != 0:
         return 0
-    k = PyTuple_Size(tensors)
-    while k > 0:
-        k -= 1
-        x = load(tensors + ITEMS + 8 * k)
+    for x in tensors:
         if x is not None and is_ours(x) == 0:  # an option that was not given
             return 0
     return 1
 
 
-def is_silent(names, values):
+def is_silent(names: tuple, values):
     """Whether keywords say nothing, as `are_none`."""
-    return PyTuple_Size(names) == 1 and load(names + ITEMS) is INPLACE and load(values) is False
+    return len(names) == 1 and names[0] is INPLACE and values[0] is False
 
 
-def are_none(options):
+def are_none(options: dict):
     """Whether keywords say nothing; torch.nn.functional always passes `inplace` on."""
+    if options is None:
+        return 1
     if class_of(options) is not dict:
         return 0
-    size = PyDict_Size(options)
-    if size != 1:
-        return size == 0
+    if len(options) != 1:
+        return len(options) == 0
     value = PyDict_GetItemWithError(options, INPLACE)
     if value == 0:
         PyErr_Clear()  # of a key that is no ordinary string
     return value is False
 
 
-def getting(entry, function, args, flags, names):
+def getting(entry, x: Tensor) -> object:
     """A property of `dispatch.metadata`; entry: C's getter, its closure, whether gradients count.
 
     A shell says of itself what its value will say, but for those.
     """
-    x = load(args)
-    if names != 0 or flags & COUNT != 1 or class_of(x) is not Tensor:
-        return python(function, args, flags, names)
-    if load(entry + 16) is True and class_of(state_of(x)) is Node:
-        return python(function, args, flags, names)
+    if entry[2] is True and class_of(state_of(x)) is Node:
+        return 0
     before = switch_off(1)
-    result = call_pointer(load(entry), x, load(entry + 8))
+    result = tried(call_object(entry[0], x, entry[1]))
     switch_back(before)
     return result
 
 
-def asking(entry, function, args, flags, names):
+def asking(entry, function, args, count, names) -> object:
     """A method of `dispatch.metadata`; entry: the method of torch's."""
     if call_pointer(FUNCTION_MODES) != 0:
-        return python(function, args, flags, names)
+        return 0
     before = switch_off(1)
-    result = PyObject_Vectorcall(load(entry), args, flags, names)
+    result = tried(PyObject_Vectorcall(entry[0], args, count, names))
     switch_back(before)
     return result
 
 
-def passing(entry, function, args, flags, names):
+def passing(table, function, args, count, names) -> object:
     """`run_eager` for a function of torch in C that writes nothing.
 
-    entry: by handlers, each one's function, what is known of that.
+    table: by handlers, each one's function, what is known of that.
     """
-    count = flags & COUNT
-    own = PyDict_GetItemWithError(load(entry), function)
+    own = PyDict_GetItemWithError(table[0], function)
     if own == 0:
         return 0
     entry = own + ITEMS
-    recorder: Recorder = PyObject_GetAttr(local, CURRENT)
-    if recorder == 0:
+    recorder: Recorder = current_recorder()
+    if recorder == 0 or recorder is None:
         return 0
-    Py_DecRef(recorder)
-    if recorder is not None and is_everyday(recorder, load(entry + 8), args, count, names) != 0:
-        return passed(recorder, entry, load(entry + 8), args, count, names)
-    if PyErr_Occurred() != 0:
+    if is_everyday(recorder, entry[1], args, count, names) == 0:
         return 0
-    return python(function, args, flags, names)
+    return passed(recorder, entry, entry[1], args, count, names)
 
 
 def is_everyday(recorder: Recorder, known: Known, args, count, names):
     """Whether Python has nothing to do for these arguments; pending ones are flushed."""
     if are_watched() != 0:
         return 0
-    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+    if int(recorder.ident) != PyThread_get_thread_ident():
         return 0
     if names != 0:
         if has_target(TARGETS, names, args + 8 * count) != 0:
@@ -205,31 +176,25 @@ def is_everyday(recorder: Recorder, known: Known, args, count, names):
             if is_pending_elsewhere(recorder) != 0 or flush_now(recorder, known.name) == 0:
                 return 0
         count += PyTuple_Size(names)
-    k = 0
-    while k < count:
-        x = load(args + 8 * k)
-        kind = class_of(x)
+    for k in range(count):
+        kind = class_of(args[k])
         if kind is tuple or kind is list:
-            if are_concrete(recorder, known, x) == 0:
+            if are_concrete(recorder, known, args[k]) == 0:
                 return 0
-        elif is_concrete(recorder, known, x) == 0:
+        elif is_concrete(recorder, known, args[k]) == 0:
             return 0
-        k += 1
     return 1
 
 
 def is_pending_elsewhere(recorder: Recorder):
     """Whether another device has something pending, or another thread may have."""
-    recorders = PyObject_GetAttr(local, RECORDERS)
-    if recorders == 0:
-        return 1
-    Py_DecRef(recorders)
-    if PyList_Size(all_recorders) != PyDict_Size(recorders):
+    recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
+    if recorders == 0 or len(all_recorders) != len(recorders):
         return 1
     place = room(3)  # the position, a key, a value
-    store(place, 0)
+    place[0] = 0
     while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
-        other: Recorder = load(place + 16)
+        other: Recorder = place[2]
         if other is not recorder and PyList_Size(other.chain) != 0:
             return 1
     return 0
@@ -272,51 +237,45 @@ def is_concrete(recorder: Recorder, known: Known, x):
     return class_of(state) is Meta or state is UNKNOWN
 
 
-def passed(recorder: Recorder, entry, known: Known, args, count, names):
+def passed(recorder: Recorder, entry, known: Known, args, count, names) -> object:
     """What the function returns, wrapped; what is pending reads none of its arguments."""
-    chain: Chain = recorder.chain
+    chain: Chain = kept(recorder.chain)
     tip: Node = chain.tip
-    Py_IncRef(chain)
     pending = 0
     if tip.holds_grad is True:
-        pending = call_pointer(PEEK) == PyLong_AsLong(chain.first) + PyList_Size(chain)
+        pending = call_pointer(PEEK) == int(chain.first) + len(chain)
     plain = room(4)
     lent = 0
-    kind = class_of(load(entry))
-    if kind is Builtin or kind is Function or (count > 1 and class_of(load(args + 8)) is Tensor):
+    kind = class_of(entry[0])
+    if kind is Builtin or kind is Function or (count > 1 and class_of(args[1]) is Tensor):
         if grad_mode() == 0 and are_modes_off() != 0 and is_only_thread() != 0:
             lent = lend(plain, 0, args, count)
-    result = called(load(entry), known.reason, args, count, names)
-    while lent > 0:
-        lent -= 1
-        set_class(load(plain + 8 * lent), Tensor)
-        Py_DecRef(load(plain + 8 * lent))
+    result = called(entry[0], known.reason, args, count, names)
+    for k in range(lent):
+        set_class(plain[k], Tensor)
+        Py_DecRef(plain[k])
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
-        number_chain(chain, call_pointer(PEEK) - PyList_Size(chain))
-    Py_DecRef(chain)
+        number_chain(chain, call_pointer(PEEK) - len(chain))
     if result == 0:
         return 0
     kind = class_of(result)
     if kind is Plain:
         if load32(result) == 1 and is_strided(result) != 0:
             set_class(result, Tensor)
-    elif kind is tuple or kind is list:
-        if kind is tuple:
-            k = PyTuple_Size(result)
-            items = result + ITEMS
-        else:
-            k = PyList_Size(result)
-            items = load(result + LISTED)
-        while k > 0:
-            k -= 1
-            x = load(items + 8 * k)
-            if class_of(x) is Plain and load32(x) == 1:
-                set_class(x, Tensor)
+    elif kind is tuple:
+        wrap(result + ITEMS, PyTuple_Size(result))
+    elif kind is list:
+        wrap(load(result + LISTED), PyList_Size(result))
     elif kind is not Tensor and is_simple(kind) == 0:
-        wrapped = PyObject_CallOneArg(lifted, result)
-        Py_DecRef(result)
-        return wrapped
+        return PyObject_CallOneArg(lifted, result)
     return result
+
+
+def wrap(items, count):
+    """Wrap those of the items that are plain and that nobody else has."""
+    for k in range(count):
+        if class_of(items[k]) is Plain and load32(items[k]) == 1:
+            set_class(items[k], Tensor)
 
 
 def are_modes_off():
@@ -339,25 +298,21 @@ def lend(place, lent, args, count):
     Of each that is not torch asks Python whether it is a tensor, 0.12 us. What may run in the
     middle must not meet them: a mode, a hook under grad, another thread.
     """
-    k = 0
-    while k < count and lent < 4:
-        x = load(args + 8 * k)
+    for k in range(count):
+        x = args[k]
         kind = class_of(x)
-        if kind is Tensor:
+        if kind is Tensor and lent < 4:
             set_class(x, Plain)
-            Py_IncRef(x)
-            store(place + 8 * lent, x)
+            place[lent] = kept(x)
             lent += 1
         elif kind is list:
             lent = lend(place, lent, load(x + LISTED), PyList_Size(x))
         elif kind is tuple:
             lent = lend(place, lent, x + ITEMS, PyTuple_Size(x))
-        k += 1
     return lent
 
 
 def is_strided(tensor):
     """Whether its memory is laid out by strides."""
     layout = told(LAYOUT_GETTER, LAYOUT_CLOSURE, tensor)
-    Py_DecRef(layout)
     return layout is strided

@@ -8,17 +8,12 @@ from ..chain.state import Chain, Node, Recorder
 from ..run.words import Words
 from .c import (
     AT_ONCE,
-    COUNT,
     COUNTED,
-    ITEMS,
     MATERIALIZE,
     OBSERVER,
     PEEK,
-    PYTHON,
     WEAKREFS,
     WORDS,
-    Py_DecRef,
-    Py_IncRef,
     PyDict_Clear,
     PyDict_DelItem,
     PyDict_GetItemWithError,
@@ -26,120 +21,95 @@ from .c import (
     PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
-    PyList_GetItem,
     PyList_New,
     PyList_SetSlice,
     PyList_Size,
-    PyLong_AsLong,
     PyLong_FromLong,
     PyObject_Call,
     PyObject_CallOneArg,
     PyObject_GetAttr,
     PyThread_get_thread_ident,
     PyTuple_New,
+    borrowed,
     call_pointer,
     chain_flush,
     flushes,
     hook_names,
     inside,
+    kept,
     load,
     load32,
     ranges,
     room,
-    store,
+    tried,
 )
 from .launch import launched
 from .values import class_of, count_one, ended, python, state_of, switch_back, switch_off
 
 
-def flush(entry, function, args, flags, names):
+def flush(entry, function, args, count, names) -> object:
     """`flush`."""
-    count = flags & COUNT
-    if names == 0 and (count == 2 or count == 5):
-        recorder: Recorder = load(args)
-        target = 0
-        expected = 0
-        last = 0
-        if count == 5:
-            target = load(args + 16)
-            last = load(args + 24)
-            expected = PyLong_AsLong(load(args + 32))
-        done = flushed(recorder, load(args + 8), target, expected, last)
-        if done > 0:
-            Py_IncRef(True)
-            return True
-        if done < 0:
-            return 0
-    return python(function, args, flags, names)
+    done = 0
+    if names == 0 and count == 2:
+        done = flushed(args[0], args[1], 0, 0, 0)
+    elif names == 0 and count == 5:
+        done = flushed(args[0], args[1], args[2], int(args[4]), args[3])
+    if done == 0:
+        return 0
+    return True
 
 
-def materialize(entry, function, args, flags, names):
+def materialize(entry, x: Tensor) -> object:
     """`api.materialize`, of one tensor."""
-    if names == 0 and flags & COUNT == 1 and class_of(load(args)) is Tensor:
-        x = load(args)
-        state: Node = state_of(x)
-        if class_of(state) is Node:
-            recorder: Recorder = state.recorder
-            Py_IncRef(recorder)
-            done = flush_now(recorder, MATERIALIZE)
-            Py_DecRef(recorder)
-            if done == 0:
-                return 0
-            Py_IncRef(x)
-            return x
-    return python(function, args, flags, names)
+    state: Node = state_of(x)
+    if class_of(state) is not Node:
+        return 0
+    recorder = kept(state.recorder)
+    if flush_now(recorder, MATERIALIZE) == 0:
+        return 0
+    return x
 
 
 def flush_now(recorder: Recorder, reason):
     """Flush one way or the other; 0 after an error."""
     done = flushed(recorder, reason, 0, 0, 0)
-    if done == 0:  # Python sees the same counts, and so knows them next time
+    if done == 0 and PyErr_Occurred() == 0:  # Python sees the same counts, and so knows them then
         done = flushed_by_python(recorder, reason)
-    return done > 0
+    return done
 
 
 def flushed_by_python(recorder: Recorder, reason):
-    """1, or -1 after an error."""
+    """1, or 0 after an error."""
     args = room(2)
-    store(args, recorder)
-    store(args + 8, reason)
-    result = call_pointer(PYTHON, chain_flush, args, 2, 0)
-    if result == 0:
-        return -1
-    Py_DecRef(result)
-    return 1
+    args[0] = recorder
+    args[1] = reason
+    return borrowed(python(chain_flush, args, 2, 0)) != 0
 
 
 def flush_into(recorder: Recorder, reason, target, chain: Chain):
     """Flush `chain` with `target` as the memory of the last value; 0 if that is not done."""
-    last = chain.tip  # before Python runs
-    Py_IncRef(last)
-    done = flushed(recorder, reason, target, chain, last)
-    number = 0
-    if done == 0:
-        number = PyLong_FromLong(chain)
-    if number != 0:
-        args = room(5)
-        store(args, recorder)
-        store(args + 8, reason)
-        store(args + 16, target)
-        store(args + 24, last)
-        store(args + 32, number)
-        result = call_pointer(PYTHON, chain_flush, args, 5, 0)
-        Py_DecRef(number)
-        done = result is True
-        Py_DecRef(result)
-    Py_DecRef(last)
-    return done > 0
+    last = kept(chain.tip)  # before Python runs
+    if flushed(recorder, reason, target, chain, last) != 0:
+        return 1
+    if PyErr_Occurred() != 0:
+        return 0
+    number = PyLong_FromLong(chain)
+    args = room(5)
+    args[0] = recorder
+    args[1] = reason
+    args[2] = target
+    args[3] = last
+    args[4] = number
+    return borrowed(python(chain_flush, args, 5, 0)) is True
 
 
 def flushed(recorder: Recorder, reason, target, expected, last):
-    """1 or 2 if it is done, 0 if Python has to do it, -1 after an interrupt.
+    """1 or 2 if it is done, 0 if Python has to do it or after an interrupt.
 
     target: the memory that takes the last value, or 0; expected, last: the chain then and its tip.
     """
     ident = PyThread_get_thread_ident()
-    if PyLong_AsLong(recorder.ident) != ident or PyLong_AsLong(recorder.thread) != ident:
+    if int(recorder.ident) != ident or int(recorder.thread) != ident:
         return 0  # another thread's, or that of one that ends
     if PyDict_GetItemWithError(inside, recorder.ident) != 0:
         return 0
@@ -147,96 +117,65 @@ def flushed(recorder: Recorder, reason, target, expected, last):
         return 0
     if PyList_Size(recorder.chain) == 0:
         return target == 0
-    if PyDict_GetItemWithError(hook_names, OBSERVER) is not None or PyList_Size(ranges) != 0:
+    if PyDict_GetItemWithError(hook_names, OBSERVER) is not None or len(ranges) != 0:
         return 0  # somebody looks
     if recorder.spare is None:  # what may run Python comes before anything is looked at
-        spare = PyObject_CallOneArg(Chain, recorder.home)
-        if spare == 0:
-            return -1
-        recorder.spare = spare
-        Py_DecRef(spare)
-    chain: Chain = recorder.chain
+        recorder.spare = PyObject_CallOneArg(Chain, recorder.home)
+    chain: Chain = kept(recorder.chain)
     tip: Node = chain.tip
     if target != 0 and (chain is not expected or tip is not last):
         return 0
-    size = PyList_Size(chain)
-    refcounts = tip.usual  # 60 ns less than to make them anew
-    if refcounts is not None and are_counts(chain, size, refcounts) != 0:
-        Py_IncRef(refcounts)
-    else:
-        Py_IncRef(chain)
+    size = len(chain)
+    refcounts: tuple = tip.usual  # 60 ns less than to make them anew
+    if refcounts is None or are_counts(chain, size, refcounts) == 0:
         refcounts = PyTuple_New(size)  # up to Python 3.11 this runs finalizers, which may flush
-        same = recorder.chain is chain and chain.tip is tip and recorder.spare is not None
-        Py_DecRef(chain)
-        if refcounts == 0:
-            return -1
-        if same == 0:
-            Py_DecRef(refcounts)
+        if recorder.chain is not chain or chain.tip is not tip or recorder.spare is None:
             return 0
-        k = 0
-        while k < size:
-            number = PyLong_FromLong(load32(PyList_GetItem(chain, k)) + COUNTED)
-            if number == 0:
-                Py_DecRef(refcounts)
-                return -1
-            store(refcounts + ITEMS + 8 * k, number)
-            k += 1
+        for k in range(size):
+            refcounts[k] = PyLong_FromLong(load32(chain[k]) + COUNTED)
         tip.usual = refcounts
     if target == 0:
         runner = PyDict_GetItemWithError(tip.runners, refcounts)
     else:
         runner = PyDict_GetItemWithError(tip.writers, refcounts)
-    Py_DecRef(refcounts)
     if runner == 0:
         return 0
     program = PyObject_GetAttr(runner, WORDS)
-    if program == 0:
-        return -1
     if program is None:
-        Py_DecRef(program)
         return 0
     done = 0
-    Py_IncRef(chain)
-    taken = PyObject_Call(recorder.acquire, AT_ONCE, 0)  # waiting, the counts would grow stale
-    if taken is True:
+    # waiting, the counts would grow stale
+    if borrowed(PyObject_Call(recorder.acquire, AT_ONCE, 0)) is True:
         if recorder.chain is chain and chain.tip is tip and recorder.spare is not None:
             if tip.holds_grad is True:
                 chain.late = None
-                if call_pointer(PEEK) != PyLong_AsLong(chain.first) + size:
+                if call_pointer(PEEK) != int(chain.first) + size:
                     chain.late = chain.first
             done = ran(recorder, chain, size, program, reason, target)
         ended(recorder.release)
-    Py_DecRef(taken)
-    Py_DecRef(chain)
-    Py_DecRef(program)
     if PyErr_Occurred() != 0:
-        return -1
+        return 0
     if done < 0:  # an interrupt may come, and the next flush then does it
         return flushed_by_python(recorder, reason)
     return done
 
 
-def are_counts(chain: Chain, size, refcounts):
+def are_counts(chain: Chain, size, refcounts: tuple):
     """Whether the shells of `chain` have these reference counts."""
-    k = 0
-    while k < size:
-        count = PyLong_AsLong(load(refcounts + ITEMS + 8 * k))
-        if load32(PyList_GetItem(chain, k)) + COUNTED != count:
+    for k in range(size):
+        if load32(chain[k]) + COUNTED != int(refcounts[k]):
             return 0
-        k += 1
     return 1
 
 
 def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
     """Run the chain with the lock held: as `launched`; -1 where its values are to be given away."""
-    spare: Chain = recorder.spare
-    Py_IncRef(spare)
+    spare: Chain = kept(recorder.spare)
     spare.tip = recorder.home
     zero = PyLong_FromLong(0)
     PyDict_SetItem(inside, recorder.ident, True)
     recorder.ident = zero  # a finalizer must not record now
-    home = recorder.home
-    Py_IncRef(home)
+    home = kept(recorder.home)
     grad = recorder.grad
     inference = recorder.inference
     recorder.running = chain
@@ -244,7 +183,6 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
     recorder.spare = None
     if target != 0:
         chain.into = target
-    done = 0
     before = switch_off(2)
     done = launched(recorder, chain, program)
     switch_back(before)
@@ -264,21 +202,17 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
     else:
         recorder.running = None
         counted(recorder, reason, done > 1)
-        k = 0
-        while k < size:
-            shell = PyList_GetItem(chain, k)
+        for k in range(size):
+            shell = chain[k]
             if shell is not None:
                 if load(shell + WEAKREFS) != 0:
                     state: Node = state_of(shell)
                     state.shell = None  # the weak reference dies with the shell
-            k += 1
         recorder.ident = recorder.thread
         PyList_SetSlice(chain, 0, size, 0)
         if load32(chain) == 1 + (target != 0):  # `flushed` holds it, and so does who writes
             chain.inputs = emptied(chain.inputs)
-            Py_DecRef(chain.inputs)
             chain.consts = emptied(chain.consts)
-            Py_DecRef(chain.consts)
             chain.values = None
             chain.bumps = None
             PyList_SetSlice(chain.marks, 0, PyList_Size(chain.marks), 0)
@@ -286,28 +220,22 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
                 PyDict_Clear(chain.known)
             chain.pinned = zero
             recorder.spare = chain
-    Py_DecRef(zero)
-    Py_DecRef(home)
-    Py_DecRef(spare)
     return done
 
 
 def counted(recorder: Recorder, reason, launches):
     """Count a flush and its launches, 0 or 1."""
     count_one(flushes, reason)
-    number = PyLong_FromLong(PyLong_AsLong(recorder.launches) + launches)
+    number = tried(PyLong_FromLong(int(recorder.launches) + launches))
     if number == 0:  # no memory: it goes uncounted
         PyErr_Clear()
-        return 0
-    recorder.launches = number
-    Py_DecRef(number)
-    return 1
+    else:
+        recorder.launches = number
 
 
-def emptied(items):
-    """A new reference to a list without items: this one if nobody else has it."""
+def emptied(items: list) -> object:
+    """A list without items: this one if nobody else has it."""
     if load32(items) == 1:
-        PyList_SetSlice(items, 0, PyList_Size(items), 0)
-        Py_IncRef(items)
+        PyList_SetSlice(items, 0, len(items), 0)
         return items
     return PyList_New(0)

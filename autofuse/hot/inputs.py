@@ -15,7 +15,6 @@ from .c import (
     GRAD_CLOSURE,
     GRAD_GETTER,
     INDEX_OF,
-    ITEMS,
     KEYS_AT,
     NUMBER_AT,
     REQUIRES_GRAD,
@@ -28,19 +27,19 @@ from .c import (
     PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
-    PyFloat_AsDouble,
     PyList_Append,
-    PyLong_AsLong,
     PyLong_FromLong,
     PyObject_CallNoArgs,
     PyObject_GenericSetAttr,
     PyTuple_Size,
+    borrowed,
+    call_object,
     call_pointer,
+    kept,
     load,
     load32,
     others_writing,
     room,
-    store,
 )
 from .values import (
     address_of,
@@ -56,18 +55,12 @@ from .values import (
 
 def fits(node: Node, operands, key, count):
     """Whether all Consts are within the limits that their op has here."""
-    low = load(node.limits + ITEMS)
-    high = load(node.limits + ITEMS + 8)
-    k = count
-    while k > 0:
-        if class_of(load(key + 8 * k)) is type:
-            const = load(operands + 8 * k - 8)
-            if not (
-                PyFloat_AsDouble(low) <= PyFloat_AsDouble(const)
-                and PyFloat_AsDouble(const) <= PyFloat_AsDouble(high)
-            ):
+    limits: tuple = node.limits
+    for k in range(count):
+        if class_of(key[k + 1]) is type:
+            const = operands[k]
+            if not (float(limits[0]) <= float(const) and float(const) <= float(limits[1])):
                 return 0
-        k -= 1
     return 1
 
 
@@ -78,7 +71,7 @@ def item_of(recorder: Recorder, chain: Chain, x):
     if kind is float or kind is bool:
         return kind
     if kind is int:
-        value = PyLong_AsLong(x)
+        value = int(x)
         if value == -1 and PyErr_Occurred() != 0:
             PyErr_Clear()
             return 0
@@ -112,13 +105,12 @@ def item_of(recorder: Recorder, chain: Chain, x):
     return on_device(recorder, likely_meta(tip.likely, x))
 
 
-def likely_meta(likely, x):
+def likely_meta(likely: tuple, x):
     """The Meta of a concrete tensor, borrowed, if its place knows it; or 0."""
-    size = PyTuple_Size(likely)
     k = 1  # before each Meta is its check, which Python calls
-    while k < size:
-        if is_as(x, load(likely + ITEMS + 8 * k)) != 0:
-            return load(likely + ITEMS + 8 * k)
+    while k < len(likely):
+        if is_as(x, likely[k]) != 0:
+            return likely[k]
         k += 2
     return 0
 
@@ -129,34 +121,32 @@ def is_as(x, meta: Meta):
     Its dispatch keys say what kind of tensor it is, inference tensors and other layouts included.
     """
     inner = load(x + TENSOR_AT)
-    if load(inner + KEYS_AT) != PyLong_AsLong(meta.keys):
+    if load(inner + KEYS_AT) != int(meta.keys):
         return 0
     if (call_pointer(REQUIRES_GRAD, inner) & 255 != 0) != (meta.requires_grad is True):
         return 0
     place = room(1)
-    store(place, 0)
+    place[0] = 0
     failed = call_pointer(DTYPE_OF, x + TENSOR_AT, place)
     if load32(place) & 255 != load32(meta.dtype + NUMBER_AT) & 255:
         return 0
     failed = failed | call_pointer(INDEX_OF, x + TENSOR_AT, place)
     if load32(place) & 255 != load32(meta.device + NUMBER_AT + 1) & 255:
         return 0
-    size = PyTuple_Size(meta.shape)
     failed = failed | call_pointer(DIM_OF, x + TENSOR_AT, place)
-    if failed & FAILED != 0 or load(place) != size:
+    if failed & FAILED != 0 or place[0] != PyTuple_Size(meta.shape):
         return 0
     failed = call_pointer(SIZES_OF, x + TENSOR_AT, place)
-    if failed & FAILED != 0 or are_words(load(place), meta.shape, size) == 0:
+    if failed & FAILED != 0 or are_words(place[0], meta.shape) == 0:
         return 0
     failed = call_pointer(STRIDES_OF, x + TENSOR_AT, place)
-    return failed & FAILED == 0 and are_words(load(place), meta.stride, size) != 0
+    return failed & FAILED == 0 and are_words(place[0], meta.stride) != 0
 
 
-def are_words(words, numbers, size):
+def are_words(words, numbers: tuple):
     """Whether the first words there are the numbers in a tuple."""
-    while size > 0:
-        size -= 1
-        if load(words + 8 * size) != PyLong_AsLong(load(numbers + ITEMS + 8 * size)):
+    for k in range(len(numbers)):
+        if words[k] != int(numbers[k]):
             return 0
     return 1
 
@@ -171,23 +161,17 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
     """Make the operands that are Metas in `key` Inputs; 0, having done nothing, if it cannot."""
     if PyDict_Size(others_writing) != 0:
         return 0
-    if PyTuple_Size(tip.inputs) == 0:
-        stream = PyObject_CallNoArgs(recorder.stream)
-        if stream == 0:
-            return 0
-        chain.stream = stream
-        Py_DecRef(stream)
+    inputs: tuple = tip.inputs
+    if len(inputs) == 0:
+        chain.stream = PyObject_CallNoArgs(recorder.stream)
     before = switch_off(2)
     marks = room(14)  # of each the version and the address
     known = 0
     done = 1
-    k = 0
-    while k < count and done != 0:
-        meta = load(key + 8 * k + 8)
-        if class_of(meta) is Meta:
-            done = marked(recorder, load(operands + 8 * k), meta, marks + 16 * known)
+    for k in range(count):
+        if class_of(key[k + 1]) is Meta and done != 0:
+            done = marked(recorder, operands[k], key[k + 1], marks + 16 * known)
             known += done
-        k += 1
     if done == 0:
         forget_error()
     switch_back(before)
@@ -195,20 +179,15 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
         done = 0
     if done != 0:
         recorder.reading = False
-        k = 0
-        position = 0
-        while k < count:
-            if class_of(load(key + 8 * k + 8)) is Meta:
-                place = marks + 16 * position
-                PyList_Append(chain.inputs, load(operands + 8 * k))
-                PyList_Append(chain.marks, load(place))
-                PyList_Append(chain.marks, load(place + 8))
-                position += 1
-            k += 1
-    while known > 0:
-        known -= 1
-        Py_DecRef(load(marks + 16 * known))
-        Py_DecRef(load(marks + 16 * known + 8))
+        at = marks
+        for k in range(count):
+            if class_of(key[k + 1]) is Meta:
+                PyList_Append(chain.inputs, operands[k])
+                PyList_Append(chain.marks, at[0])
+                PyList_Append(chain.marks, at[1])
+                at += 16
+    for k in range(2 * known):
+        Py_DecRef(marks[k])
     return done
 
 
@@ -217,11 +196,7 @@ def marked(recorder: Recorder, x, meta: Meta, place):
     if meta.inference is True:
         return 0
     if recorder.grad is True:
-        requires = call_pointer(GRAD_GETTER, x, GRAD_CLOSURE)
-        if requires == 0:
-            return 0
-        Py_DecRef(requires)
-        if requires is not meta.requires_grad:
+        if borrowed(call_object(GRAD_GETTER, x, GRAD_CLOSURE)) is not meta.requires_grad:
             return 0
     now = version_of(x)
     pointer = address_of(x)
@@ -229,10 +204,6 @@ def marked(recorder: Recorder, x, meta: Meta, place):
         return 0
     version = PyLong_FromLong(now)
     address = PyLong_FromLong(pointer)
-    if version == 0 or address == 0:
-        Py_DecRef(version)
-        Py_DecRef(address)
-        return 0
-    store(place, version)
-    store(place + 8, address)
+    place[0] = kept(version)
+    place[1] = kept(address)
     return 1

@@ -1,4 +1,4 @@
-"""Launching a chain's kernels and settling its shells, in words; the language is `machine`'s."""
+"""Launching a chain's kernels and settling its shells, as machine code."""
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
@@ -23,13 +23,11 @@ from ..run.words import (
 from ..torch_private import swap
 from .c import (
     AF,
-    COUNT,
     ITEMS,
     LISTED,
     USERS_METHOD,
     Plain,
     Py_DecRef,
-    Py_IncRef,
     PyDict_GetItemWithError,
     PyDict_New,
     PyDict_SetItem,
@@ -37,10 +35,7 @@ from .c import (
     PyErr_Occurred,
     PyEval_RestoreThread,
     PyEval_SaveThread,
-    PyFloat_AsDouble,
     PyList_GetItem,
-    PyList_SetItem,
-    PyLong_AsLong,
     PyLong_AsVoidPtr,
     PyLong_FromLong,
     PyObject_Call,
@@ -51,23 +46,24 @@ from .c import (
     PySet_Contains,
     PyThread_get_thread_ident,
     PyTuple_New,
-    PyTuple_Size,
+    borrowed,
+    call_object,
     call_pointer,
     entered,
     get_device,
     increment_version,
+    kept,
     load,
     reciprocal,
     store,
     store_double,
     store_float,
+    tried,
 )
 from .values import (
     address_of,
-    class_of,
     forget_error,
     number_of,
-    python,
     set_class,
     switch_back,
     switch_off,
@@ -78,69 +74,60 @@ from .values import (
 def allocated(words, at, place):
     """Make the outputs and put their pointers at `place`; where the words go on, 0 if it fails."""
     outputs = load(words + OUTPUTS)
-    further = load(at)
+    further = at[0]
     at += 8
-    while further > 0:  # what allocates, its arguments, for how many values of which bytes
-        output = PyObject_Call(load(at), load(at + 8), 0)
-        if output == 0:
-            return 0
-        made = load(words + MADE)
-        store(outputs + 8 * made, output)
+    for made in range(further):  # what allocates, its arguments, for how many values of which bytes
+        outputs[made] = PyObject_Call(at[0], at[1], 0)
         store(words + MADE, made + 1)
-        pointer = address_of(output)
+        pointer = address_of(outputs[made])
         if pointer == -1:
             return 0
-        inner = load(at + 16)
-        while inner > 0:
-            store(place, pointer)
+        for _ in range(at[2]):
+            place[0] = pointer
             place += 8
-            pointer += load(at + 24)
-            inner -= 1
+            pointer += at[3]
         at += 32
-        further -= 1
     return at
 
 
 def sent(words, at, consts, stream):
     """Launch the pieces, with `consts` as items; whether that went well."""
     pointers = load(words + POINTERS)
-    pieces = load(at)
+    pieces = at[0]
     at += 8
-    while pieces > 0:
-        entry = load(at)
-        blocks = load(at + 8)
-        parameters = load(at + 16)
-        slot = load(at + 24)
+    for _ in range(pieces):
+        entry = at[0]
+        blocks = at[1]
+        parameters = at[2]
+        slot = at[3]
         bits = 0
-        operands = load(at + 32)
+        operands = at[4]
         at += 40
-        while operands > 0:  # pointers: which, and 15 if the kernel moves 16 bytes at a time
-            pointer = load(pointers + 8 * load(at))
-            bits = bits | (pointer & load(at + 8))
-            store(slot, pointer)
+        for _ in range(operands):  # pointers: which, and 15 if the kernel moves 16 bytes at a time
+            pointer = pointers[at[0]]
+            bits = bits | (pointer & at[1])
+            slot[0] = pointer
             slot += 8
             at += 16
-            operands -= 1
         if bits != 0:
             return 0
-        operands = load(at)
+        operands = at[0]
         at += 8
-        while operands > 0:  # Consts: which, and as what
-            const = load(consts + 8 * load(at))
-            kind = load(at + 8)
+        for _ in range(operands):  # Consts: which, and as what
+            const = consts[at[0]]
+            kind = at[1]
             if kind == 0:
-                store_float(slot, PyFloat_AsDouble(const))
+                store_float(slot, float(const))
             elif kind == 1:
-                store_double(slot, PyFloat_AsDouble(const))
+                store_double(slot, float(const))
             elif kind == 2:
-                store_float(slot, reciprocal(PyFloat_AsDouble(const)))
+                store_float(slot, reciprocal(float(const)))
             elif kind == 3:
-                store_double(slot, reciprocal(PyFloat_AsDouble(const)))
+                store_double(slot, reciprocal(float(const)))
             else:
-                store(slot, PyLong_AsLong(const))
+                slot[0] = int(const)
             slot += 8
             at += 16
-            operands -= 1
         if PyErr_Occurred() != 0:
             return 0
         # the launch may wait for room in the device's queue
@@ -150,7 +137,6 @@ def sent(words, at, consts, stream):
         PyEval_RestoreThread(thread)
         if error & 0xFFFFFFFF != 0:
             return 0
-        pieces -= 1
     return 1
 
 
@@ -162,226 +148,162 @@ def launched(recorder: Recorder, chain: Chain, program: Words):
     words = PyLong_AsVoidPtr(program.address)
     if is_elsewhere(words) != 0 or chain.values is not None:
         return 0
+    done = ran_kernels(chain, program, words)
+    given_up(words)  # the shells have their references
+    return done
+
+
+def ran_kernels(chain: Chain, program: Words, words):
+    """`launched`, before the outputs are let go."""
     count = load(words + INPUTS)
     pointers = load(words + POINTERS)
+    outputs = load(words + OUTPUTS)
+    marks: list = chain.marks
     at = words + FIRST
-    k = 0
-    while k < count:  # Inputs: whether they have a version
+    for k in range(count):  # Inputs: whether they have a version
         x = PyList_GetItem(chain.inputs, k)
-        if load(at) != 0 and version_of(x) != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k)):
+        if at[0] != 0 and version_of(x) != int(marks[2 * k]):
             return 0
-        pointer = address_of(x)
-        if pointer != PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k + 1)):
+        pointers[k] = address_of(x)
+        if pointers[k] != int(marks[2 * k + 1]):
             return 0
-        store(pointers + 8 * k, pointer)
         at += 8
-        k += 1
-    shells = load(at)  # live shells: index, node, Meta, which output
-    at += 8
-    visible = at
-    k = 0
-    while k < shells:
-        users = call_pointer(USERS_METHOD, PyList_GetItem(chain, load(at)), 0)
-        if users == 0:
-            return given_up(words)
-        number = PyLong_AsLong(users)
-        Py_DecRef(users)
-        if number != 1:
+    shells = at[0]  # live shells: index, node, Meta, which output
+    visible = at + 8
+    at = visible
+    for _ in range(shells):
+        if int(call_object(USERS_METHOD, chain[at[0]], 0)) != 1:
             return 0
         at += 32
-        k += 1
     at = allocated(words, at, pointers + 8 * count)
     if at == 0:
-        return given_up(words)
-    into = chain.into
+        return 0
+    into = kept(chain.into)
     own = None
     if into is not None:
         pointer = address_of(into)
         if pointer == -1:
-            return given_up(words)
+            return 0
         store(pointers + 8 * load(words + PLACES) - 8, pointer)
         own = values_of(words, visible, shells)
         if own == 0:
-            return given_up(words)
+            return 0
     if chain.bumps is not None:  # up to Python 3.11 this runs finalizers
         count_writes(chain.bumps, words, visible, shells)
     if chain.values is not None:  # a finalizer was faster, or another thread
-        if into is not None:
-            Py_DecRef(own)
-        return given_up(words)
+        return 0
     if into is not None:  # what is launched next cannot be repeated
-        Py_IncRef(into)
         chain.values = WRITING
         chain.into = None
-    done = 1 + (load(at) != 0)
+    done = 1 + (at[0] != 0)
     went = sent(words, at, load(chain.consts + LISTED), PyLong_AsVoidPtr(chain.stream))
     if into is not None:
         chain.values = None
         if went != 0:
             chain.values = own
             bumped(into)
-        Py_DecRef(into)
-        Py_DecRef(own)
     if went == 0:
-        return given_up(words)
+        return 0
     if program.attach is not None:
         made = load(words + MADE)
         args = load(words + ARGUMENTS)
-        store(args, chain.inputs)
-        store(args + 8, chain.consts)
-        store(args + 16, chain.late)
-        k = 0
-        while k < made:
-            store(args + 24 + 8 * k, load(load(words + OUTPUTS) + 8 * k))
-            k += 1
-        attached = PyObject_Vectorcall(program.attach, args, 3 + made, 0)
-        if attached == 0:
-            return given_up(words)
-        Py_DecRef(attached)
+        args[0] = chain.inputs
+        args[1] = chain.consts
+        args[2] = chain.late
+        for k in range(made):
+            args[k + 3] = outputs[k]
+        PyObject_Vectorcall(program.attach, args, 3 + made, 0)
     if chain.values is not own:  # another thread was faster
-        return given_up(words)
+        return 0
     if settled(chain, words, visible, shells) == 0:
         return 0
     return done
 
 
-def values_of(words, at, shells):
-    """The outputs by node index, as `chain.values` has them; 0 if it fails."""
+def values_of(words, at, shells) -> object:
+    """The outputs by node index, as `chain.values` has them."""
+    outputs = load(words + OUTPUTS)
     values = PyDict_New()
-    while values != 0 and shells > 0:
-        number = PyLong_FromLong(load(at))
-        if number == 0:
-            Py_DecRef(values)
-            return 0
-        PyDict_SetItem(values, number, load(load(words + OUTPUTS) + 8 * load(at + 24)))
-        Py_DecRef(number)
+    for _ in range(shells):
+        number = PyLong_FromLong(at[0])
+        PyDict_SetItem(values, number, outputs[at[3]])
         at += 32
-        shells -= 1
     return values
 
 
-def answer(entry, function, args, flags, names):
+def answer(entry, program: Words, incoming: tuple, saved: tuple, given) -> object:
     """`run.words.answer`: gradients by a kernel."""
-    if names == 0 and flags & COUNT == 4:
-        program: Words = load(args)
-        words = PyLong_AsVoidPtr(program.address)
-        if load(words + BUSY) == 0:
-            store(words + BUSY, 1)
-            before = switch_off(1)  # a leaf of the user's may be wrapped
-            result = answered(program, words, load(args + 8), load(args + 16), load(args + 24))
-            given_up(words)  # what it returns it holds
-            switch_back(before)
-            store(words + BUSY, 0)
-            if result != 0:
-                return result
-            if PyErr_Occurred() != 0:
-                return 0
-    return python(function, args, flags, names)
+    words = PyLong_AsVoidPtr(program.address)
+    if load(words + BUSY) != 0:
+        return 0
+    store(words + BUSY, 1)
+    before = switch_off(1)  # a leaf of the user's may be wrapped
+    result = answered(program, words, incoming, saved, given)
+    given_up(words)  # what it returns it holds
+    switch_back(before)
+    store(words + BUSY, 0)
+    return result
 
 
-def answered(program: Words, words, incoming, saved, given):
+def answered(program: Words, words, incoming: tuple, saved: tuple, given) -> object:
     """What `Answer` promises; 0 where Python has to do it."""
-    if class_of(incoming) is not tuple or class_of(saved) is not tuple or is_elsewhere(words) != 0:
+    if is_elsewhere(words) != 0:
         return 0
     ident = PyLong_FromLong(PyThread_get_thread_ident())
-    if ident == 0:
+    if PySet_Contains(entered, ident) != 1:  # threads with a current context
         return 0
-    known = PySet_Contains(entered, ident)  # threads with a current context
-    Py_DecRef(ident)
-    if known != 1:
-        return 0
-    first = PyTuple_Size(incoming)
     pointers = load(words + POINTERS)
+    outputs = load(words + OUTPUTS)
     count = load(words + INPUTS)
     at = words + FIRST
-    k = 0
-    while k < count:  # Inputs: the tensor they lie in, and at which byte
-        pointer = address_of(given_tensor(incoming, saved, first, load(at)))
+    for k in range(count):  # Inputs: the tensor they lie in, and at which byte
+        if at[0] < len(incoming):
+            pointer = address_of(incoming[at[0]])
+        else:
+            pointer = address_of(saved[at[0] - len(incoming)])
         if pointer == -1:
             return 0
-        store(pointers + 8 * k, pointer + load(at + 8))
+        pointers[k] = pointer + at[1]
         at += 16
-        k += 1
     at = allocated(words, at, pointers + 8 * count)
     if at == 0:
         return 0
     consts = 0
     if program.numbers is not None:
         consts = PyObject_CallOneArg(program.numbers, given)
-        if consts == 0:
-            return 0
     stream = PyObject_CallNoArgs(program.stream)
-    if stream == 0:
-        Py_DecRef(consts)
+    if sent(words, at, consts + ITEMS, PyLong_AsVoidPtr(stream)) == 0:
         return 0
-    went = sent(words, at, consts + ITEMS, PyLong_AsVoidPtr(stream))
-    Py_DecRef(stream)
-    Py_DecRef(consts)
-    if went == 0:
-        return 0
-    at = program.results  # None, a result as k, an incoming gradient as ~k
-    size = PyTuple_Size(at)
-    result = PyTuple_New(size)
-    if result == 0:
-        return 0
-    k = 0
-    while k < size:
-        item = load(at + ITEMS + 8 * k)
-        if item is not None:
-            number = PyLong_AsLong(item)
-            if number >= 0:
-                item = load(load(words + OUTPUTS) + 8 * number)
-            else:
-                item = load(incoming + ITEMS + 8 * ~number)
-        Py_IncRef(item)
-        store(result + ITEMS + 8 * k, item)
-        k += 1
+    refs: tuple = program.results  # None, a result as k, an incoming gradient as ~k
+    result: tuple = PyTuple_New(len(refs))
+    for k in range(len(refs)):
+        if refs[k] is None:
+            result[k] = None
+        elif int(refs[k]) >= 0:
+            result[k] = outputs[int(refs[k])]
+        else:
+            result[k] = incoming[~int(refs[k])]
     store(words, load(words) + 1)
     return result
-
-
-def given_tensor(incoming, saved, first, k):
-    if k < first:
-        return load(incoming + ITEMS + 8 * k)
-    return load(saved + ITEMS + 8 * (k - first))
 
 
 def count_writes(bumps, words, at, shells):
     """Give outputs the versions that in-place ops on their handles made, before they are saved."""
     outputs = load(words + OUTPUTS)
-    Py_IncRef(bumps)
-    while shells > 0:
-        times = 0
-        number = PyLong_FromLong(load(at))
-        if number == 0:
-            PyErr_Clear()
-        else:
-            times = PyDict_GetItemWithError(bumps, number)
-            Py_DecRef(number)
+    own = kept(bumps)
+    for _ in range(shells):
+        number = PyLong_FromLong(at[0])
+        times = PyDict_GetItemWithError(own, number)
         if times != 0:
-            times = PyLong_AsLong(times)
-        while times > 0:
-            bumped(load(outputs + 8 * load(at + 24)))
-            times -= 1
+            for _ in range(int(times)):
+                bumped(outputs[at[3]])
         at += 32
-        shells -= 1
-    Py_DecRef(bumps)
 
 
 def bumped(tensor):
     """Let the version counter of `tensor` go up."""
-    tensors = PyTuple_New(1)
-    if tensors == 0:
+    if borrowed(tried(PyObject_CallOneArg(increment_version, (tensor,)))) == 0:
         PyErr_Clear()
-        return
-    Py_IncRef(tensor)
-    store(tensors + ITEMS, tensor)
-    done = PyObject_CallOneArg(increment_version, tensors)
-    Py_DecRef(tensors)
-    if done == 0:
-        PyErr_Clear()
-    else:
-        Py_DecRef(done)
 
 
 def settled(chain: Chain, words, at, shells):
@@ -393,57 +315,47 @@ def settled(chain: Chain, words, at, shells):
     own = chain.values
     visible = at
     done = 1
-    k = 0
-    while k < shells and done != 0:
-        index = load(at)
-        node: Node = load(at + 8)
-        shell = PyList_GetItem(chain, index)
-        output = load(outputs + 8 * load(at + 24))
-        args = PyTuple_New(2)  # up to Python 3.11 this runs finalizers, which may be faster
+    for _ in range(shells):
+        node: Node = at[1]
+        shell = chain[at[0]]
+        output = outputs[at[3]]
+        # up to Python 3.11 this runs finalizers, which may be faster
+        args: tuple = tried(PyTuple_New(2))
         if args == 0 or chain.values is not own:
             done = 0
-        else:
-            Py_IncRef(shell)
-            store(args + ITEMS, shell)
-            Py_IncRef(output)
-            store(args + ITEMS + 8, output)
-            set_class(shell, Plain)  # of another torch asks Python whether it is a tensor, 70 ns
-            swapped = PyObject_Call(swap, args, 0)
-            set_class(shell, Tensor)
-            Py_DecRef(swapped)
-            done = swapped != 0  # C++ may have a weak reference
-        Py_DecRef(args)
-        if done != 0:
-            PyObject_GenericSetAttr(shell, AF, load(at + 16))
-            set_class(output, Tensor)
-            PyObject_GenericSetAttr(output, AF, node)
-            node.shell = output
-            Py_IncRef(None)
-            PyList_SetItem(chain, index, None)
+            break
+        args[0] = shell
+        args[1] = output
+        set_class(shell, Plain)  # of another torch asks Python whether it is a tensor, 70 ns
+        swapped = tried(PyObject_Call(swap, args, 0))
+        set_class(shell, Tensor)
+        if swapped == 0:  # C++ may have a weak reference
+            done = 0
+            break
+        PyObject_GenericSetAttr(shell, AF, at[2])
+        set_class(output, Tensor)
+        PyObject_GenericSetAttr(output, AF, node)
+        node.shell = output
+        chain[at[0]] = None
         at += 32
-        k += 1
     if done == 0:
         PyErr_Clear()
     if done == 0 and chain.values is None:
         values = values_of(words, visible, shells)
         if values != 0:
             chain.values = values
-        Py_DecRef(values)
     store(words, load(words) + 1)
-    given_up(words)  # the shells have their references
     return done
 
 
 def given_up(words):
-    """In the middle of it: forget the outputs, and the error unless it is an interrupt."""
+    """Forget the outputs, and an error unless it is an interrupt."""
     forget_error()
     outputs = load(words + OUTPUTS)
     made = load(words + MADE)
     store(words + MADE, 0)
-    while made > 0:
-        made -= 1
-        Py_DecRef(load(outputs + 8 * made))
-    return 0
+    for k in range(made):
+        Py_DecRef(outputs[k])
 
 
 def is_elsewhere(words):

@@ -1,4 +1,4 @@
-"""Machine code: functions in the language of `compiler`, linked into this process.
+"""Machine code: functions in the language of `body`, linked into this process.
 
 With a warm disk cache no LLVM compiles them: that takes 0.2 to 0.3 s, linking 5 ms.
 """
@@ -21,22 +21,28 @@ class Machine:
         functions: Sequence[Callable[..., Any]],
         names: Mapping[str, Any],
         entries: Sequence[tuple[str, int]] = (),
+        otherwise: str = "",
         facts: Sequence[str] = (),
     ) -> None:
         """
-        entries: functions and what each is given before its arguments; see `entry`.
+        entries: functions that vectorcalls enter, and a word that each gets first. The others are
+            the arguments, of the classes that they are annotated with, or, by these names, function
+            (that is called), args (the address of the arguments), count (of those without a
+            keyword), and names (of the others, or 0). They give a new reference; 0 without an error
+            is left to
+        otherwise: a function, which gets the call as it came.
         facts: all that decides what a compiler makes of a source text, sources of the compiler
             among it; with them code is looked for on disk.
         """
         names = {"None": None, "True": True, "False": False, **names}
         entered = [name for name, _ in entries]
-        self._key = key_of(functions, names, entered, facts) if facts else ""
+        self._key = key_of(functions, names, [*entered, otherwise], facts) if facts else ""
         self._new = b""
         code = _kept(self._key, names) if facts else None
         if code is None:
             from .compiler import compiled  # 2 ms
 
-            code = compiled(functions, names, entered)
+            code = compiled(functions, names, entered, otherwise)
             self._new = code.to_bytes() if facts else b""
         self._objects = [names[name] for name in code.names]  # whose addresses stand in the code
         symbols = {
@@ -63,7 +69,7 @@ class Machine:
         return self._addresses[name]
 
     def entry(self, k: int) -> int:
-        """Where the function of the k-th entry begins, which takes one word less."""
+        """Where the k-th entry begins."""
         return self.address(entry_symbol(k))
 
 

@@ -4,7 +4,7 @@ Each machine function stands for a Python one and does the same to the same obje
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
 `values`, `inputs`, `record`, `launch`, `flush`, `call`, `write`, `lend` and `builtins`, in the
-language of `compiler`.
+language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -240,7 +240,7 @@ class _Native:
             names |= vars(stage)
         names |= {**_given(), "PYTHON": c.Address(self.calls.python)}
         begun = [(name, ctypes.addressof(words)) for name, _, words in self._kept]
-        self.machine = Machine(_functions(), names, begun, facts)
+        self.machine = Machine(_functions(), names, begun, "python", facts)
         if self.machine.is_new and _facts() == facts:  # nobody has replaced sources meanwhile
             self.machine.keep()
         # for ever: whoever reloads a module still holds functions that lead into it

@@ -14,7 +14,6 @@ from .c import (
     FAILED,
     FUNCTIONS_OFF,
     GRAD_MODE,
-    ITEMS,
     LISTED,
     PYTHON,
     SIMPLE,
@@ -35,14 +34,14 @@ from .c import (
     PyErr_Restore,
     PyException_SetTraceback,
     PyList_Size,
-    PyLong_AsLong,
     PyLong_FromLong,
     PyObject_CallNoArgs,
     PyObject_CallOneArg,
     PyObject_GetAttr,
     PyObject_Vectorcall,
     PySet_Contains,
-    PyTuple_Size,
+    borrowed,
+    call_object,
     call_pointer,
     is_foreign,
     load,
@@ -50,12 +49,13 @@ from .c import (
     local,
     room,
     store,
+    tried,
 )
 
 
-def python(function, args, flags, names):
+def python(function, args, flags, names) -> object:
     """What the function itself does."""
-    return call_pointer(PYTHON, function, args, flags, names)
+    return call_object(PYTHON, function, args, flags, names)
 
 
 def grad_mode():
@@ -79,10 +79,10 @@ def switch_back(before):
     call_pointer(SWITCH_OFF, before)
 
 
-def told(getter, closure, tensor):
+def told(getter, closure, tensor) -> object:
     """What a getter of torch's says of a tensor, without a word to modes; 0 if it fails."""
     before = switch_off(2)
-    value = call_pointer(getter, tensor, closure)
+    value = tried(call_object(getter, tensor, closure))
     switch_back(before)
     if value == 0:
         PyErr_Clear()
@@ -125,34 +125,29 @@ def version_of(tensor):
 
 def is_simple(kind):
     """Whether no walk over arguments looks into what is of this class; nobody is asked."""
-    k = PyTuple_Size(SIMPLE)
-    while k > 0:
-        k -= 1
-        if load(SIMPLE + ITEMS + 8 * k) is kind:
+    for simple in SIMPLE:
+        if simple is kind:
             return 1
     return 0
 
 
 def state_of(x):
     """What `x._af` is, borrowed from x."""
-    state = PyObject_GetAttr(x, AF)
+    state = tried(PyObject_GetAttr(x, AF))
     if state == 0:
         PyErr_Clear()
         return None
-    Py_DecRef(state)
-    return state
+    return borrowed(state)
 
 
-def has_target(targets, names, values):
+def has_target(targets, names: tuple, values):
     """Whether a keyword of `targets` says that something is written, or where."""
     if names == 0:
         return 0
-    k = PyTuple_Size(names)
-    while k > 0:
-        k -= 1
-        value = load(values + 8 * k)
+    for k in range(len(names)):
+        value = values[k]
         if value is not None and value is not False:
-            if PySet_Contains(targets, load(names + ITEMS + 8 * k)) != 0:
+            if PySet_Contains(targets, names[k]) != 0:
                 PyErr_Clear()  # of a name that is no ordinary string
                 return 1
     return 0
@@ -161,30 +156,27 @@ def has_target(targets, names, values):
 def slot_of(chain: Chain, x):
     """~position of the Input x, or 0: 2 ns for few, against 40 by `chain.slots`."""
     inputs = load(chain.inputs + LISTED)
-    k = PyList_Size(chain.inputs)
-    while k > 0:
-        k -= 1
-        if load(inputs + 8 * k) == x:
-            if k < PyTuple_Size(SLOTS):
-                return load(SLOTS + ITEMS + 8 * k)
+    for k in range(PyList_Size(chain.inputs)):
+        if inputs[k] is x:
+            if k < len(SLOTS):
+                return SLOTS[k]
             return EMPTY  # no edge has this, so that Python decides
     return 0
 
 
 def recorder_of(operands, count):
     """The recorder of the first pending operand, or the thread's current one; 0 or None if none."""
-    k = 0
-    while k < count:
-        x = load(operands + 8 * k)
-        if class_of(x) is Tensor:
-            state: Node = state_of(x)
+    for k in range(count):
+        if class_of(operands[k]) is Tensor:
+            state: Node = state_of(operands[k])
             if class_of(state) is Node:
                 return state.recorder
-        k += 1
-    recorder = PyObject_GetAttr(local, CURRENT)
-    if recorder != 0:
-        Py_DecRef(recorder)
-    return recorder
+    return current_recorder()
+
+
+def current_recorder():
+    """The recorder that this thread used last, or None; 0 after an error."""
+    return borrowed(PyObject_GetAttr(local, CURRENT))
 
 
 def count_one(counter, key):
@@ -192,21 +184,20 @@ def count_one(counter, key):
     number = 1
     before = PyDict_GetItemWithError(counter, key)
     if before != 0:
-        number += PyLong_AsLong(before)
-    counted = PyLong_FromLong(number)
+        number += int(before)
+    counted = tried(PyLong_FromLong(number))
     if counted == 0:  # no memory: it goes uncounted
         PyErr_Clear()
     else:
         PyDict_SetItem(counter, key, counted)
-        Py_DecRef(counted)
 
 
 def ended(function):
     """Call what ends something, with the exception at hand, if any, set aside."""
     error = room(3)
     PyErr_Fetch(error, error + 8, error + 16)
-    Py_DecRef(PyObject_CallNoArgs(function))
-    PyErr_Restore(load(error), load(error + 8), load(error + 16))
+    tried(PyObject_CallNoArgs(function))
+    PyErr_Restore(error[0], error[1], error[2])
 
 
 def forget_error():
@@ -216,32 +207,28 @@ def forget_error():
     error = room(3)
     PyErr_Fetch(error, error + 8, error + 16)
     PyErr_NormalizeException(error, error + 8, error + 16)
-    if load(error + 16) != 0:
-        PyException_SetTraceback(load(error + 8), load(error + 16))
-    foreign = PyObject_CallOneArg(is_foreign, load(error + 8))
+    if error[2] != 0:
+        PyException_SetTraceback(error[1], error[2])
+    foreign = tried(PyObject_CallOneArg(is_foreign, error[1]))
     if foreign is True:
-        PyErr_Restore(load(error), load(error + 8), load(error + 16))
+        PyErr_Restore(error[0], error[1], error[2])
     else:
-        Py_DecRef(load(error))
-        Py_DecRef(load(error + 8))
-        Py_DecRef(load(error + 16))
-    Py_DecRef(foreign)
+        for k in range(3):
+            Py_DecRef(error[k])
 
 
 def number_of(function):
     """The number, 0 or more, that a function without arguments gives; -1 after an error."""
-    result = PyObject_CallNoArgs(function)
+    result = tried(PyObject_CallNoArgs(function))
     if result == 0:
         PyErr_Clear()
         return -1
-    number = PyLong_AsLong(result)
-    Py_DecRef(result)
-    return number
+    return int(result)
 
 
-def ask2(function, a, b):
+def ask2(function, a, b) -> object:
     """What a Python function returns."""
     args = room(2)
-    store(args, a)
-    store(args + 8, b)
+    args[0] = a
+    args[1] = b
     return PyObject_Vectorcall(function, args, 2, 0)

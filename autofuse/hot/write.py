@@ -9,8 +9,6 @@ from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
     AF,
-    COUNT,
-    CURRENT,
     EQUAL,
     FAILED,
     ITEMS,
@@ -18,20 +16,14 @@ from .c import (
     WRITE,
     Parameter,
     Plain,
-    Py_DecRef,
-    Py_IncRef,
     PyDict_DelItem,
     PyDict_GetItemWithError,
     PyDict_New,
     PyDict_Next,
     PyDict_SetItem,
-    PyDict_Size,
     PyErr_Clear,
     PyErr_Occurred,
-    PyList_GetItem,
-    PyList_SetItem,
     PyList_Size,
-    PyLong_AsLong,
     PyLong_FromLong,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
@@ -40,125 +32,114 @@ from .c import (
     PyThread_get_thread_ident,
     PyTuple_Size,
     all_recorders,
+    call_object,
     call_pointer,
+    kept,
     load,
     local,
     room,
-    store,
+    tried,
 )
 from .call import is_everyday, is_pending_elsewhere
 from .flush import flush_into, flush_now
 from .inputs import item_of, likely_meta
 from .record import are_watched, called, recorded
-from .values import address_of, class_of, grad_mode, is_ours, python, slot_of, state_of
+from .values import address_of, class_of, current_recorder, grad_mode, is_ours, slot_of, state_of
 
 
-def writing(entry, function, args, flags, names):
+def writing(entry, function, args, count, names) -> object:
     """An in-place method or function.
 
     entry: the function, what is known of it, the op that it is with operands alone (or None) and
     how many there are, what else Python does.
     """
-    count = flags & COUNT
-    recorder: Recorder = PyObject_GetAttr(local, CURRENT)
-    if recorder == 0:
-        return 0
-    Py_DecRef(recorder)
+    recorder: Recorder = current_recorder()
     every = count
     if names != 0:
         every += PyTuple_Size(names)
-    if count == 0 or is_ours(load(args)) == 0 or is_free(recorder) == 0:
-        if PyErr_Occurred() != 0:
-            return 0
-        return python(function, args, flags, names)
-    target = load(args)
-    known: Known = load(entry + 8)
+    if count == 0 or is_ours(args[0]) == 0 or is_free(recorder) == 0:
+        return 0
+    target = args[0]
+    known: Known = entry[1]
     written = 0
     if are_settled(args, every) != 0:
         if flush_now(recorder, known.name) == 0:
             return 0
         if is_empty(recorder) != 0:
-            written = write_now(recorder, load(entry), known, args, count, names)
-    elif names == 0 and load(entry + 16) is not None and count == load(entry + 24):
+            written = write_now(recorder, entry[0], known, args, count, names)
+    elif names == 0 and entry[2] is not None and count == entry[3]:
         if class_of(state_of(target)) is Node:
-            written = renamed(load(entry + 16), target, args, count)
+            written = renamed(entry[2], target, args, count)
         else:
-            written = wrote(load(entry + 16), target, args, count)
+            written = wrote(entry[2], target, args, count)
     if PyErr_Occurred() != 0:
         return 0
     if written == 1:
-        Py_IncRef(target)
         return target
-    return PyObject_Vectorcall(load(entry + 32), args, count, names)
+    return PyObject_Vectorcall(entry[4], args, count, names)
 
 
-def setting(entry, function, args, flags, names):
+def setting(entry, x: Tensor, index, value) -> object:
     """`x[i] = value`; entry: the function, what is known of it."""
-    recorder: Recorder = PyObject_GetAttr(local, CURRENT)
-    if recorder == 0:
+    recorder: Recorder = current_recorder()
+    known: Known = entry[1]
+    args = room(3)
+    args[0] = x
+    args[1] = index
+    args[2] = value
+    if is_free(recorder) == 0 or is_everyday(recorder, known, args, 3, 0) == 0:
         return 0
-    Py_DecRef(recorder)
-    if names == 0 and flags & COUNT == 3 and class_of(load(args)) is Tensor:
-        known: Known = load(entry + 8)
-        if is_free(recorder) != 0 and is_everyday(recorder, known, args, 3, 0) != 0:
-            if flush_now(recorder, known.name) == 0:
-                return 0
-            if is_empty(recorder) != 0 and write_now(recorder, load(entry), known, args, 3, 0) != 0:
-                Py_IncRef(None)
-                return None
-        if PyErr_Occurred() != 0:
-            return 0
-    return python(function, args, flags, names)
-
-
-def unread(entry, function, args, flags, names):
-    """What `patches.memory` puts before a function that writes; entry: by those, the function."""
-    own = PyDict_GetItemWithError(load(entry), function)
-    if own == 0:
+    if flush_now(recorder, known.name) == 0 or is_empty(recorder) == 0:
         return 0
-    if is_quiet() != 0:
-        return PyObject_Vectorcall(load(own + ITEMS), args, flags, names)
-    return python(function, args, flags, names)
+    if write_now(recorder, entry[0], known, args, 3, 0) == 0:
+        return 0
+    return None
 
 
-def placing(entry, function, args, flags, names):
+def unread(table, function, args, count, names) -> object:
+    """What `patches.memory` puts before a function that writes; table: by those, the function."""
+    own = PyDict_GetItemWithError(table[0], function)
+    if own == 0 or is_quiet() == 0:
+        return 0
+    return PyObject_Vectorcall(load(own + ITEMS), args, count, names)
+
+
+def placing(entry, x, value) -> object:
     """`patches.memory`'s setter of an attribute; entry: C's setter, its closure."""
-    if names == 0 and flags & COUNT == 2 and is_ours(load(args)) != 0:
-        value = load(args + 8)
-        if value is None or value is True or value is False or class_of(value) is Plain:
-            if is_quiet() != 0:
-                if call_pointer(load(entry), load(args), value, load(entry + 8)) & FAILED != 0:
-                    return 0
-                Py_IncRef(None)
-                return None
-    return python(function, args, flags, names)
+    if is_ours(x) == 0 or is_quiet() == 0:
+        return 0
+    if value is not None and value is not True and value is not False:
+        if class_of(value) is not Plain:
+            return 0
+    if call_pointer(entry[0], x, value, entry[1]) & FAILED != 0:
+        return 0
+    return None
 
 
-def taking(entry, function, args, flags, names):
+def taking(entry, x) -> object:
     """`patches.memory`'s getter of an attribute; entry: C's getter, its closure."""
-    if names == 0 and flags & COUNT == 1 and is_ours(load(args)) != 0:
-        return call_pointer(load(entry), load(args), load(entry + 8))
-    return python(function, args, flags, names)
+    if is_ours(x) == 0:
+        return 0
+    return call_object(entry[0], x, entry[1])
 
 
 def is_quiet():
     """Whether nobody but this thread has recorded anything, and nothing is pending."""
-    if PyList_Size(all_recorders) == 0:
+    if len(all_recorders) == 0:
         return 1
-    recorders = PyObject_GetAttr(local, RECORDERS)
+    recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
     if recorders == 0:
         PyErr_Clear()
         return 0
-    Py_DecRef(recorders)
-    if PyList_Size(all_recorders) != PyDict_Size(recorders):
+    if len(all_recorders) != len(recorders):
         return 0
     place = room(3)  # the position, a key, a value
-    store(place, 0)
+    place[0] = 0
     while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
-        recorder: Recorder = load(place + 16)
+        recorder: Recorder = place[2]
         if PyList_Size(recorder.chain) != 0 or recorder.reading is True:
             return 0
-        if PyLong_AsLong(recorder.ident) == 0:
+        if int(recorder.ident) == 0:
             return 0
     return 1
 
@@ -167,7 +148,7 @@ def is_free(recorder: Recorder):
     """Whether this thread may use it now, and may write without anybody else in its way."""
     if recorder is None or recorder == 0 or are_watched() != 0:
         return 0
-    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+    if int(recorder.ident) != PyThread_get_thread_ident():
         return 0
     return is_pending_elsewhere(recorder) == 0
 
@@ -179,9 +160,8 @@ def is_empty(recorder: Recorder):
 
 def are_settled(args, count):
     """Whether an in-place op on these can run at once."""
-    k = 0
-    while k < count:
-        x = load(args + 8 * k)
+    for k in range(count):
+        x = args[k]
         kind = class_of(x)
         if kind is Tensor:
             state = state_of(x)
@@ -190,34 +170,24 @@ def are_settled(args, count):
         elif kind is not float and kind is not int and kind is not bool:
             if kind is not Plain and kind is not Parameter:
                 return 0
-        k += 1
     return 1
 
 
 def write_now(recorder: Recorder, function, known: Known, args, count, names):
     """Run an in-place op as eager PyTorch; 1, or 0 after an error."""
     result = called(function, known.reason, args, count, names)
-    if result == 0:
+    if result == 0 or result is NotImplemented:  # of an operator's method; Python comes to the same
         return 0
-    Py_DecRef(result)
-    if result is NotImplemented:  # of an operator's method; Python comes to the same
-        return 0
-    if grad_mode() != 0 and class_of(load(args)) is Tensor:  # it may require grad now
-        PyObject_GenericSetAttr(load(args), AF, UNKNOWN)
+    if grad_mode() != 0 and class_of(args[0]) is Tensor:  # it may require grad now
+        PyObject_GenericSetAttr(args[0], AF, UNKNOWN)
     return 1
 
 
-def record_inplace(entry, function, args, flags, names):
+def record_inplace(entry, op, target: Tensor, operands: tuple) -> object:
     """`record_inplace`."""
-    if names == 0 and flags & COUNT == 3:
-        operands = load(args + 16)
-        if class_of(operands) is tuple and class_of(load(args + 8)) is Tensor:
-            if renamed(load(args), load(args + 8), operands + ITEMS, PyTuple_Size(operands)) != 0:
-                Py_IncRef(True)
-                return True
-            if PyErr_Occurred() != 0:
-                return 0
-    return python(function, args, flags, names)
+    if renamed(op, target, operands + ITEMS, len(operands)) == 0:
+        return 0
+    return True
 
 
 def renamed(op, target, operands, count):
@@ -226,92 +196,64 @@ def renamed(op, target, operands, count):
     if class_of(node) is not Node:
         return 0
     recorder: Recorder = node.recorder
-    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+    if int(recorder.ident) != PyThread_get_thread_ident():
         return 0
-    chain: Chain = recorder.chain
-    Py_IncRef(chain)
-    done = renamed_in(recorder, chain, node, op, target, operands, count)
-    Py_DecRef(chain)
-    return done
-
-
-def renamed_in(recorder: Recorder, chain: Chain, node: Node, op, target, operands, count):
-    """`renamed` in the open chain."""
+    chain: Chain = kept(recorder.chain)
     tip: Node = chain.tip
-    first = PyLong_AsLong(node.index)
-    if tip.holds_grad is True or first >= PyList_Size(chain):
+    first = int(node.index)
+    if tip.holds_grad is True or first >= len(chain):
         return 0
-    if PyList_GetItem(chain, first) is not target:
+    if chain[first] is not target:
         return 0
     result = recorded(0, op, operands, count, node.meta)
     if result == 0:
         return 0
     bumps = chain.bumps
-    if bumps is not None:
-        Py_IncRef(bumps)
-    else:
+    if bumps is None:
         bumps = PyDict_New()  # up to Python 3.11 this runs finalizers
     times = 1
-    before = 0
-    if bumps != 0:
-        before = PyDict_GetItemWithError(bumps, node.index)
+    before = PyDict_GetItemWithError(bumps, node.index)
     if before != 0:
-        times += PyLong_AsLong(before)
+        times += int(before)
     number = PyLong_FromLong(times)
-    done = bumps != 0 and number != 0
     new: Node = state_of(result)
     if recorder.chain is not chain or chain.tip is not new or state_of(target) is not node:
-        done = 0
-    if done != 0:
-        last = PyLong_AsLong(new.index)
-        Py_IncRef(result)
-        PyList_SetItem(chain, first, result)
-        Py_IncRef(target)
-        PyList_SetItem(chain, last, target)
-        node.shell = result
-        new.shell = target
-        PyObject_GenericSetAttr(target, AF, new)
-        PyObject_GenericSetAttr(result, AF, node)
-        if before != 0:
-            PyDict_DelItem(bumps, node.index)
-        PyDict_SetItem(bumps, new.index, number)
-        chain.bumps = bumps
-    Py_DecRef(number)
-    Py_DecRef(bumps)
-    Py_DecRef(result)
-    return done
+        return 0
+    last = int(new.index)
+    chain[first] = result
+    chain[last] = target
+    node.shell = result
+    new.shell = target
+    PyObject_GenericSetAttr(target, AF, new)
+    PyObject_GenericSetAttr(result, AF, node)
+    if before != 0:
+        PyDict_DelItem(bumps, node.index)
+    PyDict_SetItem(bumps, new.index, number)
+    chain.bumps = bumps
+    return 1
 
 
-def record_write(entry, function, args, flags, names):
+def record_write(entry, op, target, operands: tuple) -> object:
     """`record_write`."""
-    if names == 0 and flags & COUNT == 3:
-        operands = load(args + 16)
-        if class_of(operands) is tuple and is_ours(load(args + 8)) != 0:
-            if wrote(load(args), load(args + 8), operands + ITEMS, PyTuple_Size(operands)) != 0:
-                Py_IncRef(True)
-                return True
-            if PyErr_Occurred() != 0:
-                return 0
-    return python(function, args, flags, names)
+    if is_ours(target) == 0 or wrote(op, target, operands + ITEMS, len(operands)) == 0:
+        return 0
+    return True
 
 
 def wrote(op, target, operands, count):
     """Write an op to the memory of a concrete `target` with what it reads; 0 if Python has to."""
-    recorder: Recorder = PyObject_GetAttr(local, CURRENT)
-    if recorder == 0:
-        return 0
-    Py_DecRef(recorder)
-    if recorder is None:
+    recorder: Recorder = current_recorder()
+    if recorder == 0 or recorder is None:
         return 0
     if grad_mode() != 0 or recorder.grad is True:
         return 0
-    if PyLong_AsLong(recorder.ident) != PyThread_get_thread_ident():
+    if int(recorder.ident) != PyThread_get_thread_ident():
         return 0
     if is_pending_elsewhere(recorder) != 0:
         return 0
-    chain: Chain = recorder.chain
+    chain: Chain = kept(recorder.chain)
     tip: Node = chain.tip
-    if PyList_Size(chain) == 0 or tip.holds_grad is True:
+    if len(chain) == 0 or tip.holds_grad is True:
         return 0
     meta: Meta = state_of(target)  # UNKNOWN for a plain tensor
     if class_of(target) is not Tensor:
@@ -327,25 +269,20 @@ def wrote(op, target, operands, count):
             return 0
     if can_write(recorder, chain, target, meta, operands, count) == 0:
         return 0
-    Py_IncRef(chain)
-    done = 0
     result = recorded(0, op, operands, count, made)
-    if result != 0:
-        apart = reads_apart(recorder, chain, target, meta)
-        if recorder.chain is chain and chain.tip is state_of(result) and apart == 0:
-            done = flush_into(recorder, WRITE, target, chain)
-        Py_DecRef(result)
-    Py_DecRef(chain)
-    return done
+    if result == 0 or reads_apart(recorder, chain, target, meta) != 0:
+        return 0
+    if recorder.chain is not chain or chain.tip is not state_of(result):
+        return 0
+    return flush_into(recorder, WRITE, target, chain)
 
 
 def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, count):
     """Whether something pending is written, and by the thread that reads an element."""
     pending = 0
     reads = slot_of(chain, target) != 0
-    k = 0
-    while k < count:
-        x = load(operands + 8 * k)
+    for k in range(count):
+        x = operands[k]
         if x is target:
             reads = 1
         item = item_of(recorder, chain, x)
@@ -358,13 +295,12 @@ def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, co
             other: Meta = item
             if other.flat is not True:
                 return 0
-        k += 1
     if pending == 0 or reads_apart(recorder, chain, target, meta) != 0:
         return 0
-    k = PyList_Size(chain)
-    while reads != 0 and k > 0:  # another shape would be another kernel
-        k -= 1
-        node: Node = state_of(PyList_GetItem(chain, k))
+    if reads == 0:
+        return 1
+    for k in range(len(chain)):  # another shape would be another kernel
+        node: Node = state_of(chain[k])
         own: Meta = node.meta
         if PyObject_RichCompareBool(own.shape, meta.shape, EQUAL) != 1:
             return 0
@@ -374,17 +310,19 @@ def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, co
 def reads_apart(recorder: Recorder, chain: Chain, target, meta: Meta):
     """Whether `chain` may read memory of `target` by another tensor."""
     start = address_of(target)
-    failed = start == -1
+    if start == -1:
+        return 1
     tip: Node = chain.tip
-    end = start + PyLong_AsLong(meta.nbytes)
-    k = PyList_Size(chain.inputs)
-    while k > 0 and failed == 0:
-        k -= 1
-        if PyList_GetItem(chain.inputs, k) is not target:
-            other: Meta = load(tip.inputs + ITEMS + 8 * k)
-            begins = PyLong_AsLong(PyList_GetItem(chain.marks, 2 * k + 1))
+    metas: tuple = tip.inputs
+    marks: list = chain.marks
+    inputs: list = chain.inputs
+    end = start + int(meta.nbytes)
+    for k in range(len(inputs)):
+        if inputs[k] is not target:
+            other: Meta = metas[k]
+            begins = int(marks[2 * k + 1])
             if other.flat is not True:
                 return 1
-            if begins < end and start < begins + PyLong_AsLong(other.nbytes):
+            if begins < end and start < begins + int(other.nbytes):
                 return 1
-    return failed
+    return 0
