@@ -29,7 +29,6 @@ from autofuse.hot.c import (
     load32,
     reciprocal,
     room,
-    store,
     store_double,
     store_float,
     tried,
@@ -117,9 +116,9 @@ def is_between(x, low, high):
 
 
 def written(at, x):
-    store(at, PyLong_AsLong(x))
+    at[0] = PyLong_AsLong(x)
     store_double(at + 8, PyFloat_AsDouble(x))
-    store(at + 16, 0)
+    at[2] = 0
     store_float(at + 16, PyFloat_AsDouble(x))
     store_double(at + 24, reciprocal(PyFloat_AsDouble(x)))
     return load32(at + 16)
@@ -127,9 +126,9 @@ def written(at, x):
 
 def called(function, x):
     place = room(2)
-    store(place, x)
-    store(place + 8, 2)
-    return call_pointer(function, load(place), load(place + 8))
+    place[0] = x
+    place[1] = 2
+    return call_pointer(function, place[0], place[1])
 
 
 def second_of(pair):

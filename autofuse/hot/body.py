@@ -438,9 +438,6 @@ class _Body:
     def _load32(self, address: ast.expr) -> Any:
         return self.builder.zext(self.builder.load(self._pointer(address, INT)), WORD)
 
-    def _store(self, address: ast.expr, value: ast.expr) -> Any:
-        return self.builder.store(self._word(value), self._pointer(address))
-
     def _store_double(self, address: ast.expr, value: ast.expr) -> Any:
         return self.builder.store(self._value(value), self._pointer(address, DOUBLE))
 
@@ -490,6 +487,6 @@ def _is_zero(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int and node.value == 0
 
 
-_BUILTINS = {"load", "load32", "store", "store_double", "store_float", "reciprocal", "borrowed",
+_BUILTINS = {"load", "load32", "store_double", "store_float", "reciprocal", "borrowed",
              "call_pointer", "call_object", "room", "len", "int", "float"}  # fmt: skip
 _SIZES = {tuple: "PyTuple_Size", list: "PyList_Size", dict: "PyDict_Size"}

@@ -27,7 +27,6 @@ class Address(int):
 
 load: Any = GIVEN  # (address): the word there
 load32: Any = GIVEN  # its lower half
-store: Any = GIVEN  # (address, word)
 store_double: Any = GIVEN  # (address, double)
 store_float: Any = GIVEN  # the same rounded to float
 reciprocal: Any = GIVEN  # of a double, as C divides

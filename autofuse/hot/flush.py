@@ -73,7 +73,8 @@ def materialize(entry, x: Tensor) -> object:
 def flush_now(recorder: Recorder, reason):
     """Flush one way or the other; 0 after an error."""
     done = flushed(recorder, reason, 0, 0, 0)
-    if done == 0 and PyErr_Occurred() == 0:  # Python sees the same counts, and so knows them then
+    if done == 0 and PyErr_Occurred() == 0:
+        # Python sees the same counts, and so knows them next time
         done = flushed_by_python(recorder, reason)
     return done
 

@@ -18,6 +18,7 @@ from ..run.words import (
     OUTPUTS,
     PLACES,
     POINTERS,
+    RUNS,
     Words,
 )
 from ..torch_private import swap
@@ -55,7 +56,6 @@ from .c import (
     kept,
     load,
     reciprocal,
-    store,
     store_double,
     store_float,
     tried,
@@ -73,12 +73,12 @@ from .values import (
 
 def allocated(words, at, place):
     """Make the outputs and put their pointers at `place`; where the words go on, 0 if it fails."""
-    outputs = load(words + OUTPUTS)
+    outputs = words[OUTPUTS]
     further = at[0]
     at += 8
     for made in range(further):  # what allocates, its arguments, for how many values of which bytes
         outputs[made] = PyObject_Call(at[0], at[1], 0)
-        store(words + MADE, made + 1)
+        words[MADE] = made + 1
         pointer = address_of(outputs[made])
         if pointer == -1:
             return 0
@@ -92,7 +92,7 @@ def allocated(words, at, place):
 
 def sent(words, at, consts, stream):
     """Launch the pieces, with `consts` as items; whether that went well."""
-    pointers = load(words + POINTERS)
+    pointers = words[POINTERS]
     pieces = at[0]
     at += 8
     for _ in range(pieces):
@@ -132,7 +132,7 @@ def sent(words, at, consts, stream):
             return 0
         # the launch may wait for room in the device's queue
         thread = PyEval_SaveThread()
-        error = call_pointer(load(words + LAUNCH), entry, blocks, 1, 1, THREADS_PER_BLOCK, 1, 1, 0,
+        error = call_pointer(words[LAUNCH], entry, blocks, 1, 1, THREADS_PER_BLOCK, 1, 1, 0,
                              stream, parameters, 0)  # fmt: skip
         PyEval_RestoreThread(thread)
         if error & 0xFFFFFFFF != 0:
@@ -155,11 +155,11 @@ def launched(recorder: Recorder, chain: Chain, program: Words):
 
 def ran_kernels(chain: Chain, program: Words, words):
     """`launched`, before the outputs are let go."""
-    count = load(words + INPUTS)
-    pointers = load(words + POINTERS)
-    outputs = load(words + OUTPUTS)
+    count = words[INPUTS]
+    pointers = words[POINTERS]
+    outputs = words[OUTPUTS]
     marks: list = chain.marks
-    at = words + FIRST
+    at = words + 8 * FIRST
     for k in range(count):  # Inputs: whether they have a version
         x = PyList_GetItem(chain.inputs, k)
         if at[0] != 0 and version_of(x) != int(marks[2 * k]):
@@ -184,7 +184,7 @@ def ran_kernels(chain: Chain, program: Words, words):
         pointer = address_of(into)
         if pointer == -1:
             return 0
-        store(pointers + 8 * load(words + PLACES) - 8, pointer)
+        pointers[words[PLACES] - 1] = pointer
         own = values_of(words, visible, shells)
         if own == 0:
             return 0
@@ -205,8 +205,8 @@ def ran_kernels(chain: Chain, program: Words, words):
     if went == 0:
         return 0
     if program.attach is not None:
-        made = load(words + MADE)
-        args = load(words + ARGUMENTS)
+        made = words[MADE]
+        args = words[ARGUMENTS]
         args[0] = chain.inputs
         args[1] = chain.consts
         args[2] = chain.late
@@ -222,7 +222,7 @@ def ran_kernels(chain: Chain, program: Words, words):
 
 def values_of(words, at, shells) -> object:
     """The outputs by node index, as `chain.values` has them."""
-    outputs = load(words + OUTPUTS)
+    outputs = words[OUTPUTS]
     values = PyDict_New()
     for _ in range(shells):
         number = PyLong_FromLong(at[0])
@@ -234,14 +234,14 @@ def values_of(words, at, shells) -> object:
 def answer(entry, program: Words, incoming: tuple, saved: tuple, given) -> object:
     """`run.words.answer`: gradients by a kernel."""
     words = PyLong_AsVoidPtr(program.address)
-    if load(words + BUSY) != 0:
+    if words[BUSY] != 0:
         return 0
-    store(words + BUSY, 1)
+    words[BUSY] = 1
     before = switch_off(1)  # a leaf of the user's may be wrapped
     result = answered(program, words, incoming, saved, given)
     given_up(words)  # what it returns it holds
     switch_back(before)
-    store(words + BUSY, 0)
+    words[BUSY] = 0
     return result
 
 
@@ -252,10 +252,10 @@ def answered(program: Words, words, incoming: tuple, saved: tuple, given) -> obj
     ident = PyLong_FromLong(PyThread_get_thread_ident())
     if PySet_Contains(entered, ident) != 1:  # threads with a current context
         return 0
-    pointers = load(words + POINTERS)
-    outputs = load(words + OUTPUTS)
-    count = load(words + INPUTS)
-    at = words + FIRST
+    pointers = words[POINTERS]
+    outputs = words[OUTPUTS]
+    count = words[INPUTS]
+    at = words + 8 * FIRST
     for k in range(count):  # Inputs: the tensor they lie in, and at which byte
         if at[0] < len(incoming):
             pointer = address_of(incoming[at[0]])
@@ -283,13 +283,13 @@ def answered(program: Words, words, incoming: tuple, saved: tuple, given) -> obj
             result[k] = outputs[int(refs[k])]
         else:
             result[k] = incoming[~int(refs[k])]
-    store(words, load(words) + 1)
+    words[RUNS] = words[RUNS] + 1
     return result
 
 
 def count_writes(bumps, words, at, shells):
     """Give outputs the versions that in-place ops on their handles made, before they are saved."""
-    outputs = load(words + OUTPUTS)
+    outputs = words[OUTPUTS]
     own = kept(bumps)
     for _ in range(shells):
         number = PyLong_FromLong(at[0])
@@ -311,7 +311,7 @@ def settled(chain: Chain, words, at, shells):
 
     0 where Python has to go on with `chain.values`.
     """
-    outputs = load(words + OUTPUTS)
+    outputs = words[OUTPUTS]
     own = chain.values
     visible = at
     done = 1
@@ -344,22 +344,22 @@ def settled(chain: Chain, words, at, shells):
         values = values_of(words, visible, shells)
         if values != 0:
             chain.values = values
-    store(words, load(words) + 1)
+    words[RUNS] = words[RUNS] + 1
     return done
 
 
 def given_up(words):
     """Forget the outputs, and an error unless it is an interrupt."""
     forget_error()
-    outputs = load(words + OUTPUTS)
-    made = load(words + MADE)
-    store(words + MADE, 0)
+    outputs = words[OUTPUTS]
+    made = words[MADE]
+    words[MADE] = 0
     for k in range(made):
         Py_DecRef(outputs[k])
 
 
 def is_elsewhere(words):
     """Whether another device than the program's is the current one, where there are several."""
-    if load(words + DEVICE) < 0:
+    if words[DEVICE] < 0:
         return 0
-    return number_of(get_device) != load(words + DEVICE)
+    return number_of(get_device) != words[DEVICE]

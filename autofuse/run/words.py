@@ -15,10 +15,8 @@ from ..errors import NotReadyError
 Answer = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], list[Any]], tuple[Any, ...]]
 
 
-# Words begin with these, by their places in bytes
-RUNS, INPUTS, ARGUMENTS, POINTERS, OUTPUTS, PLACES, DEVICE, LAUNCH, MADE, BUSY, FIRST = range(
-    0, 88, 8
-)
+# Words begin with these, by their places
+RUNS, INPUTS, ARGUMENTS, POINTERS, OUTPUTS, PLACES, DEVICE, LAUNCH, MADE, BUSY, FIRST = range(11)
 
 
 class Words:
@@ -46,7 +44,7 @@ class Words:
     @property
     def runs(self) -> int:
         """How often it ran."""
-        return self.memory[0]
+        return self.memory[RUNS]
 
 
 def answer(program: Words, incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
@@ -59,12 +57,12 @@ def answer(program: Words, incoming: Any, saved: Any, consts: list[Any]) -> tupl
     memory, was = program.memory, 1
     try:
         # no Python runs from here...
-        was = memory[BUSY // 8]
-        memory[BUSY // 8] = 1
+        was = memory[BUSY]
+        memory[BUSY] = 1
         # ...to here
         if was:
             raise NotReadyError("a kernel that is being launched just then")
         return program.python(incoming, saved, consts)
     finally:
         if not was:
-            memory[BUSY // 8] = 0
+            memory[BUSY] = 0
