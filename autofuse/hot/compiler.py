@@ -82,6 +82,7 @@ def _enter(module: Module, source: _Function, otherwise: str) -> None:
             kind = source.__annotations__.get(parameter)
             if kind is not None:
                 expect(item(value, 1), module.word(getattr(kind, "__name__", kind)))
+    module.functions[source.__name__].attributes.add("alwaysinline")  # this calls it alone
     result = builder.call(module.functions[source.__name__], [first, *passed])
     with builder.if_then(builder.icmp_signed("!=", result, WORD(0))):
         builder.ret(result)
