@@ -9,9 +9,11 @@ import torch.nn.functional as F
 
 import autofuse
 from autofuse.chain import state
+from autofuse.dispatch import handlers
 from autofuse.dispatch.protocol import OPTIONS
 from autofuse.record import modes
-from support import DEVICES, assert_same, assert_same_as_eager, outcome
+from autofuse.record import record as recording
+from support import DEVICES, assert_same, assert_same_as_eager, elsewhere, outcome
 
 W = autofuse.wrap
 INPLACE = {
@@ -374,6 +376,49 @@ def test_a_write_to_a_plain_tensor_that_another_thread_reads(write, device):
     torch.add(values, 1, out=x.data) if write == "out" else x.add_(values)
     written.set()
     thread.join()
+    assert_same(got[0], want, None)
+
+
+@device_param
+def test_a_read_that_begins_where_another_thread_is_about_to_write(device, monkeypatch):
+    """Readers have been flushed, memory is not written yet: this op is not recorded."""
+    monkeypatch.setattr(autofuse.config, "native", False)
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, g = pair(device)
+    w, want, got = autofuse.wrap(x), x * 2.0, []
+    looked, read, written = threading.Event(), threading.Event(), threading.Event()
+    flush_thread, raw_version_of = handlers.flush_thread, recording.raw_version_of
+
+    def about_to_write(name):
+        flush_thread(name)
+        if threading.current_thread() is threading.main_thread():
+            looked.set()
+            assert read.wait(20)
+
+    def version(tensor):
+        number = raw_version_of(tensor)
+        read.set()
+        assert written.wait(20)
+        return number
+
+    def reader():
+        assert looked.wait(20)
+        y = autofuse.wrap(x) * 2.0
+        read.set()
+        assert written.wait(20)
+        got.append(autofuse.unwrap(y))
+
+    kept = []  # another recorder: this thread is not the only one
+    assert elsewhere(lambda: kept.append(autofuse.wrap(g) * 2)) is None
+    monkeypatch.setattr(handlers, "flush_thread", about_to_write)
+    monkeypatch.setattr(recording, "raw_version_of", version)
+    errors = []
+    thread = threading.Thread(target=lambda: errors.append(elsewhere(reader)))
+    thread.start()
+    w.add_(0.0)
+    written.set()
+    thread.join()
+    assert errors == [None]
     assert_same(got[0], want, None)
 
 

@@ -159,6 +159,8 @@ def record_fresh(
     come to require grad since its Meta was read, as a view does when its base is written. None in
     the middle of a write, which has looked for those that read its memory: this one is to run now.
     """
+    if writing:  # before a version is read; later writes find `reading`
+        return None
     known = len(tip.inputs)
     stream = chain.stream if known else recorder.stream()
     marks: list[int] = []
@@ -173,8 +175,6 @@ def record_fresh(
             except RuntimeError:  # an inference tensor has no version
                 marks += (-1, address_of(x))
             slots[id(x)] = ~(known + len(slots))
-    if writing:
-        return None
     if (
         recorder.reading
         and recorder.chain is chain
