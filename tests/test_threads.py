@@ -708,6 +708,58 @@ def test_threads_that_lend_the_same_tensors(device):
     assert not {"_af"} & (vars(x).keys() | vars(y).keys())
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_threads_that_write_what_others_read(device, native, monkeypatch):
+    """Without waiting for each other, as in Hogwild training: in eager PyTorch no error either."""
+    monkeypatch.setattr(autofuse.config, "native", native)
+    x, z = torch.rand(1 << 14, device=device), torch.rand(1 << 14, device=device)
+    w, v, want = autofuse.wrap(x), autofuse.wrap(z), (x * 2.0 + z).abs() - x
+    fused = autofuse.fuse(lambda x, z: (x * 2.0 + z).abs() - x)
+
+    def write():
+        for _ in range(400):
+            z.add_(0.0)
+            w.mul_(1.0)
+            torch.Tensor.mul_(z, 1.0)
+            v.add_(w * 0.0)
+            z.data = z.detach()
+
+    def call():
+        for _ in range(400):
+            assert_same(fused(x, z), want, None)
+
+    def read():
+        for _ in range(400):
+            assert_same((w * 2.0 + v).abs() - w, want, None)
+
+    run(write, call, read, call)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_thread_that_first_records_in_the_middle_of_a_write(device, native, monkeypatch):
+    """Which began where no other thread had anything to flush."""
+    monkeypatch.setattr(autofuse.config, "native", native)
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    gc.collect()
+    x, errors = torch.ones(1 << 22, device=device), []
+    begun, over = threading.Event(), threading.Event()
+    w = autofuse.wrap(x)
+
+    def read():
+        assert begun.wait(20)
+        y = w * 2.0
+        assert over.wait(20)
+        assert autofuse.unwrap(y).shape == x.shape
+
+    thread = threading.Thread(target=lambda: errors.append(elsewhere(read)))
+    thread.start()
+    begun.set()
+    x.digamma_()  # 40 ms on a CPU
+    over.set()
+    thread.join()
+    assert errors == [None]
+
+
 @pytest.mark.parametrize("off", [autofuse.disabled, contextlib.nullcontext])
 def test_plain_calls_of_what_other_threads_lend(device, monkeypatch, off):
     """Calls that run plain, for that was faster, or recording is off: so does what they return."""

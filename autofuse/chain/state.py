@@ -6,6 +6,7 @@ them, and when, stands in `record.flush`.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -308,6 +309,8 @@ class _Local(threading.local):
 this_thread = _Local()
 all_recorders = _AllRecorders()
 writing: dict[int, bool] = {}  # threads that look for readers of what they are about to write
+# writes that machine code has begun where no other thread had recorded anything
+begun = ctypes.c_int64(0)
 
 
 def is_alone() -> bool:

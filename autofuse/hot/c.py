@@ -104,6 +104,7 @@ chain_flush: Any = GIVEN
 inside: Any = GIVEN
 is_foreign: Any = GIVEN
 others_writing: Any = GIVEN
+BEGUN: Any = GIVEN  # where `state.begun` has its value
 all_recorders: Any = GIVEN
 relieve: Any = GIVEN
 lifted: Any = GIVEN

@@ -9,6 +9,7 @@ from ..chain.state import Chain, Node, Recorder
 from ..dtypes import EXACT
 from .c import (
     AF,
+    BEGUN,
     DIM_OF,
     DTYPE_OF,
     FAILED,
@@ -159,7 +160,7 @@ def on_device(recorder: Recorder, meta: Meta):
 
 def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
     """Make the operands that are Metas in `key` Inputs; 0, having done nothing, if it cannot."""
-    if PyDict_Size(others_writing) != 0:
+    if PyDict_Size(others_writing) != 0 or BEGUN[0] > 0:
         return 0
     inputs: tuple = tip.inputs
     if len(inputs) == 0:

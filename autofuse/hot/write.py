@@ -9,6 +9,7 @@ from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
     AF,
+    BEGUN,
     EQUAL,
     FAILED,
     ITEMS,
@@ -101,7 +102,10 @@ def unread(table, function, args, count, names) -> object:
     own = PyDict_GetItemWithError(table[0], function)
     if own == 0 or is_quiet() == 0:
         return 0
-    return PyObject_Vectorcall(load(own + ITEMS), args, count, names)
+    BEGUN[0] = BEGUN[0] + 1
+    result = tried(PyObject_Vectorcall(load(own + ITEMS), args, count, names))
+    BEGUN[0] = BEGUN[0] - 1
+    return result
 
 
 def placing(entry, x, value) -> object:
@@ -175,7 +179,9 @@ def are_settled(args, count):
 
 def write_now(recorder: Recorder, function, known: Known, args, count, names):
     """Run an in-place op as eager PyTorch; 1, or 0 after an error."""
-    result = called(function, known.reason, args, count, names)
+    BEGUN[0] = BEGUN[0] + 1
+    result = tried(called(function, known.reason, args, count, names))
+    BEGUN[0] = BEGUN[0] - 1
     if result == 0 or result is NotImplemented:  # of an operator's method; Python comes to the same
         return 0
     if grad_mode() != 0 and class_of(args[0]) is Tensor:  # it may require grad now
@@ -272,9 +278,14 @@ def wrote(op, target, operands, count):
     result = recorded(0, op, operands, count, made)
     if result == 0 or reads_apart(recorder, chain, target, meta) != 0:
         return 0
+    if is_pending_elsewhere(recorder) != 0:  # by now
+        return 0
     if recorder.chain is not chain or chain.tip is not state_of(result):
         return 0
-    return flush_into(recorder, WRITE, target, chain)
+    BEGUN[0] = BEGUN[0] + 1
+    done = flush_into(recorder, WRITE, target, chain)
+    BEGUN[0] = BEGUN[0] - 1
+    return done
 
 
 def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, count):

@@ -12,7 +12,7 @@ import torch
 from ..chain import state as _state
 from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor, set_attribute
-from ..chain.state import writing
+from ..chain.state import announced, writing
 from ..dispatch.handlers import HOT
 from ..dispatch.nested import SIMPLE
 from ..dispatch.protocol import HANDLERS, OPTIONS
@@ -60,8 +60,6 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not recorders:
-            return original(*args, **kwargs)
         if handler is not None and args and id(args[0].__class__) in _PLAIN:
             for known in recorders[:]:
                 recorder = known()
@@ -142,9 +140,7 @@ def patch_attributes() -> None:
         def set_(self: Any, value: Any, base: Any = base, name: str = name) -> None:
             if isinstance(value, Tensor):
                 flush_tensor(value, name)
-            if _pending():
-                flush_readers(self, name)
-            base.__set__(self, value)
+            announced(_place, base, self, value, name)
 
         def delete(self: Any, base: Any = base) -> None:
             base.__delete__(self)
@@ -153,6 +149,12 @@ def patch_attributes() -> None:
         attribute = _Attribute(get, set_, delete)
         attribute.__name__ = name  # type: ignore[attr-defined]
         setattr(torch.Tensor, name, attribute)
+
+
+def _place(attribute: Any, tensor: torch.Tensor, value: Any, name: str) -> None:
+    if _pending():
+        flush_readers(tensor, name)
+    attribute.__set__(tensor, value)
 
 
 def _pending() -> bool:

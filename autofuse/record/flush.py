@@ -15,8 +15,10 @@ condition makes a jump; never between plain reads, comparisons and stores. So th
   itself inside a flush or a backward, waits for nobody: it computes the chain by eager ops
   (`_foresee`), and the flush gives those values away instead of its own. Two flushes can so never
   wait for each other.
-- Whoever changes memory flushes its readers first; where an op is being recorded (`reading`) that
-  op starts again, for it may have looked at the memory before.
+- Whoever changes memory says so until that is done (`writing`; machine code, where nobody else
+  has recorded anything, `begun`) and flushes its readers first; where an op is being recorded
+  (`reading`) that op starts again, for it may have looked at the memory before. Whoever records a
+  read of memory sets `reading`, then asks whether somebody writes, and only then reads the version.
 """
 
 from __future__ import annotations

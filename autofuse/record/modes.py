@@ -9,7 +9,7 @@ import torch
 
 from .. import hooks
 from ..chain.liveness import DEAD, counts_of
-from ..chain.state import OwnRecorders, Recorder, all_recorders, this_thread, writing
+from ..chain.state import OwnRecorders, Recorder, all_recorders, begun, this_thread, writing
 from ..inside import helping, inside, is_owned
 from ..settings.config import config, watch
 from ..supply import kernels as compiling
@@ -135,6 +135,7 @@ def forget_threads() -> None:
     for threads in (inside, helping, writing):
         for ident in set(threads) - {get_ident()}:
             del threads[ident]
+    begun.value = 0
     for recorder in all_recorders:
         if not is_owned(recorder.lock):
             recorder.relock()  # another thread may have held it

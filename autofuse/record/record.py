@@ -15,7 +15,7 @@ import torch
 from ..chain.liveness import ALONE, counts_of
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta, plain_meta
 from ..chain.shell import Held, Lost, Tensor, make_shell
-from ..chain.state import Chain, Node, Recorder, counts, recorder_for, this_thread, writing
+from ..chain.state import Chain, Node, Recorder, begun, counts, recorder_for, this_thread, writing
 from ..chain.trie import eager_node, extend
 from ..dtypes import EXACT, Wide
 from ..inside import inside
@@ -159,7 +159,7 @@ def record_fresh(
     come to require grad since its Meta was read, as a view does when its base is written. None in
     the middle of a write, which has looked for those that read its memory: this one is to run now.
     """
-    if writing:  # before a version is read; later writes find `reading`
+    if writing or begun.value > 0:  # before a version is read; later writes find `reading`
         return None
     known = len(tip.inputs)
     stream = chain.stream if known else recorder.stream()

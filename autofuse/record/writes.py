@@ -129,15 +129,13 @@ def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bo
     shape = meta.shape
     if id(target) in chain.slots and any(step.meta.shape != shape for step in node.path()):  # type: ignore[union-attr]
         return False
-    if is_alone():
-        return flush(recorder, "write", target, node, id(chain))
-    return announced(_write_among_others, recorder, target, node, id(chain))
+    return announced(_write_last, recorder, target, node, id(chain))
 
 
-def _write_among_others(
-    recorder: Recorder, target: torch.Tensor, node: Node, chain_id: int
-) -> bool:
-    flush_readers(target, "write", others=True)
+def _write_last(recorder: Recorder, target: torch.Tensor, node: Node, chain_id: int) -> bool:
+    """Write the value of `node`, the last one pending, to the memory of `target`."""
+    if not is_alone():
+        flush_readers(target, "write", others=True)
     return flush(recorder, "write", target, node, chain_id)
 
 
