@@ -21,6 +21,7 @@ from autofuse.chain import state
 from autofuse.hot import trial
 from autofuse.observe import events, findings, text
 from autofuse.patches import install as boundaries
+from autofuse.patches import memory
 from autofuse.record import flush as flushing
 from autofuse.record import ways
 from autofuse.record.contest import FUSED, PLAIN, Contest, HostClock
@@ -758,6 +759,29 @@ def test_a_thread_that_first_records_in_the_middle_of_a_write(device, native, mo
     over.set()
     thread.join()
     assert errors == [None]
+
+
+def test_a_write_to_what_another_thread_has_lent_until_now(device, monkeypatch):
+    """Torch was to ask for what reads it, as of any wrapped tensor."""
+    x, kept, inside, go_on = torch.ones(8, device=device), [], threading.Event(), threading.Event()
+    fused = autofuse.fuse(lambda x: (inside.set(), go_on.wait(60)))
+    thread = threading.Thread(target=fused, args=(x,))
+    thread.start()
+    assert inside.wait(60)
+    assert elsewhere(lambda: kept.append(autofuse.wrap(x) * 2.0 + 1.0)) is None
+    asks_us = memory._asks_us
+
+    def end(*args):
+        answer = asks_us(*args)
+        go_on.set()
+        thread.join()
+        return answer
+
+    monkeypatch.setattr(memory, "_asks_us", end)
+    torch.Tensor.add_(x, 0.0)
+    go_on.set()
+    thread.join()
+    assert kept[0].tolist() == [3.0] * 8
 
 
 @pytest.mark.parametrize("off", [autofuse.disabled, contextlib.nullcontext])

@@ -17,6 +17,7 @@ from ..dispatch.handlers import HOT
 from ..dispatch.nested import SIMPLE
 from ..dispatch.protocol import HANDLERS, OPTIONS
 from ..dispatch.unrecorded import EXPORTS
+from ..lending import is_lent, others_lend
 from ..record.flush import flush_all, flush_tensor, flush_thread
 from ..record.writes import flush_readers
 from ..torch_private import TensorBase, function_modes, torch_functions_are_on
@@ -114,10 +115,15 @@ def _flush_readers_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) 
     target = args[0] if args else kwargs.get("input")
     if isinstance(target, (list, tuple)) and target:  # torch._foreach_*_
         flush_all(name)
-    elif target.__class__ is Tensor and _asks_us(args, kwargs):
+    elif target.__class__ is Tensor and not _goes(target) and _asks_us(args, kwargs):
         return
     elif isinstance(target, torch.Tensor):
         flush_readers(target, name)
+
+
+def _goes(tensor: torch.Tensor) -> bool:
+    """Whether it may be plain by the time that torch looks, for others end what they lend."""
+    return others_lend() and is_lent(tensor)
 
 
 class _Attribute(property):
