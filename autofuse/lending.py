@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from typing import Any
 from weakref import WeakSet
 
@@ -24,7 +23,7 @@ Plain = torch.Tensor
 # of class is no part of one: it tells audit hooks, such as filelock's, which torch.compile brings.
 # Who is not counted is plain; who is counted may be plain for a while, and its ops run eagerly.
 # After a condition that did not hold Python 3.10 may run some: what it said is looked at again.
-loans: defaultdict[int, int] = defaultdict(int)
+loans: dict[int, int] = {}
 
 
 class Lender:
@@ -79,8 +78,16 @@ def _can_be_lent(tensor: torch.Tensor) -> bool:
 
 def lend_one(tensor: torch.Tensor, lent: list[torch.Tensor]) -> None:
     """Make an argument a wrapped tensor, whoever else has done so, and add it to `lent`."""
-    loans[id(tensor)] += 1
-    lent.append(tensor)
+    key = id(tensor)
+    while True:  # a default would come of a method object, for which the collector may run
+        if key not in loans:  # no Python runs in either branch before its call ends
+            loans[key] = 1
+            lent.append(tensor)
+            break
+        if key in loans:
+            loans[key] += 1
+            lent.append(tensor)
+            break
     if tensor.__class__ is Plain:
         tensor.__class__ = Tensor
 

@@ -32,6 +32,7 @@ from test_interrupts import (
 import autofuse
 from autofuse import inside, lending
 from autofuse.chain import state
+from autofuse.chain.meta import UNKNOWN
 from autofuse.hot import native
 from autofuse.lines import OURS
 from autofuse.record import flush as flushing
@@ -521,3 +522,30 @@ def test_containers_are_left_plain_after_an_interrupt_anywhere(places, monkeypat
         assert_all_plain([x, y, box.value])
         fused(x, y, box, [y])  # as ever, so that the next place is the next one
     assert count > 30
+
+
+def test_a_finalizer_that_lends_where_a_loan_is_counted():
+    """Up to Python 3.11 it may come wherever a container is made, in C too."""
+    x, count = torch.rand(8), 0
+    mine, others = [], []
+
+    class Garbage:
+        def __del__(self):
+            lending.lend(x, UNKNOWN, others)
+
+    thresholds = gc.get_threshold()
+    while count < 20:
+        count += 1
+        gc.collect(0)
+        garbage = Garbage()
+        garbage.me, garbage = garbage, None
+        gc.set_threshold(count)
+        try:
+            lending.lend(x, UNKNOWN, mine)
+        finally:
+            gc.set_threshold(*thresholds)
+        gc.collect(0)
+        assert lending.loans == {id(x): 2} and len(mine) == len(others) == 1
+        lending.restore(others)
+        lending.restore(mine)
+        assert_all_plain([x])
