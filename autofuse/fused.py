@@ -181,7 +181,7 @@ def _called(
             site.contest = contest_for(site.device, any(x.requires_grad for x in tensors))
         return result
     before = begun = None
-    passes = _holds_wrapped([args, kwargs])  # before the function puts any there
+    passes = _holds_wrapped([*args, *kwargs.values()])  # before the function puts any there
     if is_paused() or (site.device is not None and capturing(site.device)):
         way = FUSED  # a graph goes on with it, so that it is not left to what is just measured
     elif contest.costs is None and outstanding():
@@ -201,9 +201,7 @@ def _called(
             this_thread.depth -= 1
     if before is not None:
         contest.end(begun, way, way == PLAIN or is_settled(before))
-    if way == PLAIN and not passes and _holds_wrapped([result, args, kwargs]):
-        result = _left_plain(result, args, kwargs, contest)
-    return result
+    return _left_plain(result, args, kwargs, contest, passes) if way == PLAIN else result
 
 
 def _as_it_is(
@@ -213,6 +211,11 @@ def _as_it_is(
 
     Other threads lend them, or a fused call has stored them, of this site or of another.
     """
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if id(value.__class__) not in SIMPLE and not isinstance(value, torch.nn.Module):
+            passes = _holds_wrapped([*args, *kwargs.values()])  # before any is put there
+            result = function(*args, **kwargs)
+            return _left_plain(result, args, kwargs, contest, passes)
     result = function(*args, **kwargs)
     cls = result.__class__
     if cls is Plain or id(cls) in SIMPLE:
@@ -223,13 +226,16 @@ def _as_it_is(
                 break
         else:
             return result
-    if _holds_wrapped([result]) and not _holds_wrapped([args, kwargs]):
-        return _left_plain(result, args, kwargs, contest)
-    return result
+    return _left_plain(result, args, kwargs, contest, False)
 
 
-def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None) -> Any:
-    """What a plain call leaves of tensors that are wrapped elsewhere, plain, as a fused one's."""
+def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None, passes: bool) -> Any:
+    """What a plain call leaves of tensors that are wrapped elsewhere, plain, as a fused one's.
+
+    passes: an argument held one before the call: then results stay as they are.
+    """
+    if passes or not _holds_wrapped([result, *args, *kwargs.values()]):
+        return result
     if contest is not None and not others_lend():
         contest.keep_fused()  # they will be there again
     walk = _Walk([])
@@ -240,7 +246,20 @@ def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None) ->
 
 def _holds_wrapped(values: list[Any]) -> bool:
     """Whether there are tensors among them that are wrapped, and not because they are lent."""
-    return any(x.__class__ is Tensor and not is_lent(x) for x in tensors_in(values))
+    containers: dict[int, Any] = {}
+    for value in values:  # which grow
+        cls = value.__class__
+        if id(cls) in SIMPLE:
+            continue
+        if cls is Tensor:
+            if not is_lent(value):
+                return True
+        elif isinstance(value, tuple):
+            values += value
+        elif id(value) not in containers and is_container(value):
+            containers[id(value)] = value
+            values += values_of(value)
+    return False
 
 
 def _main_device(tensors: list[torch.Tensor]) -> torch.device:

@@ -815,6 +815,25 @@ def test_plain_calls_of_what_other_threads_lend(device, monkeypatch, off):
     assert type(x) is type(y) is torch.Tensor and not autofuse.lending.loans
 
 
+@pytest.mark.parametrize("off", [autofuse.disabled, contextlib.nullcontext])
+def test_what_a_plain_call_leaves_in_its_arguments(device, monkeypatch, off):
+    """Of what is wrapped elsewhere: plain, as of a fused call, and so is what it returns."""
+    monkeypatch.setattr(autofuse.config, "measure", True)
+    x, w, contest = torch.ones(4, device=device), [], Contest(HostClock())
+    contest.way, contest.left = PLAIN, sys.maxsize
+    monkeypatch.setattr(autofuse.fused, "contest_for", lambda *_: contest)
+    keep = autofuse.fuse(lambda x, cache: (cache.append(x * w[0]), x, cache)[1:])
+    for stored in (torch.ones(4, device=device), autofuse.wrap(torch.ones(4, device=device))):
+        w[:] = [stored]
+        for _ in range(2):
+            cache, held = [], [stored]
+            with off():
+                got, same = keep(x, cache)
+                _, wrapped = keep(x, held)
+            assert got is x and same is cache and type(cache[0]) is torch.Tensor
+            assert type(wrapped[1]) is type(stored)  # results of what is wrapped stay so
+
+
 AUDITED = """
 import sys
 import threading
