@@ -24,6 +24,7 @@ from .lending import (
     lend,
     lend_one,
     lenders,
+    lending_codes,
     loans,
     others_lend,
     restore,
@@ -314,6 +315,9 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
     if id(cls) in SIMPLE:
         return result
     return (walk or _Walk(lent)).leave(result)
+
+
+lending_codes.add(call_fused.__code__)
 
 
 @overload

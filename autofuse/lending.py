@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from types import CodeType
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +26,8 @@ Plain = torch.Tensor
 # Who is not counted is plain; who is counted may be plain for a while, and its ops run eagerly.
 # After a condition that did not hold Python 3.10 may run some: what it said is looked at again.
 loans: dict[int, int] = {}
+
+lending_codes: set[CodeType] = set()  # of functions whose `lent` is what they have lent
 
 
 class Lender:
@@ -126,12 +130,23 @@ def become_plain(tensor: Tensor) -> torch.Tensor:
 
 
 def forget_threads() -> None:
-    """After a fork: make plain what other threads have lent, whose calls do not end here."""
+    """After a fork: make plain what other threads have lent, whose calls do not end here.
+
+    What this thread lends is in the frames of its calls, which go on.
+    """
     lenders.clear()
     if "lender" in this_thread.__dict__:
         lenders.add(this_thread.__dict__["lender"])
-    if loans and not this_thread.depth:  # in a fused call some are its own
+    own: dict[int, int] = {}
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code in lending_codes:
+            for tensor in frame.f_locals.get("lent", ()):
+                own[id(tensor)] = own.get(id(tensor), 0) + 1
+        frame = frame.f_back
+    if loans.keys() - own:
         for value in gc.get_objects():
-            if type(value) is Tensor and loans.pop(id(value), 0):
+            if type(value) is Tensor and id(value) in loans and id(value) not in own:
                 become_plain(value)
-        loans.clear()
+    loans.clear()
+    loans.update(own)

@@ -346,6 +346,34 @@ def test_a_forked_child_lends_nothing_that_its_parents_threads_did(device):
     assert os.waitpid(child, 0)[1] == 0 and type(x) is torch.Tensor
 
 
+def test_a_child_forked_in_a_fused_call_lends_what_that_does(device):
+    """And nothing else: other threads' calls end in the parent alone."""
+    if device == "cuda":
+        pytest.skip("a forked child cannot use CUDA once its parent does")
+    x, y, inside, go_on = torch.ones(4), torch.ones(4), threading.Event(), threading.Event()
+    slow = autofuse.fuse(lambda *_: (inside.set(), go_on.wait(60)))
+    thread = threading.Thread(target=slow, args=(x, y))
+
+    @autofuse.fuse
+    def fork(x, items):
+        with warnings.catch_warnings():  # of threads, from Python 3.12 on
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return os.fork(), type(x), type(y), type(y * 2), x * 2
+
+    thread.start()
+    assert inside.wait(60)
+    child, *classes, doubled = fork(x, [x])
+    if not child:
+        left = autofuse.lending.loans or {"_af"} & {*vars(x), *vars(y)}
+        classes += type(x), type(y), type(doubled)
+        want = [autofuse.Tensor, *[torch.Tensor] * 5]
+        os._exit(bool(left) or classes != want)
+    go_on.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert type(x) is type(y) is torch.Tensor and not autofuse.lending.loans
+
+
 def test_values_that_were_foreseen_for_a_shorter_chain(device, monkeypatch):
     """A flush is interrupted while another thread computes for itself, and the chain goes on."""
     if device == "cuda" or os.environ.get("AUTOFUSE_TEST_LAUNCH"):
