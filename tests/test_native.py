@@ -57,6 +57,24 @@ def as_python():
     autofuse.config.native = True
 
 
+@pytest.fixture(autouse=True)
+def alone():
+    """This thread is the only one that has recorded anything: beside others Python writes.
+
+    On CUDA recorders of threads that have gone wait for the garbage collector, and those of torch's
+    engine, whose hooks may record, stay.
+    """
+    refs, own = state.all_recorders.refs, state.this_thread.recorders.values()
+    if len(refs) != len(own):
+        gc.collect()
+    others = [recorder for recorder in state.all_recorders if recorder not in own]
+    hidden = [known for known in refs if known() in others]
+    for known in hidden:
+        refs.remove(known)
+    yield
+    refs += hidden
+
+
 def functions_called(program):
     """Names of the Python functions of autofuse that run in `program()`."""
     names = []
