@@ -121,7 +121,7 @@ def _flush_readers_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) 
         flush_readers(target, name)
 
 
-def _goes(tensor: torch.Tensor) -> bool:
+def _goes(tensor: Any) -> bool:
     """Whether it may be plain by the time that torch looks, for others end what they lend."""
     return others_lend() and is_lent(tensor)
 
