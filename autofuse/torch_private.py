@@ -35,6 +35,7 @@ ExcludedKey = torch._C._SetExcludeDispatchKeyGuard
 AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 AUTOGRAD_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 AUTOCASTS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
+KINDS = {"cpu": 0, "cuda": 1}  # the devices that are recorded on, as c10::DeviceType numbers them
 
 
 def changes_results() -> bool:

@@ -10,6 +10,9 @@ _cache = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
 os.environ["AUTOFUSE_CACHE_DIR"] = _cache.name
 
 import autofuse  # noqa: E402
+from autofuse.record.modes import forget_all  # noqa: E402
+from autofuse.supply import kernels  # noqa: E402
+from autofuse.supply.disk import DiskCache  # noqa: E402
 
 if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
     from autofuse.hot import trial
@@ -48,3 +51,16 @@ def fresh():
     assert torch.get_default_dtype() is torch.float32
     held = [name for name, lock in LOCKS.items() if autofuse.inside.is_owned(lock)]
     assert not held, "a lock of these modules was left taken"
+
+
+@pytest.fixture
+def eager_tier(monkeypatch):
+    """Chains run as the ops that they were recorded from, whatever other tests have compiled."""
+    monkeypatch.setattr(autofuse.config, "compile", "background")
+    monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
+    monkeypatch.setattr(DiskCache, "get", lambda *_: None)
+    kernels.clear_kernels()
+    forget_all("test")
+    yield
+    assert autofuse.stats().kernels_launched == 0
+    forget_all("test")

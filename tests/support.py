@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 import autofuse
 from autofuse.dispatch.nested import mapped
 from autofuse.kernel.plan import Piece, make_pieces
+from autofuse.ops import autocast
 from autofuse.program.program import Output, Program
+from autofuse.record.modes import forget_all
+from autofuse.torch_private import AUTOCASTS, ExcludedKey, NoTorchFunction
 
 HAS_CUDA = torch.cuda.is_available()
 NO_GPU = "needs a CUDA device; torch.cuda.is_available() is False here"
@@ -188,3 +192,70 @@ def assert_same_as_eager(
         if isinstance(ours, torch.Tensor):
             assert_same(ours, theirs, None if on_cuda else rtol, "argument")
             assert ours._version == theirs._version, "version counter of an argument"
+
+
+# --- autocast as on CUDA ---------------------------------------------------------------------
+
+# of torch's kernels for autocast on CUDA those that make operands float32, the widest of their
+# dtypes, and results float32: of the table's ops, and of others that stand between chains
+_FLOAT32 = {"softmax", "layer_norm", "log_softmax", "cumprod", "norm", "dist", "logsumexp"}
+_WIDEST = {"addcdiv", "addcmul", "atan2", "dot", "cross"}
+_SUMS = {"sum", "cumsum"}
+
+
+def _cast_to(x: Any, dtype: torch.dtype) -> Any:
+    half = isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return torch.Tensor.to(x, dtype) if half else x  # not by a handler: this stands for C++
+
+
+def _casting(name: str) -> Callable[..., Any]:
+    """What autocast on CUDA does for the op of this name, for autocast on the CPU."""
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with NoTorchFunction(), ExcludedKey(AUTOCASTS[0], True):
+            dtype = torch.float32
+            tensors = [x for x in args if isinstance(x, torch.Tensor)]
+            if packet in _WIDEST:
+                lower = torch.get_autocast_dtype("cpu")
+                dtypes = {x.dtype for x in tensors if x.is_floating_point()}
+                if not dtypes <= {lower, torch.float32, torch.float64}:
+                    raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+                dtype = torch.float32 if torch.float32 in dtypes else lower
+            elif packet in _SUMS:
+                half = tensors[0].dtype in (torch.float16, torch.bfloat16)
+                if kwargs.get("dtype") is None and half:
+                    kwargs["dtype"] = dtype
+                return op(*args, **kwargs)
+            args = tuple([_cast_to(x, dtype) for x in args])
+            return op(*args, **{key: _cast_to(x, dtype) for key, x in kwargs.items()})
+
+    return kernel
+
+
+@contextlib.contextmanager
+def cuda_autocast_on_cpu() -> Iterator[None]:
+    """Autocast casts on the CPU as it does on CUDA: in eager ops, in backward, in chains."""
+    lists = [vars(autocast)[name] for name in ("FLOAT32", "ONE_DTYPE")]
+    own = [table["cpu"] for table in lists]
+    packets = (lists[0]["cuda"] - own[0]) | _FLOAT32 | _WIDEST | _SUMS
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name in torch._C._dispatch_get_all_op_names():
+            short = name.removeprefix("aten::")
+            if (
+                short.partition(".")[0] in packets
+                and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+                and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCPU")
+            ):
+                library.impl(short, _casting(name), "AutocastCPU")
+        for table in lists:
+            table["cpu"] = table["cuda"]
+        forget_all("test")
+        yield
+    finally:
+        library._destroy()
+        for table, before in zip(lists, own, strict=True):
+            table["cpu"] = before
+        forget_all("test")

@@ -3,7 +3,6 @@
 What eager does on CUDA is asked of tensors without memory, which need no GPU.
 """
 
-import ast
 import threading
 
 import pytest
@@ -15,31 +14,18 @@ import autofuse
 import cases
 from autofuse.ops import autocast
 from autofuse.ops import row as rows
-from autofuse.record.modes import forget_all
-from autofuse.supply import kernels
-from support import assert_same
+from autofuse.torch_private import AUTOCASTS, ExcludedKey
+from support import DEVICES, assert_same, assert_same_as_eager, cuda_autocast_on_cpu, needs_cuda
 
 HALF = (torch.float16, torch.bfloat16)
 W = autofuse.wrap
 
 
 @pytest.fixture
-def of_cuda(monkeypatch):
-    """Chains on the CPU are recorded with the casts of CUDA."""
-    for table in (autocast.FLOAT32, autocast.ONE_DTYPE):
-        monkeypatch.setitem(table, "cpu", table["cuda"])
-    forget_all("test")
-    yield
-    forget_all("test")
-
-
-@pytest.fixture
-def eager_tier(monkeypatch):
-    """Chains run as the ops that they were recorded from."""
-    monkeypatch.setattr(autofuse.config, "compile", "background")
-    monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
-    kernels.clear_kernels()
-    forget_all("test")
+def of_cuda():
+    """Autocast on the CPU has the casts of CUDA."""
+    with cuda_autocast_on_cpu():
+        yield
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -56,17 +42,6 @@ def test_the_lists_are_torchs(device):
     made_of_others = {name for name in listed - names if name.partition("_")[0] not in names}
     assert made_of_others <= {"scalar_div", "square", "addcdiv_scaled", "addcmul_scaled",
                               "rpow_scalar"}  # fmt: skip
-
-
-def test_the_list_of_gradients_is_that_of_the_rules():
-    listed = autocast.FLOAT32["cuda"] | autocast.ONE_DTYPE["cuda"]
-    found = set()
-    for name, row in rows.OPS.items():
-        trees = [tree for rule in row.rules if rule is not None for tree in ast.walk(rule)]
-        called = {tree.func.id for tree in trees if isinstance(tree, ast.Call)}
-        if name not in listed and called & listed:
-            found.add(name)
-    assert found == autocast.GRADIENTS["cuda"]
 
 
 def calls():
@@ -199,14 +174,31 @@ def test_a_chain_keeps_the_mode_of_its_recording(of_cuda, eager_tier):
     assert_same(pending, torch.exp((x * 2).float()) * loss, None)
 
 
-def test_a_block_whose_chain_fails_at_its_end_is_left():
+def test_what_is_pending_is_cut_by_the_next_op_alone():
+    """A block in which nothing of ours is called, or in which nothing changes, cuts no chain."""
     x = torch.randn(64)
-    with pytest.raises(autofuse.ColdKernelError), autofuse.no_compile():
+    with autofuse.no_compile():
+        y = W(x) * 2 + 1
+        for device in ("cpu", "cuda"):
+            with torch.autocast(device, torch.bfloat16, enabled=False):
+                y = y * 3
         with torch.autocast("cpu", torch.bfloat16):
-            y = (W(x) * 2 + 1).abs()
+            pass
+        y = y.abs()
+    autofuse.materialize(y)
+    stats = autofuse.stats()
+    assert stats.kernels_launched == 1 and "autocast" not in stats.flushes
+    with pytest.raises(autofuse.ColdKernelError), autofuse.no_compile():
+        z = W(x).abs() * x - 1
+        with torch.autocast("cpu", torch.bfloat16):
+            z.abs()
     assert not torch.is_autocast_enabled("cpu")
-    assert_same(y, (x * 2 + 1).abs(), None)
-    assert autofuse.is_pending(W(x) * 2)
+    assert_same([y, z], [((x * 2 + 1) * 3 * 3).abs(), x.abs() * x - 1], None)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = (W(x) * 2 + 1).abs()
+    z = z * 2
+    assert autofuse.stats().flushes["autocast"] == 1
+    assert_same(z, (x * 2 + 1).abs() * 2, None)
 
 
 def test_losses_on_the_cpu():
@@ -219,3 +211,182 @@ def test_losses_on_the_cpu():
                 results.append(loss(wrap(x) * 2, wrap(y), reduction="none"))
         assert results[0].dtype is torch.float32
         assert_same(results[1], results[0], None)
+
+
+# --- whole programs: with autocast of the CPU, with that of CUDA on the CPU, on a GPU -------------
+
+
+@pytest.fixture(params=["cpu", "as on cuda", *DEVICES[1:]])
+def device(request, monkeypatch):
+    """Where programs run; on the CPU as eager ops, so that every bit counts."""
+    if request.param == "cuda":
+        monkeypatch.setattr(autofuse.config, "always_fuse", True)
+        return "cuda"
+    request.getfixturevalue("eager_tier")
+    if request.param == "as on cuda":
+        request.getfixturevalue("of_cuda")
+    return "cpu"
+
+
+def mixed(x, y):
+    """Ops of every list, over both operands."""
+    z = x * 2 + y
+    return z.exp() + F.mse_loss(z, x, reduction="none"), (x + 3) ** 2, torch.rsqrt(z.abs() + 1)
+
+
+def raw(x, y):
+    """Switched on without a block."""
+    was = torch.is_autocast_enabled(x.device.type)
+    before = x + 1
+    torch.set_autocast_enabled(x.device.type, True)
+    try:
+        inside = mixed(before, y)
+        torch.set_autocast_enabled(x.device.type, False)
+        off = mixed(before, y)
+    finally:
+        torch.set_autocast_enabled(x.device.type, was)
+    return [*inside, *off, before.exp()]
+
+
+def decorated(x, y):
+    on = torch.autocast(x.device.type, torch.bfloat16)(mixed)
+    off = torch.autocast(x.device.type, enabled=False)(mixed)
+    return [*on(x, y), *off(x, y), *on(*off(x, y)[:2])]
+
+
+def generated(x, y):
+    """Blocks that end when somebody asks for the next value, not in order."""
+
+    def steps(dtype, enabled):
+        with torch.autocast(x.device.type, dtype, enabled=enabled):
+            yield mixed(x, y)
+            yield mixed(y, x)
+        yield mixed(x * 0.5, y)
+
+    found = []
+    first, second = steps(torch.bfloat16, True), steps(torch.float16, False)
+    for source in (first, second, first, second, first, first, second):
+        found += next(source, ())
+        found.append((x * 0.25).exp())
+    torch.set_autocast_enabled(x.device.type, False)  # left on, as in any program
+    return found
+
+
+def other_device(x, y):
+    """Autocast of a device type says nothing to chains on another."""
+    other = "cuda" if x.device.type == "cpu" else "cpu"
+    was = torch.is_autocast_enabled(other)
+    before = x + 1
+    torch.set_autocast_enabled(other, True)
+    try:
+        inside = mixed(before, y)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            both = mixed(before, y)
+    finally:
+        torch.set_autocast_enabled(other, was)
+    return [*inside, *both]
+
+
+def below(x, y):
+    """Switched off where nobody is told: by a guard of torch._C."""
+    with torch.autocast(x.device.type, torch.bfloat16):
+        inside = mixed(x, y)
+        with ExcludedKey(AUTOCASTS[x.device.type == "cuda"], True):
+            off = mixed(x, y)
+        return [*inside, *off, *mixed(y, x)]
+
+
+def uncached(x, y):
+    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+        return [*mixed(x, y), torch.mm(x.float(), y.float().t()).exp()]
+
+
+def operands(x, y):
+    """0-d tensors, Python numbers, float64 and integers beside halves."""
+    zero_d, double = torch.tensor(0.5, dtype=x.dtype), y.double()
+    whole = torch.arange(6)
+    if x.is_cuda:
+        double, whole = double.cuda(), whole.cuda()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return [
+            2 / (x + 3), 2**x, x**2.5, (x + 1).pow(double), x * double, x.exp() * zero_d,
+            (x + 2) ** whole, torch.atan2(double, x.double()), (x + 3).log() + double.log(),
+            torch.addcmul(x.float(), y.float(), y.float(), value=0.5), 1 / (x + 2).sqrt(),
+            torch.where(x > y, x, 0.5).exp(), (x > 0) * y.exp(), x.exp().to(x.dtype) + x.sigmoid(),
+        ]  # fmt: skip
+
+
+def writes(x, y):
+    """In place and with `out=`, of chains that began before the block and in it."""
+    a, b, c, d = (t.clone() for t in (x, y, x, y))
+    before = x * 2 + 3
+    with torch.autocast(x.device.type, torch.bfloat16):
+        a.pow_(before)
+        before += 1
+        before.exp_()
+        b.mul_((y + 3).log())
+        inside = x + 3
+        inside.log_()
+        torch.exp(inside, out=c)
+        late = y * 0.5
+    d.copy_(late)
+    late.exp_()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        d += late.exp()
+    return [a, b, c, d, before, inside, late]
+
+
+def fused_inside(x, y):
+    inner = autofuse.fuse(lambda a, b: mixed(a, b)[0])
+    with torch.autocast(x.device.type, torch.bfloat16):
+        inside = inner(x, y)
+        with torch.autocast(x.device.type, enabled=False):
+            off = inner(x, y)
+    return [inside, off, inner(x, y)]
+
+
+def threaded(x, y):
+    """A thread that begins inside begins without."""
+    found = []
+    with torch.autocast(x.device.type, torch.bfloat16):
+        inside = mixed(x, y)
+        thread = threading.Thread(target=lambda: found.extend(mixed(x, y)))
+        thread.start()
+        thread.join()
+        return [*inside, *found, *mixed(y, x)]
+
+
+PROGRAMS = [raw, decorated, generated, other_device, below, uncached, operands, writes,
+            fused_inside, threaded]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_programs(program, dtype, device):
+    x, y = (torch.rand(2, 4, 6, device=device) - 0.2).to(dtype)
+    want = program(x, y)
+    for _ in range(2):
+        with torch.no_grad():
+            assert_same_as_eager(program, x, y)
+        assert_same(autofuse.fuse(program)(x.clone(), y.clone()), want, None)
+    assert autofuse.stats().ops_recorded > 10
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_hooks_in_the_engines_thread_are_under_autocast_where_backward_is(monkeypatch):
+    """One thread of torch's for all backwards of a GPU, under the modes of whoever calls them."""
+    monkeypatch.setattr(autofuse.config, "backward_thread", "engine")
+    found = []
+
+    def hook(gradient):
+        found.append((threading.get_ident(), (W(gradient.bfloat16()) * 2).exp().dtype))
+
+    x = torch.ones(8, device="cuda", requires_grad=True)
+    for enabled in (True, False, True):
+        y = x * 2
+        y.register_hook(hook)
+        with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+            y.sum().backward()
+    assert [dtype for _, dtype in found] == [torch.float32, torch.bfloat16, torch.float32]
+    assert threading.get_ident() not in {ident for ident, _ in found}

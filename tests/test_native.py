@@ -387,13 +387,13 @@ def test_another_device_of_the_thread_does_not_matter():
 
     w, v = autofuse.wrap(torch.ones(4)), autofuse.wrap(torch.ones(4))
     (w + 1.0).tolist()
-    recorder_for(torch.device("meta"))
+    recorder_for(torch.device("cpu", 0))
     try:
         for _ in range(3):
             operator.imul(w, v)
         assert functions_called(lambda: operator.imul(w, v)) == []
     finally:
-        del state.this_thread.recorders[torch.device("meta")]
+        del state.this_thread.recorders[torch.device("cpu", 0)]
 
 
 def test_python_alone_where_it_is_off(as_python):

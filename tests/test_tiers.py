@@ -314,8 +314,7 @@ def test_no_compile_raises_every_time_and_stands_in_nobodys_way(device, monkeypa
     assert autofuse.stats().kernels_launched == 1
 
 
-@pytest.mark.parametrize("block", [torch.no_grad, autofuse.disabled,
-                                   lambda: torch.autocast("cpu")])  # fmt: skip
+@pytest.mark.parametrize("block", [torch.no_grad, autofuse.disabled])
 def test_a_block_that_cannot_be_entered_leaves_nothing_behind(block):
     x = torch.randn(64)
     recorders = autofuse.chain.state.this_thread.recorders
@@ -329,7 +328,7 @@ def test_a_block_that_cannot_be_entered_leaves_nothing_behind(block):
         y = chain(autofuse.wrap(x))
         with block():
             raise AssertionError("is not reached")
-    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
     assert_same(y, chain(x), None)
     assert autofuse.wait()  # after many chains that waited for kernels nothing is recorded
     assert autofuse.is_pending(autofuse.wrap(x) * 2)

@@ -17,12 +17,11 @@ from weakref import ref
 import torch
 
 from .. import hooks
-from ..ops.autocast import DEVICES as AUTOCAST_DEVICES
 from ..ops.row import Op
 from ..program.program import Output, Program, Ref, Step
 from ..settings.config import config
 from ..supply.load import enter_context
-from ..torch_private import stream_reader
+from ..torch_private import KINDS, stream_reader
 from .meta import Meta, same_device
 from .shell import Tensor
 
@@ -149,12 +148,13 @@ class Recorder:
     """What one thread records on one device."""
 
     __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
-                 "ident", "inference", "last_wait", "launches", "lock", "nowhere", "off", "reading",
-                 "release", "resting", "roots", "running", "runners", "size", "spare", "stream",
-                 "thread", "waits")  # fmt: skip
+                 "ident", "inference", "kind", "last_wait", "launches", "lock", "nowhere", "off",
+                 "reading", "release", "resting", "roots", "running", "runners", "size", "spare",
+                 "stream", "thread", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
+        self.kind = KINDS[device.type]
         self.thread = ident  # whose it is; -1 once that has ended
         self.ident = ident  # the same, or 0 while a flush has taken the chain; -1 after `leave`
         self.relock()
@@ -187,8 +187,7 @@ class Recorder:
         grad, inference, autocast = self.grad, self.inference, self.autocast
         if self.thread == get_ident():  # another thread's modes are not those of its recorder
             grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            kind = self.device.type
-            autocast = kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
+            autocast = torch.is_autocast_enabled(self.device.type)
         modes = (grad, inference, autocast, torch.get_default_dtype(), config.recompute,
                  config.always_fuse, config.relaxed, self.resting)  # fmt: skip
         root = self.roots.get(modes)

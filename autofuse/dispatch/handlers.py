@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import is_grad_enabled
+from torch import is_autocast_enabled, is_grad_enabled
 
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta
 from ..chain.shell import Tensor
@@ -65,7 +65,9 @@ def handler(self, /, *more, **options):
                     node = self._af
                     first = node if node is not UNKNOWN else concrete_meta(self, tip)
             nxt = tip.next.get((OP, first))
-            if nxt is not None and recorder.grad is is_grad_enabled():
+            if nxt is not None and recorder.grad is is_grad_enabled() and recorder.autocast is (
+                autocast_is_on() and is_autocast_enabled(recorder.device.type)
+            ):
                 shell = nxt.shell
                 if shell is not None and (not nxt.holds_grad or follows(chain)):
                     if fresh:
@@ -128,7 +130,9 @@ def handler(self, other=REST, /, *more, **options):
                     second = likely_meta(other, tip)
                     late = other
             nxt = tip.next.get((OP, first, second))
-            if nxt is not None and recorder.grad is is_grad_enabled():
+            if nxt is not None and recorder.grad is is_grad_enabled() and recorder.autocast is (
+                autocast_is_on() and is_autocast_enabled(recorder.device.type)
+            ):
                 shell = nxt.shell
                 if shell is not None and (not nxt.holds_grad or follows(chain)):
                     if fresh is late is None:
@@ -164,6 +168,7 @@ _NAMES = {
     "__name__": __name__,
     "Tensor": Tensor, "Plain": Plain, "Parameter": Parameter, "UNKNOWN": UNKNOWN,
     "this_thread": this_thread, "get_ident": get_ident, "is_grad_enabled": is_grad_enabled,
+    "autocast_is_on": autocast_is_on, "is_autocast_enabled": is_autocast_enabled,
     "concrete_meta": concrete_meta, "likely_meta": likely_meta, "follows": follows,
     "record": record, "record_fresh": record_fresh, "relieve": relieve, "run_short": run_short,
     "run_eager": run_eager,

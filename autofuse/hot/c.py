@@ -142,6 +142,7 @@ REQUIRES_GRAD: Any = GIVEN  # (that): whether it requires grad, in the lowest by
 NUMBER_AT: Any = GIVEN  # where a dtype has its number, and a device those of its type and index
 
 GRAD_MODE: Any = GIVEN  # (): whether grad mode is on, in the lowest byte
+AUTOCAST: Any = GIVEN  # (device type): whether autocast of that is on, in the lowest byte
 PEEK: Any = GIVEN  # (): the number of the next node of autograd
 TAKE: Any = GIVEN  # (): the same, used up
 FUNCTIONS_OFF: Any = GIVEN  # (): what torch functions are off for, in the lowest byte

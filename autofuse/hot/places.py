@@ -45,7 +45,10 @@ def of_functions() -> dict[str, int]:
         *state[:3], "set_disabled_state", takes="NS0_26TorchFunctionDisabledStateE"
     )
     others = torch_private.c_function("c10", "impl", "TorchDispatchModeTLS", "stack_len")
-    if not (peek and take and mode and disabled and modes and switch and others):
+    autocast = torch_private.c_function(
+        "at", "autocast", "is_autocast_enabled", takes="N3c1010DeviceTypeE"
+    )
+    if not (peek and take and mode and disabled and modes and switch and others and autocast):
         raise NotImplementedError("torch's C++ hides its modes or the numbers of autograd's nodes")
     no_arguments = 0x0004
     if users[2] != no_arguments:
@@ -54,7 +57,7 @@ def of_functions() -> dict[str, int]:
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
         "LAYOUT_GETTER": layout[1], "LAYOUT_CLOSURE": layout[4],
         "USERS_METHOD": users[1],
-        "GRAD_MODE": mode, "PEEK": peek, "TAKE": take,
+        "GRAD_MODE": mode, "AUTOCAST": autocast, "PEEK": peek, "TAKE": take,
         "FUNCTIONS_OFF": disabled, "SWITCH_OFF": switch, "FUNCTION_MODES": modes,
         "DISPATCH_MODES": others, "SKIPS_NEXT": skips,  # older ones skip nothing
     }  # fmt: skip

@@ -42,6 +42,7 @@ from .c import (
 from .inputs import added, fits, item_of
 from .values import (
     ask2,
+    autocast_mode,
     class_of,
     count_one,
     grad_mode,
@@ -100,6 +101,8 @@ def recorded(func, op, operands, count, wanted) -> object:
     if node == 0:
         return 0
     if grad_mode() != (recorder.grad is True):
+        return 0
+    if autocast_mode(recorder) != (recorder.autocast is True):
         return 0
     shell = node.shell
     if shell is None:

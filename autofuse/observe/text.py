@@ -160,8 +160,8 @@ def advice_on(report: Findings) -> list[str]:
     off = _eager_for("recording is off", report).total()
     if off:
         said.append(
-            f"{_plural(off, 'op')} ran where nothing is recorded (autocast on CUDA, anomaly mode, "
-            "torch.func, a mode, autofuse.disabled)"
+            f"{_plural(off, 'op')} ran where nothing is recorded (anomaly mode, torch.func, a "
+            "mode, autofuse.disabled)"
         )
     said += _kept(report)
     return said

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-DEVICES = ("cpu",)  # where chains are recorded under autocast; elsewhere everything is eager there
-
 _LOSSES = frozenset("huber_loss mse_loss smooth_l1_loss".split())
 _POWERS = frozenset(
     "pow pow_1_5 pow_2 pow_3 pow_4 pow_half pow_minus_1 pow_minus_2 pow_minus_half pow_scalar "

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ..ops.autocast import DEVICES
 from ..record.flush import flush_all, flush_thread
-from ..record.modes import close_thread, regrade, reopen, reopen_all, reopen_thread
+from ..record.modes import regrade, reopen, reopen_all
 from ..torch_private import set_grad_enabled
 from .around import around, closed_between
 
@@ -44,7 +43,6 @@ def patch_modes() -> None:
     for name in ("__enter__", "__exit__"):
         _regrade_after(torch.enable_grad, name)
     _flush_at_end_of_no_grad()
-    _patch_autocast()
 
 
 def _regrade_after(owner: Any, name: str) -> None:
@@ -82,33 +80,3 @@ def _flush_at_end_of_no_grad() -> None:
         original(self, *args)
 
     torch.no_grad.__exit__ = leave
-
-
-def _patch_autocast() -> None:
-    """Recording goes on inside with autocast's casts, on the devices that have them."""
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-
-    @wraps(enter)
-    def begin(self: Any) -> Any:
-        if self.device not in DEVICES:
-            close_thread("autocast")
-            return enter(self)
-        flush_thread("autocast")
-        try:
-            return enter(self)
-        finally:
-            reopen("autocast")
-
-    @wraps(leave)
-    def end(self: Any, *exc: Any) -> Any:
-        after = partial(reopen, "autocast") if self.device in DEVICES else reopen_thread
-        try:
-            flush_thread("autocast")
-        finally:
-            try:
-                ended = leave(self, *exc)
-            finally:
-                after()
-        return ended
-
-    torch.autocast.__enter__, torch.autocast.__exit__ = begin, end  # type: ignore[method-assign]

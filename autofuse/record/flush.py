@@ -138,6 +138,7 @@ def _flush(
         chain.into = into
         spare.tip = recorder.home
     grad, inference, home = recorder.grad, recorder.inference, recorder.home
+    autocast = recorder.autocast
     # ...to here, and on to `try`: in Python 3.10 a test that jumps there would let it run
     if chain is not None:
         spare = open_ = None  # a traceback would hold them
@@ -162,6 +163,7 @@ def _flush(
                         recorder.home = home  # somebody may have opened another, under other modes
                         recorder.grad = grad
                         recorder.inference = inference
+                        recorder.autocast = autocast
                 if recorder.running is None:  # or else the next flush goes on with it
                     recorder.ident = recorder.thread
                 # ...to here

@@ -11,6 +11,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch import is_autocast_enabled
 
 from ..chain.liveness import ALONE, counts_of
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta, plain_meta
@@ -23,9 +24,15 @@ from ..ops.arithmetic import CASTS
 from ..ops.autocast import casts
 from ..ops.row import Op
 from ..settings.config import config
-from ..torch_private import NoModes, address_of, raw_version_of, requires_grad_of
+from ..torch_private import (
+    NoModes,
+    address_of,
+    autocast_is_on,
+    raw_version_of,
+    requires_grad_of,
+)
 from .flush import flush
-from .modes import forget, regrade
+from .modes import forget, regrade, renew
 from .numbers import follows
 from .policy import skipped
 
@@ -47,6 +54,9 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         return _record_elsewhere(op, operands)
     if recorder.grad is not torch.is_grad_enabled():
         regrade()
+        return record(op, operands)
+    if recorder.autocast is not (autocast_is_on() and is_autocast_enabled(recorder.device.type)):
+        renew(recorder, "autocast")
         return record(op, operands)
     slots = chain.slots
     edge: list[Any] = [op]

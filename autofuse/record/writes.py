@@ -70,7 +70,7 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
 
 def _is_cast(op: Op, recorder: Recorder | None) -> bool:
     """Whether autocast may cast for `op`, which it does not for its in-place form."""
-    if recorder is None or not recorder.autocast:
+    if recorder is None or not torch.is_autocast_enabled(recorder.device.type):
         return False
     return is_cast(op.name, recorder.device.type)
 
