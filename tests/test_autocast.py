@@ -390,3 +390,49 @@ def test_hooks_in_the_engines_thread_are_under_autocast_where_backward_is(monkey
             y.sum().backward()
     assert [dtype for _, dtype in found] == [torch.float32, torch.bfloat16, torch.float32]
     assert threading.get_ident() not in {ident for ident, _ in found}
+
+
+# whose derivatives call what autocast casts on CUDA
+CAST_GRADIENTS = {
+    **{name: getattr(torch, name) for name in "sinh cosh asinh acosh erf erfc tan rsqrt".split()},
+    **{name: lambda x, name=name: getattr(torch, name)(x * 0.25)
+       for name in ("asin", "acos", "atanh", "erfinv")},
+    "pow_3": lambda x: x**3, "pow_4": lambda x: x**4, "pow_2.5": lambda x: x**2.5,
+    "pow": lambda x: x**x, "rpow": lambda x: 1.5**x, "reciprocal": torch.reciprocal,
+    "sqrt": lambda x: x**0.5, "entr": torch.special.entr,
+    "logaddexp": lambda x: torch.logaddexp(x, x * 0.5),
+    "logaddexp2": lambda x: torch.logaddexp2(x, x * 0.5),
+    "dead values, made again": lambda x: torch.sinh(torch.exp(x * 0.5)) * x,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tier", ["kernel", "eager"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_backward_under_autocast_casts_as_eagers_does(dtype, tier, of_cuda, monkeypatch, request):
+    """Of chains from outside, whose operands are halves, and from inside, where they are cast."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    if tier == "eager":
+        request.getfixturevalue("eager_tier")
+
+    def gradient(wrap, call, inside, region):
+        x = torch.linspace(1.1, 3, 24).to(dtype).reshape(4, 6).requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=inside):
+            y = call(wrap(x) * 1)
+        seed = torch.linspace(0.5, 2, 24).to(y.dtype).reshape(4, 6)
+        with torch.autocast("cpu", dtype, enabled=region):
+            return torch.autograd.grad(y, x, seed, retain_graph=True)[0]
+
+    cast = 0
+    for name, call in CAST_GRADIENTS.items():
+        for inside in (False, True):
+            plain, under = (gradient(lambda t: t, call, inside, on) for on in (False, True))
+            cast += not torch.equal(plain, under)
+            # by the value of rsqrt, which the CPU's kernel rounds otherwise
+            rtol = 1e-2 if (name, tier) == ("rsqrt", "kernel") else None
+            assert_same(gradient(W, call, inside, True), under, rtol, f"{name}, {inside}")
+            rtol = None if tier == "eager" else 1e-2
+            assert_same(gradient(W, call, inside, False), plain, rtol, f"{name}, {inside}")
+    assert cast >= 10
+    stats = autofuse.stats()
+    assert stats.ops_recorded > 2 * len(CAST_GRADIENTS)
+    assert tier == "eager" or stats.kernels_launched > 2 * len(CAST_GRADIENTS)

@@ -1,9 +1,12 @@
 """Random programs under grad against eager: values, gradients, graph connectivity.
 
 As in test_chains; the gradients are those of a random sum of what the program keeps, with respect
-to its leaves and to the intermediates it keeps. Bits are compared, on the CPU for arithmetic only.
+to its leaves and to the intermediates it keeps. Bits are compared, on the CPU for arithmetic only,
+or where chains run as eager ops: so the casts of autocast on CUDA are compared on the CPU.
 """
 
+import contextlib
+import functools
 import os
 import random
 
@@ -12,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from support import DEVICES, assert_same, random_tensor
+from support import DEVICES, assert_same, cuda_autocast_on_cpu, random_tensor
 
 COUNT = int(os.environ.get("AUTOFUSE_TEST_CHAINS", "150"))
 SHAPES = [(8, 12), (12,), (8, 1), (1, 12), ()]
@@ -31,6 +34,18 @@ FLOATING = [
     'F.mse_loss({a}, {a} + 1, reduction="none")', "torch.xlogy({a}, {a}.abs() + 1)",
     "torch.logaddexp({a}, {a} * {s})",
 ]  # fmt: skip
+CAST = [
+    "torch.pow({a}.abs() + 1, {b})", "torch.rsqrt({a}.abs() + 1)", "{a}.log1p()", "{a}.cosh()",
+    "torch.addcdiv({a}, {b}, {a}.abs() + 1)", "torch.atan2({a}, {b})", "{a}.tan()", "{a}.erfc()",
+    "{a}.square()", "{a} ** 3", "{a}.asinh()", "{a}.reciprocal()", "{a}.half().exp()", "{s} ** {a}",
+    "{a}.bfloat16().sigmoid()", "{a}.half() * {b}", "{a}.bfloat16().square()", "{a}.half().rsqrt()",
+    "F.l1_loss({a}, {a} * 2)", "{a}.half().erf()", "({a}.bfloat16() * {s}).asinh()",
+]  # fmt: skip
+LOSSES = [
+    'F.mse_loss({a}, {a} + 1, reduction="none")',
+    'F.smooth_l1_loss({a}, {a} * 2, reduction="none")',
+    "cast_loss(F.mse_loss, {a}.bfloat16())", "cast_loss(F.huber_loss, {a}.half())",
+]  # fmt: skip
 OUTSIDE = [
     "{a}.detach()", "{a}.sum(-1, keepdim=True)", "{a}.t() if {a}.dim() == 2 else {a}",
     "{a}.contiguous()", "{a}[..., :1] if {a}.dim() else {a}",
@@ -38,11 +53,24 @@ OUTSIDE = [
 ]  # fmt: skip
 
 
-def make_program(rng, device):
-    """(source of `run(i0, i1, i2)`, its leaves)."""
-    pool = SMOOTH + (FLOATING if device == "cuda" else [])
+def cast_loss(loss, x):
+    """In 16 bits torch's kernels on the CPU round otherwise: here its operands become float32."""
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return loss(x, x * 2 - 1, reduction="none")
+
+
+def make_program(rng, device, autocast=False, wide=False):
+    """(source of `run(i0, i1, i2)`, its leaves).
+
+    autocast: in regions that begin and end between its lines. wide: on the CPU too with all ops and
+    dtypes.
+    """
+    wide = wide or device == "cuda"
+    pool = SMOOTH + (FLOATING if wide else []) + (CAST if autocast and wide else [])
+    if autocast:  # on the CPU the only ones that are cast there
+        pool = pool + LOSSES
     dtypes = [torch.float32, torch.float32, torch.float64]
-    if device == "cuda":
+    if wide:
         dtypes += [torch.float16, torch.bfloat16]
     dtype = rng.choice(dtypes)
     shape = rng.choice([(8, 12), (2, 8, 12)])
@@ -55,29 +83,40 @@ def make_program(rng, device):
             t = t.transpose(0, 1).contiguous().transpose(0, 1)
         leaves.append(t.requires_grad_(rng.random() < 0.8))
     leaves[0].requires_grad_()
-    lines, names = [], ["i0", "i1", "i2"]
+    lines, names, depth = [], ["i0", "i1", "i2"], 0
     for k in range(rng.randint(2, 18)):
         a, b = rng.choice(names[-4:]), rng.choice(names)
         s = rng.choice(["2", "0.5", "-1.25", "3"])
         draw = rng.random()
+        if autocast and depth < 3 and rng.random() < 0.25:
+            lower = rng.choice(["torch.bfloat16", "torch.float16"])
+            on = rng.random() < 0.75
+            lines.append(f"{'    ' * depth}with torch.autocast({device!r}, {lower}, enabled={on}):")
+            depth += 1
+        elif depth and rng.random() < 0.3:
+            depth -= 1
+        indent = "    " * depth
         if draw < 0.05 and len(names) > 4:
             victim = rng.choice(names[3:])
             names.remove(victim)
-            lines.append(f"del {victim}")
+            lines.append(f"{indent}del {victim}")
             continue
         rule = rng.choice(OUTSIDE if draw > 0.92 else pool).format(a=a, b=b, s=s)
         if 0.05 < draw < 0.1:
-            lines.append(f"with torch.no_grad(): v{k} = {rule}")
+            lines.append(f"{indent}with torch.no_grad(): v{k} = {rule}")
         else:
-            lines.append(f"v{k} = {rule}")
+            lines.append(f"{indent}v{k} = {rule}")
         names.append(f"v{k}")
     kept = [n for n in names[3:] if rng.random() < 0.3] or names[-1:]
     body = "".join(f"    {line}\n" for line in lines)
     return f"def run(i0, i1, i2):\n{body}    return [{', '.join(kept)}]\n", leaves
 
 
-def gradients(run, leaves, wrap):
-    """(what the program keeps, gradients of leaves and kept values), or the error's type."""
+def gradients(run, leaves, wrap, region=contextlib.nullcontext):
+    """(what the program keeps, gradients of leaves and kept values), or the error's type.
+
+    region: what backward runs in.
+    """
     leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in leaves]
     try:
         kept = run(*[wrap(t) for t in leaves])
@@ -89,25 +128,75 @@ def gradients(run, leaves, wrap):
         return kept, flags, []
     seeds = [random_tensor(tuple(t.shape), t.dtype, t.device.type, 7) for t in roots]
     targets = [t for t in leaves if t.requires_grad] + roots
-    grads = torch.autograd.grad(roots, targets, seeds, allow_unused=True)
+    with region():
+        grads = torch.autograd.grad(roots, targets, seeds, allow_unused=True)
     values = [autofuse.unwrap(t).detach() for t in kept]
     return values, flags, list(grads)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_random_programs_under_grad(device, monkeypatch):
-    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+def compare(device, same=assert_same, count=COUNT, **options):
+    """Random programs and their gradients with eager's, as `same` finds; options: of programs."""
     seed = int(os.environ.get("AUTOFUSE_TEST_SEED", "20261122"))
     rng = random.Random(seed)
-    for number in range(COUNT):
-        source, leaves = make_program(rng, device)
-        space = {"torch": torch, "F": F}
+    for number in range(count):
+        source, leaves = make_program(rng, device, **options)
+        region = contextlib.nullcontext
+        if options and rng.random() < 0.3:
+            lower = rng.choice([torch.bfloat16, torch.float16])
+            region = functools.partial(torch.autocast, device, lower)
+        space = {"torch": torch, "F": F, "cast_loss": cast_loss}
         exec(source, space)
-        want = gradients(space["run"], leaves, lambda t: t)
+        try:
+            want = gradients(space["run"], leaves, lambda t: t, region)
+        except NotImplementedError:  # older versions on the CPU, of some losses in float16
+            continue
         for _ in range(2):  # the second time from the caches
-            got = gradients(space["run"], leaves, autofuse.wrap)
+            got = gradients(space["run"], leaves, autofuse.wrap, region)
             what = f"program {number} of seed {seed}, {[(t.dtype, tuple(t.shape)) for t in leaves]}"
+            if region is not contextlib.nullcontext:
+                what += ", backward under autocast"
             try:
-                assert_same(got, want, None)
+                same(got, want, None)
             except AssertionError as error:
                 raise AssertionError(f"{what}\n{source}\n{error}") from error
+
+
+@pytest.fixture(autouse=True)
+def every_chain(monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_programs_under_grad(device):
+    compare(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_programs_under_grad_and_autocast(device):
+    compare(device, count=COUNT // 2, autocast=True)
+    assert autofuse.stats().ops_recorded > COUNT
+
+
+def test_with_the_casts_of_cuda_as_eager_ops(eager_tier):
+    with cuda_autocast_on_cpu():
+        compare("cpu", autocast=True, wide=True)
+    assert autofuse.stats().ops_recorded > 2 * COUNT
+
+
+def like(got, want, _):
+    """Everything but the values, which other kernels round otherwise."""
+    if isinstance(want, torch.Tensor):
+        got = autofuse.unwrap(got)
+        assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+        assert got.requires_grad == want.requires_grad
+    elif isinstance(want, (tuple, list)):
+        for ours, theirs in zip(got, want, strict=True):
+            like(ours, theirs, _)
+    else:
+        assert got == want
+
+
+def test_with_the_casts_of_cuda_as_kernels():
+    with cuda_autocast_on_cpu():
+        compare("cpu", like, COUNT // 5, autocast=True, wide=True)
+    assert autofuse.stats().kernels_launched > COUNT // 5

@@ -17,7 +17,7 @@ from .. import layout
 from ..dtypes import CODES, Wide
 from ..kernel.source import carried
 from ..kernel.text import parse
-from ..ops.autocast import cast_of, casts_gradient
+from ..ops.autocast import cast_of
 from ..ops.row import Op
 from ..program.program import CONST, Ref
 from .meta import Meta, make_meta
@@ -151,8 +151,6 @@ def infer(
     graph = grad_mode and result.is_floating_point and any(meta.requires_grad for meta in tensors)
     if graph and not op.grad:
         return "no derivative rule"
-    if graph and autocast and casts_gradient(op.name, device.type, [x.dtype for x in tensors]):
-        return "a derivative that autocast may cast"
     if graph and any(meta.inference for meta in tensors):
         return "an inference tensor, which autograd cannot save"
     limits = None

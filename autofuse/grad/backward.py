@@ -20,8 +20,9 @@ from ..chain.shell import Tensor
 from ..chain.state import Recorder
 from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
+from ..ops.autocast import casts_in
 from ..ops.row import Op
-from ..program.program import Ref
+from ..program.program import CONST, Ref
 from ..run.generated import compiled, numbered
 from ..run.runner import Runner
 from ..run.words import Answer
@@ -38,6 +39,16 @@ class Backward:
         op = segment.nodes[segment.root].op
         assert op is not None
         self.apply = _function(_torch_name(op))
+        # under autocast torch's ops do it, with the casts of eager's derivatives
+        self.is_cast = any(
+            casts_in(
+                use.rule,
+                recorder.device.type,
+                [segment.meta_of(ref).dtype for ref in (use.ref, *use.reads) if ref < CONST],
+            )
+            for index in segment.steps
+            for use in segment.uses[index]
+        )
         self.answers: dict[tuple[Meta | None, ...], Answer | Expected | None] = {}
         self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient
 
@@ -58,7 +69,7 @@ class Backward:
                     "chain, which autofuse.config.recompute = 'inputs' does not keep; set it to "
                     "'free' before the forward pass"
                 )
-        elif not (in_functorch() or dispatch_modes()):  # these are told of ops
+        elif not (in_functorch() or dispatch_modes() or self.meets_autocast()):  # told of ops
             with NoModes():
                 key = tuple([plain_meta(g) if id(g.__class__) in _READ else None for g in grads])
             if len(grads) - key.count(None) == len(incoming):  # no sparse one, no other class
@@ -78,6 +89,10 @@ class Backward:
                 return result
         with NoModes():
             return (None, *self.by_torch(Torch(consts), grads, saved))
+
+    def meets_autocast(self) -> bool:
+        """Whether autocast casts operands of its ops in this moment."""
+        return self.is_cast and torch.is_autocast_enabled(self.recorder.device.type)
 
     def by_torch(
         self, algebra: Torch, grads: Sequence[Any], saved: Sequence[torch.Tensor]
@@ -180,7 +195,7 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors if backward.segment.frees else ()
     g = grads[0]
     plain = g.__class__ is torch.Tensor and not torch.is_grad_enabled()
-    if plain and not in_functorch() and not dispatch_modes():
+    if plain and not in_functorch() and not dispatch_modes() and not backward.meets_autocast():
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---
         alone = True
         for more in grads[1:]:  # 0.3 us less than `all`

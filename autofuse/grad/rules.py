@@ -28,6 +28,7 @@ from ..run.devices import runner_class
 from ..run.generated import log_of
 from ..run.words import Answer
 from ..supply.kernels import Order
+from ..torch_private import AUTOCASTS, ExcludedKey
 from .segments import Segment
 
 _ADD = OPS["add"]
@@ -41,7 +42,7 @@ def _value(nodes: list[Node], algebra: Tape | Torch, values: dict[Ref, Any], ref
         node = nodes[ref]
         assert node.op is not None
         operands = [_value(nodes, algebra, values, operand) for operand in node.args]
-        values[ref] = algebra.apply(node.op, tuple(operands))
+        values[ref] = algebra.again(node.op, tuple(operands))
     return values[ref]
 
 
@@ -138,6 +139,11 @@ class Torch:
         assert op.eager is not None
         return op.eager(*operands)
 
+    def again(self, op: Op, operands: tuple[Any, ...]) -> torch.Tensor:
+        """The result of an op of the chain, whose casts by autocast are ops of it."""
+        with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
+            return self.apply(op, operands)
+
     def dtype(self, value: torch.Tensor) -> torch.dtype:
         return value.dtype
 
@@ -208,6 +214,8 @@ class Tape:
             self.numbers += [x.text for x in numbers]
             self.known[key] = node.index
         return self.known[key]
+
+    again = apply
 
     def _meta(self, ref: Ref) -> Meta:
         return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]

@@ -7,6 +7,7 @@ ops and those with `out=` are never among them.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
 import torch
@@ -27,11 +28,6 @@ FLOAT32 = {
 ONE_DTYPE = {
     "cpu": frozenset(["prelu"]),
     "cuda": frozenset("addcdiv addcdiv_scaled addcmul addcmul_scaled atan2 prelu".split()),
-}
-# ops of whose gradients it casts operands, where backward runs under it
-GRADIENTS = {
-    "cpu": frozenset[str](),
-    "cuda": frozenset("acosh asinh atanh entr erf erfc logaddexp logaddexp2".split()),
 }
 COMPOSITES = frozenset(["l1_loss"])  # whose operands become float32 before they are composed
 _HALF = (torch.float16, torch.bfloat16)
@@ -54,9 +50,17 @@ def cast_of(op: str, device_type: str, dtypes: Sequence[torch.dtype]) -> torch.d
     return None
 
 
-def casts_gradient(op: str, device_type: str, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether backward under autocast casts operands of the derivative of the op of this name."""
-    return op in GRADIENTS[device_type] and any(dtype in _HALF for dtype in dtypes)
+def casts_in(rule: ast.expr, device_type: str, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether autocast may cast operands of what a derivative rule calls.
+
+    dtypes: of what it is over.
+    """
+    return any(dtype in _HALF for dtype in dtypes) and any(
+        isinstance(tree, ast.Call)
+        and isinstance(tree.func, ast.Name)
+        and is_cast(tree.func.id, device_type)
+        for tree in ast.walk(rule)
+    )
 
 
 def casts(tensor: torch.Tensor, device: torch.device) -> bool:
