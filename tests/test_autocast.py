@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autofuse
@@ -436,3 +437,166 @@ def test_backward_under_autocast_casts_as_eagers_does(dtype, tier, of_cuda, monk
     stats = autofuse.stats()
     assert stats.ops_recorded > 2 * len(CAST_GRADIENTS)
     assert tier == "eager" or stats.kernels_launched > 2 * len(CAST_GRADIENTS)
+
+
+# --- what is not recorded: the casts of weights, and who keeps them ------------------------------
+
+
+class Layers(nn.Module):
+    """Every kind of product that autocast casts, with chains between; x: [2, 4, 6]."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.square = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(6, 6))
+        self.kernel = nn.Parameter(torch.randn(2, 1, 3, 3))
+        self.batch = nn.Parameter(torch.randn(2, 6, 7))
+
+    def forward(self, x):
+        y = x * 2 + x
+        a = F.linear(y, self.w).relu() * 0.5
+        b = F.linear(y - 1, self.w) + a  # cast once in a block
+        c = (torch.bmm(y, self.batch) * 2).relu()
+        d = F.conv2d(y[:, None] + 1, self.kernel, padding=1) - 1
+        e = torch.einsum("bij,jk->bik", y * 0.5, self.square) + y
+        q = torch.mm(e[0] * 2, self.square).relu() @ self.square
+        f = F.scaled_dot_product_attention(e * 0.5, e + 1, e) - e
+        return [b * 2, c - 1, d.relu(), f * 0.5, q + 1]
+
+
+SHAPES = [(5, 6), (6, 6), (2, 1, 3, 3), (2, 6, 7)]
+
+
+def copies(step):
+    """What `step` returns, and how many casts there were of tensors of these shapes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as trace:
+        result = step()
+    cast = [tuple(e.input_shapes[0]) for e in trace.events() if e.name == "aten::_to_copy"]
+    return result, [cast.count(shape) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_are_cast_as_often_as_in_eager(device, cached):
+    """Once in a block, nested ones among it, and again in the next; bits of gradients too."""
+
+    def steps(model, wrap):
+        x = wrap(torch.linspace(-1, 1, 48, device=device).reshape(2, 4, 6))
+        found = []
+        for _ in range(2):
+            with torch.autocast(device, torch.bfloat16, cache_enabled=cached):
+                outs = model(x)
+                with torch.autocast(device, torch.bfloat16, cache_enabled=cached):
+                    outs += model(x * 2)
+                with torch.autocast(device, enabled=False):
+                    outs += [x.exp().relu()]
+                with torch.no_grad():
+                    outs += model(x)
+            loss = sum(out.float().square().sum() for out in outs)
+            found += [autofuse.unwrap(out).detach() for out in outs[:5]]
+            found += torch.autograd.grad(loss, list(model.parameters()))
+        return found
+
+    plain = Layers().to(device)
+    want, counts = copies(lambda: steps(plain, lambda t: t))
+    assert min(counts) > 0 and (counts[0] == 4) is cached  # two blocks, forward and backward
+    for model, wrap in ((Layers(), W), (autofuse.fuse(Layers()), lambda t: t)):
+        model.to(device)
+        for _ in range(2):
+            before = torch.cuda.memory_allocated() if device == "cuda" else 0
+            got, ours = copies(lambda model=model, wrap=wrap: steps(model, wrap))
+            assert ours == counts
+            assert_same(got, want, None)
+            del got
+            if device == "cuda":
+                assert torch.cuda.memory_allocated() <= before
+    assert autofuse.stats().ops_recorded > 20
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+def test_functions_with_casts_of_their_own(device, enabled):
+    """torch.amp.custom_fwd casts inputs and switches autocast off; custom_bwd has its state."""
+    seen = []
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type=device, cast_inputs=torch.float32)
+        def forward(ctx, x, w):
+            seen.append((x.dtype, torch.is_autocast_enabled(device)))
+            ctx.save_for_backward(x, w)
+            return x * 2 + w
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type=device)
+        def backward(ctx, gradient):
+            x, w = ctx.saved_tensors
+            seen.append((gradient.dtype, torch.is_autocast_enabled(device)))
+            return (gradient * 2 + x * 0).to(x.dtype), gradient * w.sign() * 0 + gradient
+
+    def step(x, w):
+        x, w = x.clone(), w.clone()
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            y = Scaled.apply(x.bfloat16() * 2, w + 1) * 3
+            z = y.to(torch.bfloat16) + 1
+        return [y, z, *torch.autograd.grad((y * z).sum(), [x, w])]
+
+    x, w = torch.linspace(-1, 1, 12, device=device), torch.linspace(0, 2, 12, device=device)
+    x.requires_grad_(), w.requires_grad_()
+    want = step(x, w)
+    for run in (lambda: step(W(x), W(w)), lambda: autofuse.fuse(step)(x, w)):
+        before = list(seen[:2])
+        seen.clear()
+        assert_same(run(), want, None)
+        assert seen == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_grad_scaler_does_what_it_does_in_eager(device, monkeypatch):
+    """Scales, steps and states: also where gradients overflow, and of a parameter without one."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    dtype = torch.float16 if device == "cuda" else torch.bfloat16
+
+    def train(fuse, wrap):
+        torch.manual_seed(0)
+        w = nn.Parameter(torch.randn(6, 5, device=device))
+        b, unused = (nn.Parameter(torch.zeros(5, device=device)) for _ in range(2))
+        optimizer = torch.optim.SGD([w, b, unused], 0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=2)
+        found = []
+
+        def loss_of(x, factor):
+            y = (x @ w + b).relu() * 2 - 1
+            return (y.float() * y.float() * factor + 1).mean()
+
+        step = fuse(loss_of)
+        for k in range(6):
+            x = wrap(torch.linspace(-1, 1, 24, device=device).reshape(4, 6) + k / 8)
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype):
+                loss = step(x, float("inf") if k == 3 else 1.0)
+            scaled = scaler.scale(loss)
+            recorded = autofuse.is_pending(scaled)
+            assert recorded is (wrap is W)  # as any other product
+            scaled.backward()
+            if k != 4:  # otherwise `step` does it
+                scaler.unscale_(optimizer)
+                found += [p.grad.clone() for p in (w, b)]
+            if k != 3:
+                nn.utils.clip_grad_norm_([w, b], 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            found += [w.detach().clone(), b.detach().clone(), scaler.get_scale()]
+            found += [scaler._get_growth_tracker(), autofuse.unwrap(loss).detach()]
+        assert unused.grad is None
+        return found
+
+    same = lambda x: x  # noqa: E731
+    want = train(same, same)
+    assert [x for x in want if isinstance(x, float)] == [256, 512, 512, 256, 256, 512]
+    for fuse, wrap in ((same, W), (autofuse.fuse, same)):
+        got = train(fuse, wrap)
+        for ours, theirs in zip(got, want, strict=True):
+            assert_same(ours, theirs, None)
