@@ -1,6 +1,7 @@
 """Training steps: eager, torch.compile and autofuse in one run.
 
-    python bench/training.py [--rounds 7] [--steps 50] [--compile] [--threads] [--device cuda]
+    python bench/training.py [--rounds 7] [--steps 50] [--compile] [--threads] [--autocast]
+                             [--device cuda]
 
 Forward + backward of an LSTM cell and a GRU cell written as plain ops (64x256), an MLP with layer
 norm and GELU, residual blocks; chains of 1 to 10 ops; peak memory of a 10-op chain. Times are
@@ -8,6 +9,9 @@ medians over interleaved rounds with the 20th and 80th percentile; ratios are to
 
 --threads: forward + backward also with `backward_thread` the other way: eager in the calling
 thread, autofuse in the engine's.
+--autocast: other models, whose forward runs under autocast to bfloat16: an MLP with GELU and
+residuals (64x1024), the recurrent cells, one of them checkpointed every 10 steps, a GPT block
+(8x256x512); on a GPU also the peak memory of a step of each.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autofuse
 from timing import interleaved, machine, synchronize
@@ -120,6 +126,53 @@ class Unrolled(nn.Module):
         return states
 
 
+class Checkpointed(Unrolled):
+    """The same, of which only every tenth state is kept for backward."""
+
+    def forward(self, x, *states):
+        run = functools.partial(checkpoint, super().forward, use_reentrant=False)
+        for part in x.split(10):
+            states = run(part, *states)
+        return states
+
+
+class WideMlp(nn.Module):
+    """Three layers with GELU, scaling and residuals; x: [B, 4H]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4 * HIDDEN, 4 * HIDDEN) for _ in range(3))
+        self.scales = nn.ParameterList(torch.full((4 * HIDDEN,), 0.1) for _ in range(3))
+
+    def forward(self, x):
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = F.gelu(layer(x)) * scale * 0.5 + x
+        return (x,)
+
+
+class GptBlock(nn.Module):
+    """Causal attention of 8 heads and an MLP, each after a norm and with a residual; x: [B, T, C].
+
+    GELU is written out, as in the code of GPT-2.
+    """
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        parts = self.qkv(self.norms[0](x)).chunk(3, 2)
+        q, k, v = (part.view(batch, length, 8, width // 8).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        h = self.up(self.norms[1](x))
+        h = 0.5 * h * (1 + torch.tanh(0.7978845608 * (h + 0.044715 * h * h * h)))
+        return (x + self.down(h),)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "LSTM cell": lambda: Unrolled(LstmCell()),
     "GRU cell": lambda: Unrolled(GruCell()),
@@ -128,26 +181,45 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     **{f"chain of {n}": functools.partial(Chain, n) for n in (1, 2, 3, 5, 10)},
 }
 
+AUTOCAST: dict[str, Callable[[], nn.Module]] = {
+    "MLP, GELU, residuals, 64x1024": WideMlp,
+    "LSTM cell": lambda: Unrolled(LstmCell()),
+    "GRU cell": lambda: Unrolled(GruCell()),
+    "LSTM cell, checkpoint every 10": lambda: Checkpointed(LstmCell()),
+    "GPT block, 8x256x512": GptBlock,
+}
+
 
 def states(name: str, device: str) -> list[torch.Tensor]:
-    """The inputs of a model: a sequence and zero states for a cell, otherwise x."""
+    """The inputs of a model: a sequence and zero states for a cell, otherwise x.
+
+    The last one has the shape of the results.
+    """
     generator = torch.Generator().manual_seed(0)
     if "cell" not in name:
-        return [torch.randn(BATCH, HIDDEN, generator=generator).to(device)]
+        *_, last = name.split(", ")  # sizes, where they are other ones
+        shape = [int(n) for n in last.split("x")] if "x" in last else [BATCH, HIDDEN]
+        return [torch.randn(shape, generator=generator).to(device)]
     x = torch.randn(STEPS, BATCH, HIDDEN, generator=generator).to(device)
     count = 2 if "LSTM" in name else 1
     return [x, *(torch.zeros(BATCH, HIDDEN, device=device) for _ in range(count))]
 
 
-def stepper(model: nn.Module, inputs: list[torch.Tensor], backward: bool) -> Callable[[], object]:
+def stepper(
+    model: nn.Module, inputs: list[torch.Tensor], backward: bool, autocast: bool = False
+) -> Callable[[], object]:
     parameters = list(model.parameters())
-    gradient = torch.ones(BATCH, HIDDEN, device=inputs[0].device)
+    gradient = torch.ones_like(inputs[-1])
+    kind = inputs[0].device.type
 
-    def forward() -> object:
-        return model(*inputs)
+    def forward() -> Any:
+        if not autocast:
+            return model(*inputs)
+        with torch.autocast(kind, torch.bfloat16):
+            return model(*inputs)
 
     def both() -> object:
-        outs = model(*inputs)
+        outs = forward()
         return torch.autograd.grad(outs, parameters, [gradient] * len(outs))
 
     return both if backward else forward
@@ -167,10 +239,19 @@ def in_thread(place: str, call: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def measure(name: str, device: str, rounds: int, steps: int, compiled: bool, threads: bool) -> None:
+def measure(
+    name: str,
+    device: str,
+    rounds: int,
+    steps: int,
+    compiled: bool,
+    threads: bool,
+    autocast: bool = False,
+) -> None:
     torch.manual_seed(0)
-    eager = MODELS[name]().to(device)
-    fused = autofuse.fuse(MODELS[name]().to(device))
+    make = (AUTOCAST if autocast else MODELS)[name]
+    eager = make().to(device)
+    fused = autofuse.fuse(make().to(device))
     fused.load_state_dict(eager.state_dict())
     variants = {"eager": eager, "autofuse": fused}
     if compiled:
@@ -179,16 +260,17 @@ def measure(name: str, device: str, rounds: int, steps: int, compiled: bool, thr
     cold = {}
     for label, model in variants.items():
         start = time.perf_counter()
-        stepper(model, inputs, True)()
+        stepper(model, inputs, True, autocast)()
         synchronize(device)
         cold[label] = time.perf_counter() - start
-    want, got = stepper(eager, inputs, True)(), stepper(fused, inputs, True)()
+    want, got = (stepper(model, inputs, True, autocast)() for model in (eager, fused))
     same = all(map(torch.equal, want, got))
     print(f"\n{name}: same bits {same}; first step " +
           ", ".join(f"{label} {seconds:.2f} s" for label, seconds in cold.items()))  # fmt: skip
     per = STEPS if "cell" in name else 1
+    both = {label: stepper(model, inputs, True, autocast) for label, model in variants.items()}
     for what, backward in (("forward", False), ("forward + backward", True)):
-        calls = {label: stepper(model, inputs, backward) for label, model in variants.items()}
+        calls = {k: stepper(model, inputs, backward, autocast) for k, model in variants.items()}
         if threads and backward:
             calls["eager, caller"] = in_thread("caller", calls["eager"])
             calls["autofuse, engine"] = in_thread("engine", calls["autofuse"])
@@ -199,7 +281,12 @@ def measure(name: str, device: str, rounds: int, steps: int, compiled: bool, thr
         for label, times in series.items():
             print(f"  {what:20s}{label:18s}{times} us  {times.median / base:5.2f}", flush=True)
     if device == "cuda":  # after all timing: the profiler's hooks stay and cost
-        COUNTED.append((name, per, {k: stepper(m, inputs, True) for k, m in variants.items()}))
+        COUNTED.append((name, per, both))
+    if device == "cuda" and autocast:
+        peaks = {label: peak(call) for label, call in both.items()}
+        print("  peak memory of a step: " + ", ".join(
+            f"{label} {n / 2**20:.1f} MiB ({n / peaks['eager']:.2f})" for label, n in peaks.items()
+        ))  # fmt: skip
 
 
 COUNTED: list[tuple[str, int, dict[str, Callable[[], object]]]] = []
@@ -216,6 +303,17 @@ def count_kernels(call: Callable[[], object]) -> int:
         torch.cuda.synchronize()
     events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return sum(not e.name.startswith(("Mem", "cuda")) for e in events)
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Bytes that `call` has in use at most beside what is there before."""
+    for _ in range(2):  # the first may compile
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        most = torch.cuda.max_memory_allocated() - before
+    return most
 
 
 def ten_ops(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -257,16 +355,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--compile", action="store_true", help="measure torch.compile too")
     parser.add_argument("--threads", action="store_true", help="backward in the other thread too")
+    parser.add_argument("--autocast", action="store_true", help="models under autocast instead")
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     autofuse.config.compile = "now"  # what is measured is not the way there
     print(machine(args.device))
-    for name in MODELS:
+    for name in AUTOCAST if args.autocast else MODELS:
         if args.only in name:
-            measure(name, args.device, args.rounds, args.steps, args.compile, args.threads)
+            measure(name, args.device, args.rounds, args.steps, args.compile, args.threads,
+                    args.autocast)  # fmt: skip
     if args.device == "cuda":
-        memory(args.device)
+        if not args.autocast:
+            memory(args.device)
         print("\nkernels of one step, forward + backward")
         for name, per, calls in COUNTED:
             counts = {label: count_kernels(call) / per for label, call in calls.items()}

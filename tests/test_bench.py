@@ -29,6 +29,7 @@ import programs
 import regimes
 import run
 import tables
+import training
 from results import Cell, Results, load
 from timing import Call
 from workloads import ON_CPU, WORKLOADS, Workload, chosen
@@ -561,6 +562,31 @@ def test_autofuse_compiles_at_once_in_every_benchmark():
     for path in ("run.py", "regimes.py", "overhead.py", "training.py"):
         assert 'autofuse.config.compile = "now"' in (ROOT / "bench" / path).read_text()
     assert autofuse.config.compile == "now"
+
+
+@pytest.mark.parametrize("name", ["LSTM cell", "LSTM cell, checkpoint every 10", "GRU cell"])
+def test_training_under_autocast(name, monkeypatch, capsys):
+    monkeypatch.setattr(training, "STEPS", 12)
+    monkeypatch.setattr(training, "BATCH", 2)
+    monkeypatch.setattr(training, "HIDDEN", 8)
+    training.measure(name, "cpu", 1, 1, False, False, autocast=True)
+    out = capsys.readouterr().out
+    assert f"{name}: same bits" in out and out.count("forward + backward") == 2
+    assert "checkpoint" in name or autofuse.stats().ops_recorded > 100
+
+
+@pytest.mark.parametrize("name", training.AUTOCAST)
+def test_results_under_autocast_are_like_the_last_input(name, monkeypatch):
+    monkeypatch.setattr(training, "STEPS", 2)
+    monkeypatch.setattr(training, "BATCH", 4)
+    inputs = training.states(name, "cpu")
+    if inputs[0].dim() == 3 and len(inputs) == 1:
+        inputs[0] = inputs[0][:1, :3]
+    model = training.AUTOCAST[name]()
+    outs = training.stepper(model, inputs, False, autocast=True)()
+    last = inputs[-1]
+    assert all(out.shape == last.shape and out.dtype is last.dtype for out in outs)
+    assert torch.stack([g.norm() for g in training.stepper(model, inputs, True, True)()]).min() > 0
 
 
 def test_two_checkouts_in_lockstep():
