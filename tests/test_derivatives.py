@@ -1,5 +1,7 @@
 """Every derivative rule against eager's gradient, and against finite differences."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -71,6 +73,36 @@ SMOOTH = [
     if case[0] not in ("to_half", "to_bfloat16", "to_float", "to_bool", "floordiv",
                        "floordiv_scalar", "floordiv_negative", *NO_RULE)
 ]  # fmt: skip
+
+
+MIXED = [pair for pair in itertools.product(FLOATS, FLOATS) if pair[0] is not pair[1]]
+
+
+@pytest.mark.parametrize("dtypes", MIXED, ids=lambda pair: f"{pair[0]} {pair[1]}")
+def test_gradients_of_operands_of_several_dtypes(dtypes, device):
+    """In the dtypes in which eager computes them: the larger ones' bits tell."""
+    compared = 0
+    for name, call, count in CALLS:
+        if count == 1:
+            continue
+        for odd in range(count):
+            operands = [
+                random_tensor((150,), dtypes[k == odd], device, seed=k).requires_grad_()
+                for k in range(count)
+            ]
+            try:
+                want, _ = gradients(call, operands, wrapped=False)
+            except RuntimeError:  # an op of one dtype
+                continue
+            if not isinstance(want, tuple):
+                continue
+            got, _ = gradients(call, operands, wrapped=True)
+            for ours, theirs in zip(got, want, strict=True):
+                if theirs is not None:
+                    rtol = None if device == "cuda" else LOOSE[theirs.dtype]
+                    assert_same(ours, theirs, rtol, f"{name}, operand {odd} is {dtypes[1]}")
+                    compared += 1
+    assert compared > 40
 
 
 @pytest.mark.parametrize("name, call, count", SMOOTH, ids=[name for name, _, _ in SMOOTH])

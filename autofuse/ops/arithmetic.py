@@ -313,7 +313,7 @@ row(
     keeps="out",
     one_device=True,  # a 0-d exponent on the CPU is a number
     grad="where(y == 0.0, 0, g * (y * pow(x, y - 1)));"
-    "g * where(logical_and(x == 0, y >= 0), 0, out * log(x))",
+    "g * where(logical_and(x == 0, y >= 0), 0, out * log(cast(x, out)))",
 )
 row("pow_scalar", "x y", "pow(x, y)", grad="g * (y * pow(x, y - 1)); none", eager=torch.pow)
 row("rpow_scalar", "x y", "pow(x, y)", keeps="y", grad="none; g * (out * log(x))",

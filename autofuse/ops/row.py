@@ -52,7 +52,8 @@ class Op:
         (tools/autograd/derivatives.yaml): over `g` (the gradient of the result), the operands,
         `out` (the result) and calls of other rows, each of which rounds as that torch function
         does; `none` where an operand has no gradient, `zeros(g, y)` for one that is zero and for
-        which eager saves y. A row without rules is eager under grad.
+        which eager saves y, `cast(x, out)` for x in the dtype of `out`. A row without rules is
+        eager under grad.
     keeps: operands and `out` that eager's node saves even where no rule reads them; a Python
         number among them is saved as a tensor.
     eager: the torch function of the same operands, for chains that run without their kernel.
