@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 import weakref
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from autofuse.kernel.source import Source
 from autofuse.kernel.text import source_of
 from autofuse.ops.row import OPS as ROWS
 from autofuse.program.program import CONST, Program, Spec, Step
+from autofuse.record import flush
 from autofuse.record.modes import forget_all
 from autofuse.supply import kernels as compile
 from autofuse.supply import service as background
@@ -267,6 +269,13 @@ def test_fused_calls_run_as_they_are_until_their_kernels_are_there(device, monke
 def test_no_compile_reaches_the_thread_of_backward(device, monkeypatch):
     monkeypatch.setattr(config, "always_fuse", True)
     monkeypatch.setattr(config, "compile", "now")
+    foreseen, foresee = [], flush._foresee  # whose values have torch's nodes
+
+    def watched_foresee(*args):
+        foreseen.append("".join(traceback.format_stack()))
+        return foresee(*args)
+
+    monkeypatch.setattr(flush, "_foresee", watched_foresee)
     x = autofuse.wrap(torch.randn(64, device=device, requires_grad=True))
     y = (x * 2 + 1).abs() * x
     autofuse.materialize(y)
@@ -292,7 +301,7 @@ def test_no_compile_reaches_the_thread_of_backward(device, monkeypatch):
     work = getattr(y.grad_fn, "work", None)  # of a node of autofuse: its Backward, and numbers
     raise AssertionError(
         f"no backward has asked for its kernel: {y.grad_fn} {work and vars(work[0])}"
-        f" {seen[-1:]} {compile._lock} {threading.enumerate()} {autofuse.stats()}"
+        f" {seen[-1:]} {foreseen[:1]} {compile._lock} {threading.enumerate()} {autofuse.stats()}"
     )
 
 
