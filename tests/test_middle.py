@@ -32,7 +32,6 @@ from test_interrupts import (
 import autofuse
 from autofuse import inside, lending
 from autofuse.chain import state
-from autofuse.chain.meta import UNKNOWN
 from autofuse.hot import native
 from autofuse.lines import OURS
 from autofuse.record import flush as flushing
@@ -531,7 +530,7 @@ def test_a_finalizer_that_lends_where_a_loan_is_counted():
 
     class Garbage:
         def __del__(self):
-            lending.lend(x, UNKNOWN, others)
+            lending.lend_one(x, others)
 
     thresholds = gc.get_threshold()
     while count < 20:
@@ -541,7 +540,7 @@ def test_a_finalizer_that_lends_where_a_loan_is_counted():
         garbage.me, garbage = garbage, None
         gc.set_threshold(count)
         try:
-            lending.lend(x, UNKNOWN, mine)
+            lending.lend_one(x, mine)
         finally:
             gc.set_threshold(*thresholds)
         gc.collect(0)

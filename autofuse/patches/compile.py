@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .around import unwrapping
-from .memory import ATTRIBUTES
+from .memory import ATTRIBUTES, write_attribute
 
 
 def patch_compile() -> None:
@@ -46,6 +46,7 @@ def _skip_tracing() -> None:
         attribute = getattr(torch.Tensor, name)
         for accessor in (attribute.fget, attribute.fset, attribute.fdel):
             skip_code(accessor.__code__)
+    skip_code(write_attribute.__code__)
     skip_code(torch.Tensor.add_.__code__)  # of all functions in place
     package = Path(__file__).parents[1]
     for path in package.rglob("*.py"):

@@ -146,7 +146,7 @@ def patch_attributes() -> None:
         def set_(self: Any, value: Any, base: Any = base, name: str = name) -> None:
             if isinstance(value, Tensor):
                 flush_tensor(value, name)
-            announced(_place, base, self, value, name)
+            announced(write_attribute, base, self, value, name)
 
         def delete(self: Any, base: Any = base) -> None:
             base.__delete__(self)
@@ -157,7 +157,7 @@ def patch_attributes() -> None:
         setattr(torch.Tensor, name, attribute)
 
 
-def _place(attribute: Any, tensor: torch.Tensor, value: Any, name: str) -> None:
+def write_attribute(attribute: Any, tensor: torch.Tensor, value: Any, name: str) -> None:
     if _pending():
         flush_readers(tensor, name)
     attribute.__set__(tensor, value)
