@@ -115,7 +115,8 @@ def _unload_retired(driver: Any) -> None:
         while True:
             modules.append(_retired.pop())
     for device in {device for _, device in modules}:
-        torch.cuda.synchronize(device)
+        with torch.cuda.device(device):
+            driver.cuCtxSynchronize()  # torch's would flush: this is in the middle of that
     for module, device in modules:
         with torch.cuda.device(device):
             driver.cuModuleUnload(module)
