@@ -274,7 +274,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
     The tensors stay the objects they are, so that whatever the function does to them is done;
     other threads may hold them too, and the last call to end makes them plain.
     """
-    # --- hot path: beside its ops a call with two tensors costs 2.1 us (CPU, Python 3.11) ---
+    # --- hot path: beside its ops a call with two tensors costs 1.5 us (CPU, Python 3.11) ---
     result: Any = None
     lent: list[torch.Tensor] = []
     walk: _Walk | None = None
