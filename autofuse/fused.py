@@ -247,6 +247,7 @@ def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None, pa
 
 def _holds_wrapped(values: list[Any]) -> bool:
     """Whether there are tensors among them that are wrapped, and not because they are lent."""
+    # the walk of `tensors_in`, which takes 1.8 us more over two containers of ten values
     containers: dict[int, Any] = {}
     for value in values:  # which grow
         cls = value.__class__

@@ -101,12 +101,9 @@ def _evaluate(tree: ast.expr, env: Callable[[str], Any], algebra: Tape | Torch) 
         case ast.Call(func=ast.Name(id="zeros"), args=[like, *_]):  # the others are only saved
             return algebra.apply(OPS["zeros"], (_evaluate(like, env, algebra),))
         case ast.Call(func=ast.Name(id="cast"), args=[one, like]):  # to the dtype of the other
-            value, dtype = (
-                _evaluate(one, env, algebra),
-                algebra.dtype(_evaluate(like, env, algebra)),
-            )
-            same = algebra.dtype(value) is dtype
-            return value if same else algebra.apply(CASTS[dtype], (value,))
+            value = _evaluate(one, env, algebra)
+            dtype = algebra.dtype(_evaluate(like, env, algebra))
+            return value if algebra.dtype(value) is dtype else algebra.apply(CASTS[dtype], (value,))
         case ast.Call(func=ast.Name(id=name), args=args):
             values = tuple([_evaluate(arg, env, algebra) for arg in args])
             if all(map(algebra.is_number, values)):
