@@ -22,6 +22,8 @@ def wrap(t: torch.Tensor) -> Tensor:
         and run eagerly. A wrapped tensor is returned as it is. One that requires grad is made a
         wrapped one itself, for `grad`, hooks and leaf-ness belong to the object; a Parameter stays
         what it is, and the result leads on to it.
+    Results of ops that run eagerly are wrapped too, until they stay plain where that costs less
+    (`config.measure`).
     Raises TypeError for what is not a dense tensor: sparse, quantized, nested, other subclasses.
     """
     if isinstance(t, Tensor):

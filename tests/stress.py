@@ -39,7 +39,7 @@ import torch.nn.functional as F
 
 import autofuse
 from autofuse.hot import native, trial
-from autofuse.record import policy
+from autofuse.record import origins, policy
 
 N = 64
 
@@ -157,6 +157,11 @@ class World:
             check(read, self.chain, "read before an item is set")
             check(rows[2], [0.0] * 3 + self.chain[3:], "set")
             check(rows.T[:, 0], [0.0] * 3 + self.chain[3:], "transposed")
+            read, row = rows[2] * 1.0 + 0.0, rows.view(-1)[2 * N :]
+            row.mul_(0.0)
+            check(rows[2], [0.0] * N, "written by a view")
+            check(read, [0.0] * 3 + self.chain[3:], "read before a view is written")
+            counts["plain" if type(row) is torch.Tensor else "wrapped"] += 1
             halves = torch.stack(y.split(N // 2))
             check(F.softmax(halves, -1), self.softmax, "softmax")
             check(F.layer_norm(halves, (N // 2,)), self.normal, "layer norm")
@@ -424,8 +429,11 @@ def main() -> int:
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
     if args.seed % 2:
         autofuse.config.always_fuse = True
-    else:  # fused calls change their way, and short chains under grad are ops
+    else:  # fused calls change their way, results stay plain or not, short chains of grad are ops
         policy.FLUSH_US.update(cuda=0.0, cpu=0.0)
+        origins.FIRST, origins.ENOUGH, origins.PAUSE, origins.GROWTH = 4, 2, 2, 1
+        origins.forget()
+        origins.is_inexact = lambda *facts: world.random.random() < 1e-4
     sys.setswitchinterval(1e-6)
     for thread in threads:
         thread.start()

@@ -1,8 +1,9 @@
 """Whole programs, whichever way each call goes and whenever kernels come, against plain PyTorch.
 
 Which way is the faster is drawn instead of measured, and asked again at every call; kernels are
-there or are not, ops rest and short chains are run as ops. After every step all that a program can
-see is compared: values, classes, versions, strides, who shares memory, gradients, errors.
+there or are not, ops rest, short chains are run as ops and results of ops stay plain for a while.
+After every step all that a program can see is compared: values, classes, versions, strides, who
+shares memory, gradients, errors.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import autofuse
 from autofuse.record import policy, ways
 from autofuse.record.contest import FUSED, PLAIN
 from autofuse.supply import kernels
-from support import assert_same
+from support import assert_same, judge_results_often
 
 STEPS = 24
 
@@ -61,6 +62,7 @@ def any_way(request, monkeypatch):
     monkeypatch.setattr(kernels.Order, "filled", arriving)
     monkeypatch.setattr(kernels.Order, "quiet", False)
     monkeypatch.setattr(policy, "_PATIENCE", 3)
+    judge_results_often(monkeypatch)
     if request.param:  # chains of fewer than four ops run as ops, and soon are not recorded
         monkeypatch.setitem(policy.FLUSH_US, "cpu", 9.3)
     if request.param < 2:  # under grad they do so otherwise

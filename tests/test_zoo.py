@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import autofuse
-from support import DEVICES, assert_same
+from autofuse.chain.state import counts
+from autofuse.record import origins, policy
+from autofuse.record.modes import forget_all
+from support import DEVICES, assert_same, judge_results_often
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import zoo
@@ -50,11 +53,54 @@ def test_eager_values(row, device):
     eager.advance(2)
     assert all(t.isfinite().all() for t in eager.outcome())
     for peer in ("autofuse.fuse", "autofuse"):
+        origins.forget()  # what rows of the same code have found...
+        forget_all("test")  # ...and others of chains that are too short
         run = zoo.Run(row, peer, device, size="tiny")
         autofuse.reset_stats()
         run.advance(2)
         assert autofuse.stats().ops_recorded or row.name in RECORD_NOTHING
         assert_same(run.outcome(), eager.outcome(), None if device == "cuda" else 1e-9, peer)
+
+
+@each_row
+@pytest.mark.parametrize("device", DEVICES)
+def test_eager_values_where_results_become_plain_and_wrapped_again(row, device, monkeypatch):
+    if row.needs:
+        pytest.importorskip(row.needs, reason=f"{row.needs}, whose model this is, is not installed")
+    if device == "cuda":
+        torch.set_default_dtype(torch.float32)
+    judge_results_often(monkeypatch)
+    outcomes = []
+    for peer in ("eager", "autofuse"):
+        run = zoo.Run(row, peer, device, size="tiny")
+        run.advance(12)
+        outcomes.append(run.outcome())
+    assert_same(*reversed(outcomes), None if device == "cuda" else 1e-9)
+
+
+@pytest.mark.parametrize("name", [
+    "GPT blocks (inference)", "Llama blocks (training)", "sampling of tokens",
+    "selective scan (inference)", "heat equation by slices", "shallow water by slices",
+    "gated graph net (inference)",
+])  # fmt: skip
+def test_few_steps_have_results_on_trial(name, monkeypatch):
+    """With what ops and kernels cost on a GPU, where trials come again."""
+    costs = (policy.FLUSH_US, policy._OP_US, policy._PLAIN_US, policy._GRAD_US, policy.PASSED_US)
+    for of_devices in costs:
+        monkeypatch.setitem(of_devices, "cpu", of_devices["cuda"])
+    monkeypatch.setitem(policy.FLUSH_US, "cpu", 10.1)
+    monkeypatch.setattr(origins, "is_inexact", lambda *facts: False)
+    origins.forget()
+    (row,) = [row for row in ROWS if row.name == name]
+    run = zoo.Run(row, "autofuse", "cpu", size="tiny")
+    tried, judged = [], []
+    for _ in range(400):
+        before = counts.trials
+        run.advance(1)
+        tried.append(counts.trials - before)
+        judged.append(len(origins.origins))
+    assert sum(tried[:16]) and sum(map(bool, tried[16:])) <= 0.05 * len(tried)
+    assert judged[15] >= 0.75 * judged[-1] > 0  # the others are met where ops are tried as a chain
 
 
 @pytest.mark.parametrize("path", [
@@ -122,7 +168,7 @@ def test_what_only_deterministic_algorithms_repeat_is_compared_with_them():
     assert check.deterministic and not check.repeats
     assert not any(check.same.values()) and not torch.are_deterministic_algorithms_enabled()
     assert zoo.check(row_of(lambda x: x + 1.0), "cpu").repeats
-    assert len(cells) == 4
+    assert len(cells) == len(zoo.VARIANTS)
 
 
 def test_a_variant_that_fails_is_a_reason_in_its_cell():

@@ -110,7 +110,7 @@ class Chain(list):  # type: ignore[type-arg]
     """
 
     __slots__ = ("bumps", "consts", "first", "inputs", "into", "known", "late", "marks", "pinned",
-                 "stream", "tip", "values")  # fmt: skip
+                 "stream", "tip", "tried", "values")  # fmt: skip
 
     def __init__(self, tip: Node) -> None:
         self.tip = tip
@@ -126,6 +126,7 @@ class Chain(list):  # type: ignore[type-arg]
         self.stream = 0
         self.first = 0  # under grad: the number of its first op, see `record.numbers`
         self.late: int | None = None  # that, where nodes made now would come too late
+        self.tried: list[Any] | None = None  # Origins of Inputs that are on trial
 
     @property
     def slots(self) -> dict[int, int]:
@@ -139,7 +140,7 @@ class Chain(list):  # type: ignore[type-arg]
         self.inputs, self.consts = [], []  # autograd may keep those of the last flush
         self.known.clear()
         self.marks.clear()
-        self.bumps = self.into = self.values = None
+        self.bumps = self.into = self.values = self.tried = None
         self.pinned = 0
         return self
 
@@ -336,6 +337,7 @@ class Counts:
         self.flushes: dict[str, int] = {}  # a Counter counts in twice the time
         self.eager: Counter[tuple[str, str]] = Counter()
         self.replays = self.backwards = 0
+        self.trials = 0  # results that were on trial, see `record.origins`
         self.forgotten: Counter[str] = Counter()  # totals of runners that are gone
 
 

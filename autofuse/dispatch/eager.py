@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from .. import hooks
 from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Held, Lost, Tensor, set_attribute
 from ..chain.state import announced, counts, is_alone, this_thread, writing
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
 from ..record.numbers import is_next, pass_over
+from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
 from ..record.policy import skipped
 from ..torch_private import (
     NoModes,
@@ -46,6 +48,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     recorder, first = this_thread.current, None
     if recorder is not None and recorder.chain.tip.holds_grad:
         first = _keep_order(recorder, flattened((*args, *kwargs.values()) if kwargs else args))
+    sources: Any = ()
     # --- hot path: the everyday op between two chains, budget 1 us ---
     for x in (*args, *kwargs.values()) if kwargs else args:
         if x.__class__ is Tensor:
@@ -55,7 +58,10 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
                 if x._af.recorder is not None:  # in the middle of the flush that makes it
                     return run_any(func, known, args, kwargs)
             elif state.__class__ is not Meta and state is not UNKNOWN:
-                return run_any(func, known, args, kwargs)
+                if is_on_trial(state, x):
+                    sources = (*sources, state)
+                elif state.__class__ is not Tried:
+                    return run_any(func, known, args, kwargs)
         elif id(x.__class__) not in SIMPLE and not (
             id(x.__class__) in _SIZES
             and (not x or x[0].__class__ is int or _made_concrete(x, known))
@@ -66,7 +72,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     counts.eager[known.reason] += 1
     if first is not None:
         pass_over(first)
-    return lifted(result)
+    return lifted(result, ask(result, sources), known.name)
 
 
 def _made_concrete(items: Any, known: Known) -> bool:
@@ -92,6 +98,9 @@ def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     with NoTorchFunction():
         result = func(*operands)
     counts.eager[node.counted] += 1
+    told = ask(result)
+    if told is not None:
+        return lifted(result, told, node.op.name)
     result.__class__ = Tensor
     if node.meta is not None:
         result.__dict__["_af"] = node.meta
@@ -135,6 +144,12 @@ def run_any(
     in_c = known.in_c and call is None and not others
     wrapped = [item for item in items if item.__class__ is Tensor]
     del items  # who empties a list that it is given wants the memory
+    tried = [item for item in wrapped if item._af.__class__ is Tried]
+    if tried and writes:  # in place it is seen of plain tensors too, but in foreign ops
+        out = kwargs.get("out") if kwargs else None
+        for tensor in flattened([out]) if known.own else wrapped:
+            keep(tensor)
+    sources = [state for item in tried if is_on_trial(state := item._af, item)]
     for tensor in wrapped:
         if tensor._af.recorder is not None or isinstance(tensor._af, Lost):
             flush_tensor(tensor, name)
@@ -157,7 +172,7 @@ def run_any(
         counts.eager[known.reason] += 1
         if first is not None:
             pass_over(first)
-        return lifted(result)
+        return lifted(result, ask(result, sources), known.name)
     for tensor in wrapped:
         tensor.__dict__.pop("_af", None)  # it may have other contents afterwards
         set_attribute(tensor, "__class__", Plain)
@@ -169,7 +184,7 @@ def run_any(
     counts.eager[known.reason] += 1
     if first is not None and known.own:
         pass_over(first)
-    return lifted(result)
+    return lifted(result, ask(result, sources), known.name)
 
 
 def _has_target(known: Known, kwargs: Any) -> bool:
@@ -251,15 +266,25 @@ def released(value: Any, stood: dict[int, Tensor]) -> Any:
     return mapped(value, release)
 
 
-def lifted(result: Any) -> Any:
-    """Wrap results that nobody else holds: the same objects, of the wrapped class."""
-    if result.__class__ is Plain:
+def lifted(result: Any, told: Any = None, name: str = "") -> Any:
+    """Wrap results that nobody else holds: the same objects, of the wrapped class.
+
+    told: what `origins.ask` says of them; name: the op's, for who looks on where they stay plain.
+    """
+    if told is STAY:
+        if hooks.flushing is not None:
+            counts.eager[name, STAYS] += 1
+    elif result.__class__ is Plain:
         if sys.getrefcount(result) <= _LIFT_COUNT and _is_strided(result):
             result.__class__ = Tensor
+            if told is not None:
+                result.__dict__["_af"] = Tried(told)
     elif isinstance(result, (tuple, list)):  # the container's, the loop's and the call's reference
         for item in result:
             if item.__class__ is Plain and sys.getrefcount(item) <= _LIFT_COUNT:
                 item.__class__ = Tensor
+                if told is not None:
+                    item.__dict__["_af"] = Tried(told)
     return result
 
 

@@ -26,6 +26,7 @@ from ..ops.autocast import COMPOSITES
 from ..ops.row import OPS, Op
 from ..record.flush import flush_thread
 from ..record.numbers import follows
+from ..record.origins import keep
 from ..record.record import record, record_fresh, relieve
 from ..record.writes import flush_readers, record_inplace, record_write
 from ..torch_private import NoTorchFunction, autocast_is_on
@@ -228,6 +229,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
                 return run_eager(func, args, kwargs)
             if out is not None:
                 if id(out.__class__) in OURS and out._af.recorder is None:
+                    keep(out)
                     if out.__class__ is not Tensor:
                         flush_readers(out, func.__name__, others=True)
                     chosen = _chosen(choose, args, options)

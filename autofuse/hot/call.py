@@ -50,7 +50,7 @@ from .c import (
     tried,
 )
 from .flush import flush_now
-from .record import are_watched, called, number_chain
+from .record import are_watched, called, handed, number_chain, verdict_on
 from .values import (
     class_of,
     current_recorder,
@@ -259,6 +259,13 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names) -> objec
     if result == 0:
         return 0
     kind = class_of(result)
+    if kind is Tensor or (kind is not Plain and is_simple(kind) != 0):
+        return result
+    verdict = verdict_on(recorder, result)
+    if verdict == 0:
+        return 0
+    if verdict is not None:
+        return handed(result, verdict)
     if kind is Plain:
         if load32(result) == 1 and is_strided(result) != 0:
             set_class(result, Tensor)
@@ -266,7 +273,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names) -> objec
         wrap(result + ITEMS, PyTuple_Size(result))
     elif kind is list:
         wrap(load(result + LISTED), PyList_Size(result))
-    elif kind is not Tensor and is_simple(kind) == 0:
+    else:
         return PyObject_CallOneArg(lifted, result)
     return result
 

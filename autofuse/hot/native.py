@@ -34,7 +34,7 @@ from ..chain.shell import Tensor
 from ..dispatch import eager, handlers, nested, protocol, unrecorded
 from ..errors import warn_once
 from ..kernel.llvm import processor
-from ..record import flush, numbers, ranges, record, writes
+from ..record import flush, numbers, origins, ranges, record, writes
 from ..run import cuda, words
 from ..settings.config import config, watch
 from ..torch_private import count_write
@@ -200,7 +200,9 @@ def _given() -> dict[str, Any]:
         "lifted": eager.lifted, "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
         "SIMPLE": nested.SIMPLE_CLASSES, "TARGETS": unrecorded.TARGETS,
         "SLOTS": tuple(~k for k in range(64)), "strided": torch.strided, "AT_ONCE": (False,),
-        "increment_version": count_write,
+        "origins": origins.origins, "trials": origins.trials, "STAY": origins.STAY,
+        "between": origins.between, "measuring": origins.measuring,
+        "ask_origin": origins.ask, "increment_version": count_write,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
         **of_functions(), **of_tensors(), "WEAKREFS": of_weakrefs(),
     }  # fmt: skip

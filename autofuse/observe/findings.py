@@ -12,6 +12,7 @@ from typing import Any
 
 from ..kernel.source import Source
 from ..lines import Position
+from ..record.origins import STAYS
 from ..record.policy import ASIDE
 from .events import Flush, Lookup
 from .logs import assembly
@@ -88,7 +89,7 @@ class Findings:
         """Every op on a wrapped tensor that ran, fused or not."""
         seen = self.ops_fused
         for (op, reason), count in list(self.ops_eager.items()):  # others may run some meanwhile
-            if not reason.startswith(ASIDE):
+            if not reason.startswith(ASIDE) and reason != STAYS:
                 seen[op] += count
         return seen
 

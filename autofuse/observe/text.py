@@ -13,6 +13,7 @@ from ..chain.state import Node
 from ..lines import Position, shown
 from ..program.program import CONST
 from ..program.walk import needed
+from ..record.origins import STAYS
 from ..record.policy import ASIDE
 from ..settings.config import config
 from ..torch_private import NoModes
@@ -48,7 +49,8 @@ def _eager_for(reason: str, report: Findings) -> Counter[tuple[str, str]]:
 
 def summary(report: Findings) -> str:
     seen = report.ops_seen.total()
-    eager = report.ops_eager.total() - _eager_for(ASIDE, report).total()
+    told = _eager_for(ASIDE, report).total() + _eager_for(STAYS, report).total()  # no ops of theirs
+    eager = report.ops_eager.total() - told
     return (
         f"{_plural(seen, 'op')} seen, {seen - eager} fused in "
         f"{_plural(report.launches, 'launch')}, {eager} run eagerly"
@@ -127,7 +129,14 @@ def advice_on(report: Findings) -> list[str]:
             "autofuse.explain(function, ...) runs one as if fused and says why; "
             "config.measure = False fuses every call"
         )
-    if not recorded and not report.pending and not aside:
+    plain = _eager_for(STAYS, report)
+    if plain:
+        said.append(
+            f"{_plural(plain.total(), 'result')} of eager ops stayed plain tensors "
+            f"({_listed([name for name, _ in plain.elements()])}): no chain that pays begins with "
+            "them; config.measure = False wraps them all"
+        )
+    if not recorded and not report.pending and not aside and not plain:
         said.append(
             "nothing was recorded: there is no op of the table on a wrapped tensor here; "
             "autofuse.wrap the tensors, or autofuse.fuse the function"

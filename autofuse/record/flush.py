@@ -55,6 +55,7 @@ from ..supply import kernels as compiling
 from ..supply.load import enter_context
 from ..torch_private import InferenceMode, NoModes, changes_results
 from .numbers import is_next
+from .origins import credit
 from .ways import runner_for
 
 
@@ -206,6 +207,8 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
         runner = (node.writers if writes else node.runners).get(refcounts)
         if runner is None:
             runner = runner_for(recorder, node, refcounts, writes)
+        if chain.tried is not None:
+            credit(chain, runner.nodes, bool(runner.pieces))
         counts.flushes[reason] = counts.flushes.get(reason, 0) + 1
         try:
             if runner.live and own:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..chain.state import Node, Recorder, this_thread
+from ..chain.state import Node, Recorder, counts, this_thread
 from ..chain.trie import eager_node
 from ..grad.segments import Outline
 from ..kernel.text import calls_functions
@@ -25,6 +25,11 @@ from .contest import Contest, clock_of
 FLUSH_US = {"cuda": 10.1, "cpu": 9.3}
 _OP_US = {"cuda": 6.1, "cpu": 2.4}
 _RECORDED_US = 0.3
+_PLAIN_US = {"cuda": 6.1, "cpu": 1.3}  # an eager op on plain tensors
+# What one costs more on wrapped tensors (bench/passing.py, with machine code: 0.5 to 1.4 on the
+# host of that GPU), and what it costs that its result is wrapped at all
+PASSED_US = {"cuda": 0.9, "cpu": 0.5}
+WRAPPED_US = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +66,20 @@ def is_short(nodes: list[Node], device_type: str) -> bool:
     """Whether the chain of `nodes` costs less as the ops it is, while no longer one begins so."""
     if nodes[0].long or config.always_fuse:
         return False
-    eager, fused = _OP_US[device_type] * len(nodes), _RECORDED_US * len(nodes)
-    if device_type == "cpu":
-        work = _work(nodes)
-        eager, fused = eager + work, fused + work / 2
-    return eager < fused + FLUSH_US[device_type]
+    return _gain(nodes, device_type, _OP_US[device_type]) < 0
+
+
+def gain_of(nodes: list[Node]) -> float:
+    """us by which the kernel of these costs less than their ops on plain tensors; under grad, where
+    `pays` knows that it does, less than what it is."""
+    device_type = nodes[0].recorder.device.type
+    gain = _gain(nodes, device_type, _PLAIN_US[device_type])
+    return max(gain, _OP_US[device_type]) if nodes[-1].holds_grad else gain
+
+
+def _gain(nodes: list[Node], device_type: str, op_us: float) -> float:
+    gain = (op_us - _RECORDED_US) * len(nodes) - FLUSH_US[device_type]
+    return gain + _work(nodes) / 2 if device_type == "cpu" else gain
 
 
 def _work(nodes: list[Node]) -> float:
@@ -147,9 +161,10 @@ _KERNELS = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Compare)
 
 
 def kernel_news() -> tuple[int, ...]:
-    """Something else whenever this thread has waited for a kernel or any thread has got one."""
+    """Something else whenever this thread has waited for a kernel or any thread has got one, and
+    whenever a result was on trial, for that takes its time too."""
     waits = [recorder.last_wait for recorder in list(this_thread.recorders.values())]
-    return compiling.news(), *waits
+    return compiling.news(), counts.trials, *waits
 
 
 def is_settled(before: tuple[int, ...]) -> bool:
@@ -162,13 +177,17 @@ def contest_for(device: torch.device, differentiated: bool) -> Contest:
 
     differentiated: they leave a graph, so that what counts is a whole training step.
     """
-    inexact = device.type == "cpu" or config.relaxed  # the ways may have other bits
-    inexact |= differentiated and config.recompute == "inputs"
-    return Contest(clock_of(device), steps=differentiated, once=inexact)
+    return Contest(clock_of(device), steps=differentiated, once=is_inexact(device, differentiated))
+
+
+def is_inexact(device: torch.device, differentiated: bool) -> bool:
+    """Whether what is fused may have other bits than what is not."""
+    inputs = differentiated and config.recompute == "inputs"
+    return device.type == "cpu" or config.relaxed or inputs
 
 
 def measures() -> bool:
-    """Whether fused calls may run as they are where that costs less."""
+    """Whether fused calls may run as they are, and results stay plain, where that costs less."""
     return config.measure and not (config.always_fuse or config.check)
 
 

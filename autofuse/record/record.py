@@ -34,6 +34,7 @@ from ..torch_private import (
 from .flush import flush
 from .modes import forget, regrade, renew
 from .numbers import follows
+from .origins import Origin, is_on_trial
 from .policy import skipped
 
 _Parameter = torch.nn.Parameter
@@ -63,6 +64,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     xs: list[torch.Tensor] = []  # new Inputs
     metas: list[Meta] = []
     consts: list[Any] = []
+    tried: list[Origin] | None = None
     on_host = False
     for x in operands:
         cls = x.__class__
@@ -87,6 +89,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         recorder.reading = True  # before the look at what it is
         state = x._af if cls is Tensor else None
         if state is None or state.__class__ is not Meta or state.device is not recorder.device:
+            if is_on_trial(state, x):
+                tried = [*(tried or ()), state.origin]
             x, state = _input(x, recorder)
             if state is _SCALAR:
                 if op.one_device:
@@ -140,6 +144,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             return refuse(recorder, op, "in the middle of a write")
         if not done:
             return record(op, operands)
+        if tried is not None:
+            chain.tried = [*(chain.tried or ()), *tried]
         if chain.pinned > node.pinned_limit:
             relieve(recorder, chain)
         return shell
@@ -301,7 +307,10 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
             flush(state.recorder, "another device")
             return (x, None) if x._af is state else _input(x, recorder)
         else:
+            tried = is_on_trial(state, x)
             meta = concrete_meta(x, None if recorder is None else recorder.chain.tip)
+            if tried:  # and stays so, for who runs the op if it is not recorded
+                x.__dict__["_af"] = state
     elif cls is torch.Tensor or cls is _Parameter:
         meta = plain_meta(x) if recorder is None else likely_meta(x, recorder.chain.tip)
     else:

@@ -1,0 +1,438 @@
+"""Origins: results of ops that are not recorded stay plain where wrapping them only loses."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+
+import autofuse
+from autofuse.chain.state import counts
+from autofuse.hot import native
+from autofuse.record import contest, origins, policy
+
+NATIVE = [False, True] if native.active() else [False]
+
+
+@pytest.fixture(params=NATIVE, ids=lambda on: "native" if on else "python")
+def on(request):
+    before = autofuse.config.native
+    autofuse.config.native = request.param
+    yield request.param
+    autofuse.config.native = before
+
+
+@pytest.fixture(autouse=True)
+def measured(on, monkeypatch):
+    """Results may stay plain, ops and kernels cost what they do on a GPU, and nothing is new."""
+    monkeypatch.setitem(policy.FLUSH_US, "cpu", 10.0)
+    monkeypatch.setitem(policy._OP_US, "cpu", 6.0)
+    monkeypatch.setitem(policy._PLAIN_US, "cpu", 6.0)
+    monkeypatch.setitem(policy.PASSED_US, "cpu", 1.5)
+    autofuse.config.measure = True
+    autofuse.materialize(autofuse.wrap(torch.ones(3)) + 1.0)  # a thread that records
+    origins.forget()
+    with torch.no_grad():
+        yield
+    autofuse.config.measure = False
+
+
+@pytest.fixture
+def again(monkeypatch):
+    """There are trials again, as on a GPU, and soon."""
+    monkeypatch.setattr(origins, "is_inexact", lambda *args: False)
+    monkeypatch.setattr(origins, "GROWTH", 2)
+
+
+def is_wrapped(x):
+    return type(x) is autofuse.Tensor
+
+
+def passed_on(x):
+    h = torch.mm(x, x).t()[:, 1:]
+    return torch.cat([h, h[:, :1]], 1).contiguous().view(-1).view(x.shape)
+
+
+def fed(x, ops=6):
+    h = torch.mm(x, x).t()
+    for _ in range(ops):
+        h = h * 0.5
+    return h
+
+
+def run(function, *args, times=200):
+    for _ in range(times):
+        result = function(*args)
+    return result
+
+
+def test_results_stay_plain_where_only_eager_ops_meet_them():
+    x = torch.randn(6, 6)
+    y = autofuse.wrap(x)
+    assert is_wrapped(passed_on(y))
+    result = run(passed_on, y)
+    assert not is_wrapped(result) and torch.equal(result, passed_on(x))
+    assert is_wrapped(y)
+    before = autofuse.stats().eager_ops["t", "not in the table"]
+    run(passed_on, y)
+    assert autofuse.stats().eager_ops["t", "not in the table"] == before
+
+
+def test_results_that_are_never_used_stay_plain():
+    y = autofuse.wrap(torch.randn(6, 6))
+    assert not is_wrapped(run(lambda: y[1]))
+    assert not any(map(is_wrapped, run(lambda: y.chunk(2))))
+    assert not is_wrapped(run(lambda: y.max(1), times=400).values)
+
+
+def test_results_are_wrapped_where_chains_pay():
+    """Also those that lead there by another eager op."""
+    x = torch.randn(6, 6)
+    y = autofuse.wrap(x)
+    for _ in range(300):
+        result = fed(y)
+        assert autofuse.is_pending(result)
+    assert torch.equal(result, fed(x))
+    assert origins.origins and not any(origin.plain for origin in origins.origins.values())
+
+
+def test_a_chain_that_gains_less_than_it_costs_to_lead_there():
+    y = autofuse.wrap(torch.randn(6, 6))
+
+    def program():
+        h = y.t()
+        for _ in range(20):
+            h = h.t()
+        return fed(h, 2)  # 6 * 2 us for 10 and some
+
+    assert not is_wrapped(run(program))
+
+
+def test_branches_that_lose_hide_none_that_pays():
+    y = autofuse.wrap(torch.randn(6, 6))
+
+    def program():
+        h = y.t()
+        return h.t().t().t().t().t(), fed(h)
+
+    lost, paid = run(program, times=400)
+    assert not is_wrapped(lost) and is_wrapped(paid)
+
+
+def test_ops_that_are_better_off_eager_pass_on_as_well():
+    """One that chains begin with, too short to pay."""
+    x = torch.randn(6, 6)
+    y = autofuse.wrap(x)
+    result = run(lambda: (y * 2.0).sum(0).view(2, 3), times=90)
+    assert not is_wrapped(result) and torch.equal(result, (x * 2.0).sum(0).view(2, 3))
+
+
+def test_results_that_live_on_are_waited_for():
+    """What is made first and used later."""
+    y = autofuse.wrap(torch.randn(6, 6))
+    for _ in range(4):
+        rows = [y[k % 6] for k in range(100)]
+        assert all(map(is_wrapped, rows))
+        total = 0.0
+        for row in rows:
+            total = total + row * 0.5
+        autofuse.materialize(total)
+        del row
+        rows = None
+    assert all(not origin.plain for origin in origins.origins.values())
+
+
+def test_a_program_changes_its_mind(again):
+    x = torch.randn(6, 6)
+    y = autofuse.wrap(x)
+
+    def program(fuses):
+        h = y.t()
+        h = h.view(-1) if h.is_contiguous() else h.reshape(-1)
+        return (((h * 0.5 + 1.0) * 2.0 - 1.0) * h + h) if fuses else h.sum(0)
+
+    wants = [program(fuses) for fuses in (False, True)]
+    for fuses in (False, True, False):
+        ways = []
+        for _ in range(3000):
+            result = program(fuses)
+            ways.append(is_wrapped(result))
+            assert torch.allclose(autofuse.unwrap(result), autofuse.unwrap(wants[fuses]))
+        assert sum(ways[-400:]) > 300 if fuses else sum(ways[-400:]) < 100
+    assert origins.trials.count > 8 and origins.trials.pause > 2 * origins.PAUSE
+
+
+def test_where_bits_may_differ_it_is_decided_once():
+    y = autofuse.wrap(torch.randn(6, 6))
+    program = lambda: y.t()  # noqa: E731
+    run(program)
+    (origin,) = origins.origins.values()
+    assert origin.plain and origin.once
+    before = counts.trials
+    run(program, times=5000)
+    assert counts.trials == before and origins.trials.left > 0
+
+
+def test_settings_wrap_every_result():
+    y = autofuse.wrap(torch.randn(6, 6))
+    program = lambda: y.t()  # noqa: E731
+    for name, value in (("measure", False), ("always_fuse", True), ("check", True)):
+        assert not is_wrapped(run(program))
+        before = getattr(autofuse.config, name)
+        setattr(autofuse.config, name, value)
+        try:
+            assert is_wrapped(run(program))
+        finally:
+            setattr(autofuse.config, name, before)
+
+
+def test_nothing_is_on_trial_while_a_graph_is_captured_or_kernels_are_compiled(monkeypatch):
+    y = autofuse.wrap(torch.randn(6, 6))
+    program = lambda: y.t()  # noqa: E731
+    decided = lambda: y.t()  # noqa: E731
+    run(decided)
+    contest.pause(1)
+    try:
+        assert is_wrapped(run(program)) and not is_wrapped(run(decided))
+    finally:
+        contest.resume(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(origins.compiling, "outstanding", lambda: 1)
+        assert is_wrapped(run(program))
+    with monkeypatch.context() as patch:
+        patch.setattr(origins.compiling, "capturing", lambda device: True)
+        assert is_wrapped(run(program))
+    with autofuse.disabled():
+        assert is_wrapped(run(program)) and is_wrapped(run(decided))
+    assert not is_wrapped(run(program))
+
+
+def test_fused_calls_are_compared_once_nothing_is_on_trial():
+    y = autofuse.wrap(torch.randn(6, 6))
+    program = lambda: y.t()  # noqa: E731
+    before = policy.kernel_news()
+    run(program, times=origins.FIRST + 1)
+    assert not policy.is_settled(before)
+    run(program)
+    before = policy.kernel_news()
+    program()
+    assert policy.is_settled(before)
+
+
+def test_what_is_written_by_out_stays_wrapped():
+    """Of such a write to a plain tensor nobody knows that a pending op has yet to read it."""
+    y, a = autofuse.wrap(torch.zeros(4, 4)), torch.ones(4)
+
+    def program(k):
+        pending = y * 1.0 + 0.0
+        torch.mul(a, float(k), out=y[1].view(4))
+        return pending
+
+    for k in range(200):
+        assert program(k).tolist()[1] == [max(k - 1.0, 0.0)] * 4
+    assert all(not origin.plain for origin in origins.origins.values())
+
+
+def test_statistics_that_are_written_keep_nothing_wrapped():
+    y = autofuse.wrap(torch.randn(4, 3))
+    norm = torch.nn.BatchNorm1d(3).eval()
+    assert not is_wrapped(run(lambda: norm(y.view(4, 3)).view(-1)))
+
+
+def test_writes_to_results_that_stay_plain_are_seen(on):
+    y = autofuse.wrap(torch.zeros(4, 4))
+    row = lambda: y[1]  # noqa: E731
+    assert not is_wrapped(run(row))
+    for k, write in enumerate(
+        (
+            lambda r: r.add_(1),
+            lambda r: r.__setitem__(0, 9.0),
+            lambda r: torch.relu_(r.neg_()),
+            lambda r: r.copy_(y[0]),
+        )
+    ):
+        before, pending = autofuse.unwrap(y).clone(), y * 1.0 + 0.0
+        write(row())
+        assert autofuse.is_pending(pending) is False, k
+        assert pending.tolist() == before.tolist()
+
+
+def test_gradients_are_eagers():
+    def program(p):
+        h = torch.mm(p, p)[:, 1:]
+        return (h.t() @ h).sum() + (torch.sigmoid(p) * p).sum()
+
+    with torch.enable_grad():
+        p = torch.randn(5, 5, requires_grad=True)
+        program(p).backward()
+        want, p.grad = p.grad, None
+        wrapped = autofuse.wrap(p.detach().clone().requires_grad_())
+        for _ in range(150):
+            wrapped.grad = None
+            loss = program(wrapped)
+            loss.backward()
+            torch.testing.assert_close(autofuse.unwrap(wrapped.grad), want)
+    assert any(origin.plain for origin in origins.origins.values())
+
+
+def test_second_derivatives_are_eagers():
+    def program(x):
+        h = x.t()
+        for _ in range(3):
+            h = h.t()
+        (g,) = torch.autograd.grad((h * h * h).sum(), x, create_graph=True)
+        (g.t().t() * x).sum().backward()
+
+    x = torch.randn(5, 5, requires_grad=True)
+    y = autofuse.wrap(x.detach().clone().requires_grad_())
+    with torch.enable_grad():
+        program(x)
+        for _ in range(100):
+            y.grad = None
+            program(y)
+            torch.testing.assert_close(autofuse.unwrap(y.grad), x.grad)
+    assert any(origin.plain for origin in origins.origins.values())
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_nothing_but_the_class_is_seen():
+    """Copies and pickles are plain anyway, and so is what torch.compile gets."""
+    y = autofuse.wrap(torch.randn(6, 6))
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    program = lambda: y.t()  # noqa: E731
+    for wrapped in (True, False):
+        result = program()
+        assert isinstance(result, autofuse.Tensor) is wrapped is autofuse.is_pending(result * 2 + 1)
+        assert isinstance(result, torch.Tensor) and result.shape == (6, 6)
+        for other in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result)):
+            assert type(other) is torch.Tensor and torch.equal(other, autofuse.unwrap(y).t())
+        assert type(compiled(result)) is type(autofuse.unwrap(result)) is torch.Tensor
+        assert autofuse.unwrap(result).data_ptr() == y.data_ptr()
+        run(program)
+
+
+def test_who_looks_on_changes_no_place():
+    """Machine code leaves everything to Python then, which finds the same instructions."""
+    y = autofuse.wrap(torch.randn(6, 6))
+    program = lambda: (y.t(), torch.mm(y, y), F.layer_norm(y, (6,)), (y * 2.0).t())  # noqa: E731
+    assert not any(map(is_wrapped, run(program, times=90)))
+    known = set(origins.origins)
+    with autofuse.explain():
+        assert not any(map(is_wrapped, program()))
+    assert set(origins.origins) == known and len(known) == 5
+
+
+def test_places_hold_nothing_and_are_bounded(monkeypatch):
+    monkeypatch.setattr(origins, "_MOST", 20)
+    codes, tensors = [], []
+    x = autofuse.wrap(torch.randn(6, 6))
+    h = x
+    for k in range(100):
+        space = {}
+        exec(f"def program(x): return x.t()  # {k}", space)
+        codes.append(weakref.ref(space["program"].__code__))
+        h = space["program"](h)
+        tensors.append(weakref.ref(h))
+        del space
+    del h
+    gc.collect()
+    assert len(origins.origins) <= 20
+    assert not any(ref() for ref in (*codes, *tensors))
+    assert sum(type(x) is origins.Origin for x in gc.get_objects()) <= 41
+
+
+def test_explain_says_so():
+    y = autofuse.wrap(torch.randn(6, 6))
+    program = lambda: y.t()  # noqa: E731
+    run(program)
+    with autofuse.explain() as report:
+        run(program, times=3)
+    (advice,) = [text for text in report.advice if "stayed plain" in text]
+    assert advice.startswith("3 results of eager ops stayed plain tensors (3 x t)")
+    assert "config.measure = False wraps them all" in advice
+    assert report.ops_seen["t"] == 3
+
+
+def test_the_program_is_found_behind_handlers(on):
+    """Machine code meets functions of autofuse's between, and must not take them for origins."""
+    y = autofuse.wrap(torch.randn(6, 6))
+    program = lambda: y.max(1)  # noqa: E731
+    assert not is_wrapped(run(program).values)
+    (origin,) = origins.origins.values()
+    origin.once, origins.trials.left, origins.trials.weight = False, 1000, 9
+    run(program)
+    assert origins.trials.left == 800
+
+
+def test_trials_become_rare(again, monkeypatch):
+    monkeypatch.setattr(origins, "GROWTH", 4)
+    y = autofuse.wrap(torch.randn(6, 6))
+    ends = []
+    for k in range(12000):
+        before = origins.trials.count
+        y.t()
+        if origins.trials.count > before:
+            ends.append(k)
+    pauses = [later - end - 8 for end, later in zip(ends, ends[1:], strict=False)]
+    assert ends[0] < 48 and pauses == pytest.approx([128, 512, 2048, 8192], abs=1)
+
+
+def test_new_instructions_are_judged_soon_if_many_results_are_theirs():
+    y = autofuse.wrap(torch.randn(6, 6))
+    known, new = (lambda: y.t()), (lambda: y[1])
+    assert not is_wrapped(run(known, times=50))
+    before = origins.trials.count
+    for _ in range(50):
+        run(known), new()
+    assert origins.trials.count == before and is_wrapped(new())
+    assert not is_wrapped(run(new, times=30))
+
+
+def test_one_trial_judges_all_depths_of_a_program():
+    y = autofuse.wrap(torch.randn(6, 6))
+
+    def program():
+        h = y.t()
+        for name in ("t", "contiguous", "t", "neg_", "t", "clone"):
+            h = getattr(h, name)()
+        return h.t().t().t().t().t().t().t().t().t()
+
+    before = origins.trials.count
+    assert not is_wrapped(run(program, times=14))
+    assert origins.trials.count == before + 1
+
+
+def test_a_step_of_many_results_leaves_nobody_unjudged():
+    """An inner loop has had enough long before what stands outside it."""
+    y = autofuse.wrap(torch.randn(6, 6))
+
+    def program():
+        for _ in range(100):
+            y[1].view(2, 3).t()
+        return y.t().contiguous()
+
+    assert not is_wrapped(run(program, times=100))
+    assert len(origins.origins) == 5
+
+
+def test_what_was_on_trial_is_as_any_other_afterwards():
+    y = autofuse.wrap(torch.randn(6, 6))
+    program = lambda: y.t()  # noqa: E731
+    run(program, times=origins.FIRST + 1)
+    uses = (
+        lambda h: h.view(-1) if h.is_contiguous() else h.t(),
+        lambda h: torch.cat([h, h]),
+        lambda h: F.layer_norm(h, (6,)),
+        lambda h: (h * 2.0 + 1.0).tolist(),
+    )
+    held = [program() for _ in uses]
+    assert all(type(h._af) is origins.Tried for h in held)
+    run(program)
+    assert not is_wrapped(program())
+    for h, use in zip(held, uses, strict=True):
+        use(h)
+        assert type(h._af) is not origins.Tried
