@@ -3,8 +3,9 @@
     python bench/passing.py [--device cuda] [--rounds 15] [--iterations 300]
 
 us per call, medians of rounds in which plain and wrapped take turns; 64 x 256 float32, no grad, all
-concrete. `process` is plain tensors of a process that has not imported autofuse, in turns with this
-one's.
+concrete. `stays` is wrapped where results have come to stay plain, and the program's row is us per
+op of one that only passes on. `process` is plain tensors of a process that has not imported
+autofuse, in turns with this one's.
 """
 
 from __future__ import annotations
@@ -89,6 +90,19 @@ def rows(device: str) -> dict[str, Row]:
     }
 
 
+_OPS = 47  # of `program`
+
+
+def program(x: Any) -> Any:
+    """Ops that are not recorded, each on what others gave."""
+    for _ in range(3):
+        x = x.view(64, 4, 64).transpose(0, 1)[:, 8:].unsqueeze(2).reshape(4, -1)
+        left, right = x.chunk(2, 1)
+        x = torch.cat([right, left], 1).view(56, 4, 64)[:, 0]
+        x = torch.cat([x.t(), x[:8].t()], 1).repeat(4, 1).t()
+    return x.sum(-1)
+
+
 def plain_rows(device: str) -> dict[str, Row]:
     """Calls by name of a plain tensor of one element, where only the host counts."""
     t = torch.ones(1, device=device)
@@ -151,17 +165,20 @@ def main() -> None:
     plain = torch.randn(64, 256, device=device)
     wrapped = autofuse.wrap(plain.clone())
     autofuse.materialize(wrapped + 1)  # as after any chain
-    print(f"{'':26} plain us  wrapped, more")
-    for name, call in rows(device).items():
-        call(plain), call(wrapped)
-        synchronize(device)
-        pairs = []
-        for _ in range(given.rounds):
-            pairs.append((us_of(call, plain, n), us_of(call, wrapped, n)))
+    print(f"{'':26} plain us  wrapped, more  stays, more")
+    for name, call in {**rows(device), "a program, per op": program}.items():
+        times = []
+        for _ in range(2 + given.rounds):
+            autofuse.config.measure = False
+            here, there = us_of(call, plain, n), us_of(call, wrapped, n)
             synchronize(device)
-        without = statistics.median(a for a, _ in pairs)
-        more = statistics.median(b - a for a, b in pairs)
-        print(f"{name:26} {without:8.2f} {more:+9.2f}", flush=True)
+            autofuse.config.measure = True
+            times.append((here, there - here, us_of(call, wrapped, n) - here))
+            synchronize(device)
+        ops = _OPS if call is program else 1
+        columns = zip(*times[2:], strict=True)  # by then results stay plain
+        without, more, stays = (statistics.median(column) / ops for column in columns)
+        print(f"{name:26} {without:8.2f} {more:+14.2f} {stays:+12.2f}", flush=True)
     other = subprocess.Popen(
         [sys.executable, __file__, "--serve", "--device", device],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
