@@ -3,10 +3,11 @@
     python bench/zoo.py [--only NAME ...] [--rounds 9] [--steps N] [--device cuda] [--out FILE]
 
 The programs (zoo_*.py) know nothing of autofuse. Each runs eagerly, with its step given to
-`autofuse.fuse`, once more with every call fused (`config.measure = False`), and with the tensors
-that it starts from given to `autofuse.wrap`. They go on from the same seed and take turns, once
-fused calls have found their way; a row's figure is the median over the rounds of the ratio to
-eager. Results, parameters, buffers and gradients after some steps, and after all that was timed,
+`autofuse.fuse`, with the tensors that it starts from given to `autofuse.wrap`, and each once more
+with `config.measure = False`, where every call is fused and every result wrapped. They go on from
+the same seed and take turns, once fused calls have found their way and results have come to stay
+plain or not, which each row finds anew; a row's figure is the median over the rounds of the ratio
+to eager. Results, parameters, buffers and gradients after some steps, and after all that was timed,
 are compared with eager's: on CUDA bit for bit, on the CPU the largest difference is said. Writes
 bench/results/zoo_<machine>.json, row by row, and prints the table, worst first.
 """
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 import autofuse
+from autofuse.record import origins
 
 sys.path.insert(0, str(Path(__file__).parent))
 import machine  # noqa: E402
@@ -43,13 +45,15 @@ from results import DIRECTORY, Cell, Results  # noqa: E402
 from training import count_kernels  # noqa: E402
 from zoo_row import ROWS, Row  # noqa: E402
 
-EVERY = "autofuse.fuse, every call"
+EVERY, ALL = "autofuse.fuse, every call", "autofuse, every result"  # without `config.measure`
 # a peer, and its column
-VARIANTS = {"eager": "eager", "autofuse.fuse": "fuse", EVERY: "every call", "autofuse": "wrap"}
+VARIANTS = {"eager": "eager", "autofuse.fuse": "fuse", EVERY: "every call", "autofuse": "wrap",
+            ALL: "every result"}  # fmt: skip
 LIMITS = {
     "autofuse.fuse": 1.02,
     EVERY: 1.02,
     "autofuse": 1.05,
+    ALL: 1.05,
 }  # of eager's time, from which on it loses
 CHECKED = 6  # steps whose outcome is compared
 WARM = 120  # steps before those that are timed: in these a fused call finds the better way,
@@ -66,9 +70,9 @@ class Run:
     def __init__(self, row: Row, peer: str, device: str, seed: int = 0, size: str = "full") -> None:
         start = row.make(device, seed, size)
         self.step, self.state, self.modules = start.step, start.state, start.modules
-        self._feeds, self._grad, self._wrapped = start.feeds, row.grad, peer == "autofuse"
+        self._feeds, self._grad, self._wrapped = start.feeds, row.grad, peer in ("autofuse", ALL)
         self.result: Any = None  # of the last step
-        self._every = peer == EVERY
+        self._measures = peer not in (EVERY, ALL)
         self._numbers = _random_state(device)
         if peer.startswith("autofuse.fuse"):
             self.step = autofuse.fuse(self.step)
@@ -86,7 +90,7 @@ class Run:
 
     def advance(self, steps: int) -> None:
         """So many steps, computed to their end where somebody reads their results."""
-        autofuse.config.measure = not self._every
+        autofuse.config.measure = self._measures
         with torch.set_grad_enabled(self._grad):
             for _ in range(steps):
                 self.result = result = self.step(*self.state)
@@ -213,6 +217,7 @@ def measure(row: Row, device: str, rounds: int, steps: int = 0, size: str = "ful
     """The cells of a row; steps: timed in a round, 0 for as many as take ROUND_S."""
     if row.needs and importlib.util.find_spec(row.needs) is None:
         return [Cell(row.name, device, peer, reason="not installed") for peer in VARIANTS]
+    origins.forget()  # modules of torch and of packages are several rows'
     found = check(row, device, size)
     steps = steps or min(MOST, max(FEWEST, math.ceil(ROUND_S * 1e6 / found.us)))
     peers = [peer for peer in VARIANTS if peer not in found.failed]
@@ -316,7 +321,7 @@ def _ratio(cell: Cell) -> str:
 
 def _worst(cells: dict[str, Cell]) -> float:
     """What a row is sorted by: what users get; one that failed comes first."""
-    ratios = [cells[peer].ratio for peer in LIMITS if peer != EVERY]
+    ratios = [cells[peer].ratio for peer in LIMITS if peer not in (EVERY, ALL)]
     return math.inf if None in ratios else max(r for r in ratios if r is not None)
 
 

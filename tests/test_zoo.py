@@ -179,31 +179,37 @@ def test_a_variant_that_fails_is_a_reason_in_its_cell():
 
     eager, *ours = zoo.measure(row_of(step), "cpu", rounds=1, steps=1)
     assert eager.median and eager.ratio == 1
-    assert [cell.reason for cell in ours] == ["ArithmeticError: no such luck"] * 3
+    assert [cell.reason for cell in ours] == ["ArithmeticError: no such luck"] * 4
     said = zoo.markdown(Results({}, [eager, *ours]))
     assert said.startswith("| program") and "not installed" not in said
 
 
 def test_a_package_that_is_missing_is_said():
     cells = zoo.measure(row_of(None, needs="no_such_package"), "cpu", rounds=1)
-    assert {cell.reason for cell in cells} == {"not installed"} and len(cells) == 4
+    assert {cell.reason for cell in cells} == {"not installed"} and len(cells) == len(zoo.VARIANTS)
     assert zoo.line(cells).split() == ["x", "not", "installed"]
     assert zoo.markdown(Results({}, cells)).endswith("- Not installed: x.\n")
 
 
 def test_losers_come_first():
     def cells(name, fuse, wrap, kernels):
-        ratios = {"eager": 1.0, "autofuse.fuse": fuse, zoo.EVERY: 2.0, "autofuse": wrap}
+        ratios = {
+            "eager": 1.0,
+            "autofuse.fuse": fuse,
+            zoo.EVERY: 2.0,
+            "autofuse": wrap,
+            zoo.ALL: 3.0,
+        }
         return [Cell(name, "cuda", peer, median=100 * ratio, ratio=ratio, kernels=kernels,
                      same_bits=None if peer == "eager" else name != "worst")
                 for peer, ratio in ratios.items()]  # fmt: skip
 
     found = [*cells("good", 0.5, 0.75, 3), *cells("worst", 1.03, 1.25, 4), *cells("even", 1, 1, 5)]
-    _, _, *table, _, fuse, _, wrap = zoo.markdown(Results({}, found)).splitlines()
+    _, _, *table, _, fuse, _, wrap, _ = zoo.markdown(Results({}, found)).splitlines()
     assert table == [
-        "| worst | 100 | 1.03 | 2.00 | 1.25 | 4 | 4 | 4 | 4 | OTHER | OTHER | OTHER |",
-        "| even | 100 | 1.00 | 2.00 | 1.00 | 5 | 5 | 5 | 5 | same | same | same |",
-        "| good | 100 | 0.50 | 2.00 | 0.75 | 3 | 3 | 3 | 3 | same | same | same |",
+        f"| worst | 100 | 1.03 | 2.00 | 1.25 | 3.00 |{' 4 |' * 5}{' OTHER |' * 4}",
+        f"| even | 100 | 1.00 | 2.00 | 1.00 | 3.00 |{' 5 |' * 5}{' same |' * 4}",
+        f"| good | 100 | 0.50 | 2.00 | 0.75 | 3.00 |{' 3 |' * 5}{' same |' * 4}",
     ]
     bits = "eager's bits in 2 of 3."
     assert fuse == f"- fuse: median 1.000, worst 1.030 (worst), 1 of 3 over 1.02; {bits}"
