@@ -148,6 +148,11 @@ def judge_results_often(monkeypatch: pytest.MonkeyPatch) -> None:
     origins.forget()
 
 
+def write_unseen(plain: torch.Tensor) -> None:
+    """A write to a vector of plain memory that no hook of autofuse is told of."""
+    torch.linalg.vector_norm(torch.ones(*plain.shape, 4, device=plain.device), dim=1, out=plain)
+
+
 def elsewhere(work: Callable[[], object]) -> Exception | None:
     """Run `work` in another thread; the error it ended with, if any."""
     errors: list[Exception] = []

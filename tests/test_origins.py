@@ -237,6 +237,30 @@ def test_what_is_written_by_out_stays_wrapped():
     assert all(not origin.plain for origin in origins.origins.values())
 
 
+def test_writes_by_out_among_plain_tensors_are_seen_by_machine_code(on):
+    """Else the program is told of it, and never given another value."""
+    y, a = autofuse.wrap(torch.zeros(4, 4)), torch.ones(4)
+    row = lambda: y[1]  # noqa: E731
+    assert not is_wrapped(run(row))
+    for k, write in enumerate(
+        (
+            lambda out: torch.mul(a, 3.0, out=out),
+            lambda out: torch.mv(torch.eye(4), a, out=out),
+            lambda out: torch.max(torch.eye(4), 1, out=(out, torch.empty(4, dtype=torch.long))),
+        )
+    ):
+        before, pending = autofuse.unwrap(y).clone(), y * 1.0 + 0.0
+        out = row()
+        write(out)
+        assert torch.equal(autofuse.unwrap(y)[1], out) and not is_wrapped(out)
+        if on:
+            assert autofuse.is_pending(pending) is False, k
+            assert pending.tolist() == before.tolist()
+        else:
+            with pytest.raises(autofuse.StaleInputError):
+                autofuse.materialize(pending)
+
+
 def test_statistics_that_are_written_keep_nothing_wrapped():
     y = autofuse.wrap(torch.randn(4, 3))
     norm = torch.nn.BatchNorm1d(3).eval()

@@ -24,19 +24,25 @@ from .c import (
     load,
 )
 from .values import class_of, has_target, is_simple
+from .write import is_quiet
 
 
 def builtin(entry, function, args, count, names) -> object:
     """A builtin of torch; entry: handlers by torch function, and those that take keywords.
 
-    Torch itself would ask for overrides, 0.7 to 1.1 us, and find `Tensor.__torch_function__`.
+    Torch itself would ask for overrides, 0.7 to 1.1 us, and find `Tensor.__torch_function__`; of
+    `out` among plain tensors it would ask nobody.
     """
-    k = 0
-    if count != 0 and is_number(args[0]) != 0:
-        k = count  # few functions take one there: torch's parser knows which
-    while k < count and has_wrapped(args[k]) == 0:
-        k += 1
-    if k < count and has_target(TARGETS, names, args + 8 * count) == 0:
+    asks = count != 0 and is_number(args[0]) == 0  # else torch's parser knows who takes that
+    if asks != 0:
+        k = 0
+        while k < count and has_wrapped(args[k]) == 0:
+            k += 1
+        asks = k < count
+        if has_target(TARGETS, names, args + 8 * count) != 0:
+            # plain tensors alone: what is pending may have yet to read `out`
+            asks = k == count and is_quiet() == 0
+    if asks != 0:
         table = entry[0]
         values = count
         if names != 0:
