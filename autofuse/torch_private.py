@@ -38,14 +38,14 @@ AUTOCASTS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
 KINDS = {"cpu": 0, "cuda": 1}  # the devices that are recorded on, as c10::DeviceType numbers them
 
 
+def packs() -> bool:
+    """Whether hooks are told of every tensor that autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def changes_results() -> bool:
     """Whether a mode of this thread could reach what ops on plain tensors give or save."""
-    return bool(
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        or autocast_is_on()
-        or dispatch_modes()
-        or function_modes()
-    )
+    return bool(packs() or autocast_is_on() or dispatch_modes() or function_modes())
 
 
 # --- tensors -------------------------------------------------------------------------------------

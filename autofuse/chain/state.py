@@ -21,7 +21,7 @@ from ..ops.row import Op
 from ..program.program import Output, Program, Ref, Step
 from ..settings.config import config
 from ..supply.load import enter_context
-from ..torch_private import KINDS, stream_reader
+from ..torch_private import KINDS, packs, stream_reader
 from .meta import Meta, same_device
 from .shell import Tensor
 
@@ -31,9 +31,9 @@ class Node:
 
     __slots__ = ("args", "autocast", "by_outputs", "cast", "common", "consts", "counted",
                  "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key", "likely",
-                 "limits", "long", "meta", "next", "op", "parent", "pinned_limit", "reason",
-                 "recent", "recorder", "relaxed", "returns", "runners", "shell", "skips", "usual",
-                 "writers")  # fmt: skip
+                 "limits", "long", "meta", "next", "op", "packs", "parent", "pinned_limit",
+                 "reason", "recent", "recorder", "relaxed", "returns", "runners", "shell", "skips",
+                 "usual", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -43,6 +43,8 @@ class Node:
         self.grad_mode: bool = grad_mode if parent is None else parent.grad_mode
         self.relaxed: bool = config.relaxed if parent is None else parent.relaxed
         self.autocast: bool = False if parent is None else parent.autocast  # recorded under it
+        # recorded where hooks are told of what autograd saves
+        self.packs: bool = False if parent is None else parent.packs
         self.cast: torch.dtype | None = None  # of operands, which have to be cast before
         self.index: int = -1 if parent is None else parent.index + 1
         self.args: tuple[Ref, ...] = ()
@@ -150,8 +152,8 @@ class Recorder:
 
     __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
                  "ident", "inference", "kind", "last_wait", "launches", "lock", "nowhere", "off",
-                 "reading", "release", "resting", "roots", "running", "runners", "size", "spare",
-                 "stream", "thread", "waits")  # fmt: skip
+                 "packs", "reading", "release", "resting", "roots", "running", "runners", "size",
+                 "spare", "stream", "thread", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
@@ -163,7 +165,7 @@ class Recorder:
         self.stream = stream_reader(device)
         enter_context(device)
         self.nowhere = Node(self, None, None)  # after which nothing is ever recorded
-        self.grad = self.inference = self.autocast = False
+        self.grad = self.inference = self.autocast = self.packs = False
         self.resting = False  # records nothing until there is news of kernels; see `policy.rest`
         self.launches = 0  # flushes that ran a kernel, or waited for it
         self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
@@ -185,16 +187,18 @@ class Recorder:
 
         False, with the chain left open, where something is pending.
         """
-        grad, inference, autocast = self.grad, self.inference, self.autocast
+        grad, inference, autocast, told = self.grad, self.inference, self.autocast, self.packs
         if self.thread == get_ident():  # another thread's modes are not those of its recorder
             grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             autocast = torch.is_autocast_enabled(self.device.type)
-        modes = (grad, inference, autocast, torch.get_default_dtype(), config.recompute,
+            told = packs()
+        modes = (grad, inference, autocast, told, torch.get_default_dtype(), config.recompute,
                  config.always_fuse, config.relaxed, self.resting)  # fmt: skip
         root = self.roots.get(modes)
         if root is None:
             root = self.roots[modes] = Node(self, None, None, grad and not inference)
             root.autocast = autocast
+            root.packs = told
             root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
         closed = self.off or not config.enabled or torch.is_anomaly_enabled()
@@ -205,6 +209,7 @@ class Recorder:
             self.grad = grad
             self.inference = inference
             self.autocast = autocast
+            self.packs = told
             self.home = home
             self.spare: Chain | None = None
             self.chain = chain

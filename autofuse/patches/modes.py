@@ -23,9 +23,11 @@ def patch_modes() -> None:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    saved = torch.autograd.graph.saved_tensors_hooks
-    for owner in (TorchFunctionMode, TorchDispatchMode, saved):
+    for owner in (TorchFunctionMode, TorchDispatchMode):
         closed_between(owner, "__enter__", "__exit__", "mode")
+    hooks, reason = torch.autograd.graph.saved_tensors_hooks, "saved tensor hooks"
+    around(hooks, "__enter__", partial(flush_thread, reason), partial(reopen, reason))
+    around(hooks, "__exit__", partial(flush_thread, reason), partial(reopen, reason), anyway=True)
     for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
         for kind in ("grad", "jvp", "vmap", "func"):
             start, end = f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting"

@@ -342,8 +342,11 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
         return None
     metas = [node.meta for node in path if node.meta is not None]
     node = extend(recorder, tip, op, key[1:], metas)
-    if tip.reason and not node.reason:
-        node = eager_node(recorder, tip, op, tip.reason, node.meta)
+    reason = tip.reason
+    if tip.packs and node.meta is not None and node.meta.requires_grad:
+        reason = "saved tensor hooks"  # which eager tells what its node saves, at once
+    if reason and not node.reason:
+        node = eager_node(recorder, tip, op, reason, node.meta)
     node.key = key
     recorder.size += 1
     return tip.next.setdefault(key, node)  # another may stand in a chain by now
