@@ -1,4 +1,4 @@
-"""What autograd saves, where hooks are told of it.
+"""What autograd saves, where hooks are told of it, and what torch.utils.checkpoint runs twice.
 
 The programs compute what the CPU's kernels compute with eager's bits, so that all is compared
 exactly: what hooks were given and in which order, values and gradients.
@@ -9,7 +9,9 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import autofuse
 from support import DEVICES, assert_same
@@ -56,7 +58,7 @@ def compared(program, way, device, count=3, steps=1):
                 first = autofuse.wrap(xs[0]) if run == "wrap" else xs[0]
                 result, *others = program(first, *xs[1:])
             backward = None
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(CheckpointError, RuntimeError):
                 result.sum().backward()
                 backward = [x.grad for x in xs]
         seen.append((result.detach(), backward, *others))
@@ -218,3 +220,204 @@ def test_hooks_of_one_thread_are_not_those_of_another(always):
     thread.join()
     y.sum().backward()
     assert not packed and torch.equal(x.grad, 2.0 * x.detach())
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
+
+
+def block(x, w, b):
+    for _ in range(3):
+        x = (x * w + b).relu() * 0.5
+        x = torch.where(x > 1.0, x / w, x * b) - w
+    return x
+
+
+@REENTRANT
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_gives_what_it_gives_in_eager(way, device, reentrant, tier):
+    def program(x, w, b):
+        y = checkpoint(block, x * 2.0, w, b, use_reentrant=reentrant)
+        return checkpoint(block, y + x, w, b, use_reentrant=reentrant) * 0.5, y.requires_grad
+
+    compared(program, way, device, steps=3)
+
+
+@REENTRANT
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_draws_the_same_numbers_again(way, device, reentrant, tier):
+    def drawing(x, w, b):
+        x = F.dropout(x * w + b, 0.5) * 2.0 + x
+        return (x + torch.rand_like(x.detach())) * w
+
+    def program(x, w, b):
+        y = checkpoint(drawing, x, w, b, use_reentrant=reentrant)
+        drawn = torch.rand(3)
+        return y * x, drawn
+
+    compared(program, way, device)
+
+
+@REENTRANT
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_in_checkpoints(way, device, reentrant, tier):
+    def inner(x, w, b):
+        return (x * w + b) * x
+
+    def outer(x, w, b):
+        y = checkpoint(inner, x * w, w, b, use_reentrant=reentrant) * w
+        return checkpoint(inner, y, b, w, use_reentrant=reentrant) + b * x
+
+    def program(x, w, b):
+        return (checkpoint(outer, x * 1.5, w, b, use_reentrant=reentrant) * w,)
+
+    compared(program, way, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_under_hooks_and_hooks_in_a_checkpoint(way, device, tier):
+    def program(x, w, b):
+        told, inside = [], []
+
+        def hooked(x, w, b):
+            y = block(x, w, b)
+            with saved_tensors_hooks(lambda t: inside.append(t.shape) or t, lambda t: t):
+                return y * w * x
+
+        with saved_tensors_hooks(lambda t: told.append(t.shape) or t, lambda t: t):
+            y = checkpoint(hooked, x * w, w, b, use_reentrant=False)
+            z = y * x
+        return z, len(told), len(inside)
+
+    compared(program, way, device)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("extra", [-1, 1])
+@pytest.mark.parametrize("way", ["eager", *WAYS])
+def test_a_second_run_that_differs_is_told_as_in_eager(way, extra, early, tier):
+    """Of another number of saved tensors, or of other ones."""
+
+    def run(way):
+        runs = []
+
+        def changing(x, w):
+            runs.append(None)
+            for _ in range(3 if len(runs) == 1 else 3 + extra):
+                x = x * w + 1.0
+            return x * w[:2] if extra == 1 and len(runs) > 1 else x * w
+
+        def program(x, w):
+            return checkpoint(changing, x * 2.0, w, use_reentrant=False, early_stop=early)
+
+        x, w = leaves("cpu", 2, (2, 6))
+        if way == "fuse":
+            y = autofuse.fuse(program)(x, w)
+        else:
+            y = program(autofuse.wrap(x) if way == "wrap" else x, w)
+        try:
+            y.sum().backward()
+        except CheckpointError as error:
+            return str(error), len(runs)
+        return x.grad, w.grad, len(runs)
+
+    got, want = run(way), run("eager")
+    assert_same(got, want, None)
+
+
+@REENTRANT
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_in_a_checkpoint(way, reentrant, tier):
+    class Error(Exception):
+        pass
+
+    def program(x, w, b):
+        failing = []
+
+        def fails(x, w):
+            y = x * w
+            if failing:
+                raise Error
+            failing.append(y.shape)
+            return y * w
+
+        y = checkpoint(fails, x * 2.0, w, use_reentrant=reentrant)
+        with pytest.raises(Error):
+            y.sum().backward()
+        assert not any(recorder.chain for recorder in autofuse.chain.state.all_recorders)
+        failing.clear()
+        with pytest.raises(ZeroDivisionError):
+            checkpoint(lambda x: [x * w, 1 // 0], x * w, use_reentrant=reentrant)
+        x.grad = w.grad = None
+        return x * w * b, len(failing)
+
+    compared(program, way, "cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_second_derivatives_through_a_checkpoint(way, device, tier):
+    def program(x, w, b):
+        y = checkpoint(lambda x, w: (x * w + 1.0) * x * w, x * b, w, use_reentrant=False)
+        first = torch.autograd.grad(y.sum(), (x, w), create_graph=True)
+        return first[0] * first[1] + y, [g.detach() for g in first]
+
+    compared(program, way, device)
+
+
+@REENTRANT
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_without_grad(way, reentrant, always):
+    x, w, b = leaves("cpu")
+    with torch.no_grad():
+        first = autofuse.wrap(x) if way == "wrap" else x
+        run = autofuse.fuse(block) if way == "fuse" else block
+        y = checkpoint(run, first.detach(), w, b, use_reentrant=reentrant)
+    assert torch.equal(autofuse.unwrap(y), block(x, w, b).detach())
+    assert autofuse.stats().kernels_launched
+
+
+class Cell(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((6, 6), 0.125))
+        self.b = torch.nn.Parameter(torch.full((6,), 0.25))
+
+    def forward(self, x, h):
+        return ((h @ self.w + x) * self.b + 0.5).relu() * 0.5 + h * self.b - x
+
+
+@REENTRANT
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recurrent_net_with_checkpoints_runs_kernels(device, reentrant, always):
+    """40 steps, checkpointed every 10: each step's chain is one kernel in both runs."""
+    results, stats = [], None
+    for fused in (False, True):
+        cell = Cell().to(device)
+        xs, h = leaves(device, 40), torch.zeros(4, 6, device=device)
+
+        def steps(h, *xs, cell=cell):
+            for x in xs:
+                h = cell(x, h)
+            return h
+
+        def program(h, *xs, steps=steps):
+            for k in range(0, 40, 10):
+                h = checkpoint(steps, h, *xs[k : k + 10], use_reentrant=reentrant)
+            return h
+
+        autofuse.reset_stats()
+        h = (autofuse.fuse(program) if fused else program)(h, *xs)
+        forward = autofuse.stats().kernels_launched
+        h.sum().backward()
+        stats = autofuse.stats()
+        results.append((h.detach(), [x.grad for x in xs], [p.grad for p in cell.parameters()]))
+    assert_same(results[1], results[0], None)
+    if reentrant:
+        assert forward >= 40
+        assert stats.kernels_launched >= 40 + 80  # again, and a backward for each

@@ -19,6 +19,7 @@ from ..record.flush import flush_all
 from ..run import cpu
 from ..supply import kernels
 from .calls import patch_calls
+from .checkpoint import patch_checkpoints
 from .compile import patch_compile
 from .memory import patch_attributes, patch_inplace
 from .modes import patch_modes
@@ -32,6 +33,7 @@ def install() -> None:
     patch_attributes()
     patch_calls()
     patch_modes()
+    patch_checkpoints()
     patch_compile()
     patch_distributed()
     patch_cuda()

@@ -1,0 +1,93 @@
+"""Checkpoints: what torch.utils.checkpoint runs twice is recorded in both runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from ..chain.meta import UNKNOWN
+from ..chain.shell import Tensor
+from ..chain.state import this_thread
+from ..dispatch.nested import mapped, wrapped_in
+from ..fused import Site, call_fused
+from ..record.flush import value_of
+from ..record.modes import close_thread, reopen_thread
+
+
+def patch_checkpoints() -> None:
+    """The second run, in backward, gets plain tensors: it lends them as a fused call does.
+
+    That is so where the first run was part of a fused call or had wrapped arguments.
+    """
+    from torch.utils import checkpoint
+
+    reentrant = checkpoint.CheckpointFunction
+    forward = reentrant.forward
+
+    @wraps(forward)
+    def first(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        result = forward(ctx, _recording(function), *args)
+        ctx.run_function = _recording(_again(function, args))
+        return result
+
+    reentrant.forward = staticmethod(first)  # type: ignore[method-assign]
+    for name in (
+        "_checkpoint_without_reentrant_generator_impl",  # torch 2.15
+        "_checkpoint_without_reentrant_generator",
+    ):
+        original = getattr(checkpoint, name, None)
+        if original is not None:
+            setattr(checkpoint, name, _lending(original))
+            break
+
+
+def _lending(generator: Callable[..., Any]) -> Callable[..., Any]:
+    """`generator`, whose first argument is what the second run calls."""
+
+    @wraps(generator)
+    def make(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return generator(function, *args, **kwargs)
+        return generator(_again(function, (args, kwargs)), *args, **kwargs)
+
+    return make
+
+
+def _again(function: Callable[..., Any], args: Any) -> Callable[..., Any]:
+    """`function` as its second run is to call it, where the first is called with `args` now."""
+    if this_thread.depth == 0 and not any(True for _ in wrapped_in(args)):
+        return function
+    site = Site()
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return call_fused(function, args, kwargs, site)
+
+    return call
+
+
+def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, recorded inside a Function's `apply`, where nothing is for other reasons."""
+
+    def call(*args: Any) -> Any:
+        if this_thread.closed != 1:
+            return function(*args)
+        reopen_thread()
+        try:
+            return mapped(function(*args), _settled)
+        finally:
+            close_thread("apply")
+
+    return call
+
+
+def _settled(result: Any) -> Any:
+    """`result` with its value, as C++ may take it; it is about to get another history."""
+    if result.__class__ is Tensor:
+        result = value_of(result, "apply")
+        if result.__class__ is Tensor:
+            result.__dict__["_af"] = UNKNOWN
+    return result
