@@ -38,14 +38,19 @@ AUTOCASTS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
 KINDS = {"cpu": 0, "cuda": 1}  # the devices that are recorded on, as c10::DeviceType numbers them
 
 
-def packs() -> bool:
-    """Whether hooks are told of every tensor that autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # of saved tensors: pack and unpack
+# those that are told of every tensor that autograd saves, or None
+top_hooks: Callable[[], Hooks | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def changes_results() -> bool:
     """Whether a mode of this thread could reach what ops on plain tensors give or save."""
-    return bool(packs() or autocast_is_on() or dispatch_modes() or function_modes())
+    told = top_hooks() is not None
+    return bool(told or autocast_is_on() or dispatch_modes() or function_modes())
 
 
 # --- tensors -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ..ops.row import Op
 from ..program.program import Output, Program, Ref, Step
 from ..settings.config import config
 from ..supply.load import enter_context
-from ..torch_private import KINDS, packs, stream_reader
+from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
 from .meta import Meta, same_device
 from .shell import Tensor
 
@@ -31,9 +31,9 @@ class Node:
 
     __slots__ = ("args", "autocast", "by_outputs", "cast", "common", "consts", "counted",
                  "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key", "likely",
-                 "limits", "long", "meta", "next", "op", "packs", "parent", "pinned_limit",
-                 "reason", "recent", "recorder", "relaxed", "returns", "runners", "shell", "skips",
-                 "usual", "writers")  # fmt: skip
+                 "limits", "long", "meta", "next", "op", "parent", "pinned_limit", "reason",
+                 "recent", "recorder", "relaxed", "returns", "runners", "saves", "shell", "skips",
+                 "told", "usual", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -43,8 +43,9 @@ class Node:
         self.grad_mode: bool = grad_mode if parent is None else parent.grad_mode
         self.relaxed: bool = config.relaxed if parent is None else parent.relaxed
         self.autocast: bool = False if parent is None else parent.autocast  # recorded under it
-        # recorded where hooks are told of what autograd saves
-        self.packs: bool = False if parent is None else parent.packs
+        # when hooks are told what autograd saves, AT_ONCE or LATER; then, what eager's node does
+        self.told: str = "" if parent is None else parent.told
+        self.saves: tuple[Ref, ...] = ()
         self.cast: torch.dtype | None = None  # of operands, which have to be cast before
         self.index: int = -1 if parent is None else parent.index + 1
         self.args: tuple[Ref, ...] = ()
@@ -104,6 +105,26 @@ class Node:
         self.by_outputs.clear()
 
 
+# when hooks of saved tensors are told, see `grad.saves`; the second where the function that is has
+# the attribute TOLD_LATER, which is the hook itself
+AT_ONCE, LATER, TOLD_LATER = "at once", "later", "_autofuse_told_later"
+
+
+class Untold:
+    """What the nodes of a flush have saved and the hook `pack` has not been told of yet."""
+
+    __slots__ = ("inputs", "pack", "saved")
+
+    def __init__(
+        self,
+        inputs: list[torch.Tensor],
+        pack: Callable[[Any], Any],
+        saved: list[tuple[torch.Tensor, list[Any] | None]],
+    ) -> None:
+        self.inputs, self.pack = inputs, pack  # inputs: the list of the chain
+        self.saved = saved  # in eager's order, each with where the node finds what `pack` returns
+
+
 class Chain(list):  # type: ignore[type-arg]
     """A chain, open or taken by a flush: its shells in order, and what they read.
 
@@ -151,9 +172,9 @@ class Recorder:
     """What one thread records on one device."""
 
     __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
-                 "ident", "inference", "kind", "last_wait", "launches", "lock", "nowhere", "off",
-                 "packs", "reading", "release", "resting", "roots", "running", "runners", "size",
-                 "spare", "stream", "thread", "waits")  # fmt: skip
+                 "hooks", "ident", "inference", "kind", "last_wait", "launches", "lock", "nowhere",
+                 "off", "reading", "release", "resting", "roots", "running", "runners", "saving",
+                 "size", "spare", "stream", "thread", "untold", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
@@ -165,7 +186,11 @@ class Recorder:
         self.stream = stream_reader(device)
         enter_context(device)
         self.nowhere = Node(self, None, None)  # after which nothing is ever recorded
-        self.grad = self.inference = self.autocast = self.packs = False
+        self.grad = self.inference = self.autocast = False
+        # of saved tensors: where it records, and of the chain that a flush has taken
+        self.hooks: Hooks | None = None
+        self.saving: Hooks | None = None
+        self.untold: list[Untold] = []
         self.resting = False  # records nothing until there is news of kernels; see `policy.rest`
         self.launches = 0  # flushes that ran a kernel, or waited for it
         self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
@@ -187,18 +212,21 @@ class Recorder:
 
         False, with the chain left open, where something is pending.
         """
-        grad, inference, autocast, told = self.grad, self.inference, self.autocast, self.packs
+        grad, inference, autocast, hooks = self.grad, self.inference, self.autocast, self.hooks
         if self.thread == get_ident():  # another thread's modes are not those of its recorder
             grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             autocast = torch.is_autocast_enabled(self.device.type)
-            told = packs()
+            hooks = top_hooks()
+        told = ""
+        if hooks is not None:
+            told = LATER if hasattr(hooks[0], TOLD_LATER) else AT_ONCE
         modes = (grad, inference, autocast, told, torch.get_default_dtype(), config.recompute,
                  config.always_fuse, config.relaxed, self.resting)  # fmt: skip
         root = self.roots.get(modes)
         if root is None:
             root = self.roots[modes] = Node(self, None, None, grad and not inference)
             root.autocast = autocast
-            root.packs = told
+            root.told = told
             root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
         closed = self.off or not config.enabled or torch.is_anomaly_enabled()
@@ -209,7 +237,7 @@ class Recorder:
             self.grad = grad
             self.inference = inference
             self.autocast = autocast
-            self.packs = told
+            self.hooks = hooks
             self.home = home
             self.spare: Chain | None = None
             self.chain = chain

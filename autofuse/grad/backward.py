@@ -8,7 +8,7 @@ derivative rules of the op table in the order in which eager's engine would, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from sys import getrefcount
 from typing import Any
 
@@ -17,16 +17,26 @@ import torch
 from .. import hooks
 from ..chain.meta import Meta, make_meta, plain_meta
 from ..chain.shell import Tensor
-from ..chain.state import Recorder
+from ..chain.state import TOLD_LATER, Recorder, Untold
 from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
 from ..ops.autocast import casts_in
-from ..ops.row import Op
+from ..ops.row import Op, since
 from ..program.program import CONST, Ref
 from ..run.generated import compiled, numbered
 from ..run.runner import Runner
 from ..run.words import Answer
-from ..torch_private import NoModes, apply_of, dispatch_modes, in_functorch, set_grad_enabled
+from ..torch_private import (
+    NoModes,
+    apply_of,
+    detach,
+    dispatch_modes,
+    in_functorch,
+    permute,
+    pop_hooks,
+    push_hooks,
+    set_grad_enabled,
+)
 from .rules import Expected, Tape, Torch, UnfusedError, sweep
 from .segments import Outline, Segment
 
@@ -69,6 +79,8 @@ class Backward:
                     "chain, which autofuse.config.recompute = 'inputs' does not keep; set it to "
                     "'free' before the forward pass"
                 )
+        elif self.segment.told and not self._laid_out(saved):
+            pass
         elif not (in_functorch() or dispatch_modes() or self.meets_autocast()):  # told of ops
             with NoModes():
                 key = tuple([plain_meta(g) if id(g.__class__) in _READ else None for g in grads])
@@ -93,6 +105,16 @@ class Backward:
     def meets_autocast(self) -> bool:
         """Whether autocast casts operands of its ops in this moment."""
         return self.is_cast and torch.is_autocast_enabled(self.recorder.device.type)
+
+    def _laid_out(self, saved: Sequence[torch.Tensor]) -> bool:
+        """Whether hooks give tensors back as they got them, but for the values."""
+        with NoModes():
+            metas = [plain_meta(x) if x.__class__ is torch.Tensor else None for x in saved]
+        for ref, meta in zip(self.segment.saved, metas, strict=True):
+            want = self.segment.meta_of(ref)
+            if meta is None or meta.spec != want.spec or meta.device is not want.device:
+                return False
+        return True
 
     def by_torch(
         self, algebra: Torch, grads: Sequence[Any], saved: Sequence[torch.Tensor]
@@ -195,6 +217,7 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors if backward.segment.frees else ()
     g = grads[0]
     plain = g.__class__ is torch.Tensor and not torch.is_grad_enabled()
+    plain = plain and not backward.segment.told  # hooks may give back another layout
     if plain and not in_functorch() and not dispatch_modes() and not backward.meets_autocast():
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---
         alone = True
@@ -251,6 +274,8 @@ class Graph:
         self.stored = outline.stored  # dead values that its kernel stores for them
         self.saved_bytes = outline.saved_bytes
         self.packs = [segment.pack for segment in outline.segments if segment.pack]
+        self.recorder, self.told = recorder, outline.told
+        self.tells = any(segment.told for segment in outline.segments) or bool(outline.told)
 
     def prepare(self) -> None:
         """Ask for the kernels of the backward that is to be expected."""
@@ -259,8 +284,11 @@ class Graph:
 
     def attach_to(self, runner: Runner) -> None:
         """Let `runner`, which also computes what is stored and has these packs, leave it behind."""
-        runner.attach = _attaching(self.backwards, runner.made)
-        runner.saved_bytes = self.saved_bytes
+        runner.saved_bytes, runner.tells = self.saved_bytes, self.tells
+        if self.tells:
+            runner.attach = _telling(self.recorder, self.backwards, runner.made, self.told)
+        else:
+            runner.attach = _attaching(self.backwards, runner.made)
 
 
 def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., None]:
@@ -278,11 +306,16 @@ def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., 
         work = f"(backward{k}, consts)"
         if not segment.nodes[-1].consts:  # one object less for the garbage collector to visit
             work, space[f"work{k}"] = f"work{k}", (backward, ())
-        holder = f"({outs}, ({listed(segment.saved)}), {work})"
+        saved = listed(segment.saved)
+        if segment.told and not since(2, 13):
+            saved, space["as_saved"] = saved.replace("inputs[", "as_saved(inputs["), _as_saved
+            saved = saved.replace("], ", "]), ")
+        holder = f"({outs}, ({saved}), {work})"
         calls.append(f"apply{k}({holder}, {listed(segment.sinks)})")
     params = ", ".join(f"v{index}" for index in computed)
     body = "".join(f"        {call}\n" for call in calls)
     places = "".join(f"        {numbered(backward.segment.root)}\n" for backward in backwards)
+    places = places or "        pass\n"  # hooks alone are told of its values
     source = (
         f"def attach(inputs, consts, late, {params}):\n"
         f"    was = get()\n    try:\n        if not was: set_(True)\n{body}"
@@ -291,3 +324,60 @@ def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., 
     )
     exec(compiled(source), space)
     return space["attach"]
+
+
+def _telling(
+    recorder: Recorder,
+    backwards: list[Backward],
+    computed: list[int],
+    told: tuple[tuple[Ref, int], ...],
+) -> Callable[..., None]:
+    """The same where hooks are told of what the nodes save, once the flush is over.
+
+    A node has a list for each tensor that it saves, into which then comes what the hook returns.
+    """
+    attach = _attaching(backwards, computed)
+    places = {index: k for k, index in enumerate(computed)}
+
+    def attach_and_tell(inputs: Any, consts: Any, late: Any, *values: torch.Tensor) -> None:
+        assert recorder.saving is not None
+        pack, unpack = recorder.saving
+        kept: list[list[Any]] = []
+        keep, give_back = partial(_keep, kept), partial(_give_back, unpack)
+        try:
+            push_hooks(keep, give_back)
+            attach(inputs, consts, late, *values)
+        finally:
+            pop_hooks()
+        saved = []
+        for ref, place in told:
+            # detached: shells are about to exchange the values, and it is what the hooks keep
+            value = detach(inputs[~ref] if ref < 0 else values[places[ref]])
+            saved.append((value, kept[place] if place >= 0 else None))
+        kept.clear()  # each goes with the node that has it
+        untold = Untold(inputs, getattr(pack, TOLD_LATER), saved)
+        # an interrupt may have undone it, and what comes in the middle of flushes is told later
+        recorder.untold = [*(x for x in recorder.untold if x.inputs is not inputs), untold]
+
+    return attach_and_tell
+
+
+def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or for a leaf a view of it: its hooks would go with what is unpacked of it.
+
+    Before torch 2.13 an unpacked tensor that has been in Python takes them along.
+    """
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return tensor
+    return permute(tensor, (*range(tensor.ndim),))
+
+
+def _keep(kept: list[list[Any]], tensor: torch.Tensor) -> list[Any]:
+    kept.append([])
+    return kept[-1]
+
+
+def _give_back(unpack: Callable[[Any], Any], kept: list[Any]) -> Any:
+    if not kept:
+        raise RuntimeError("a saved tensor is needed of which its hook was not told: it has raised")
+    return unpack(kept[0])

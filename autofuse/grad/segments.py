@@ -7,7 +7,8 @@ that a graph of their own leads on from.
 What is saved is what eager would save: of the values the rules read, the visible ones and the
 Inputs; a dead one is computed again where it follows from these, and otherwise stored by the
 forward kernel. A stored one is a further output of its segment's node, so that second derivatives
-flow through it.
+flow through it. Where hooks are told of what is saved (`saves`), that is what each op saves in
+eager, dead or not, and as often.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ..chain.meta import Meta
-from ..chain.state import Node
+from ..chain.state import LATER, Node
 from ..layout import is_dense
 from ..program.program import CONST, Ref
 from ..program.walk import needed, sources
@@ -34,7 +35,7 @@ class Use:
     reads: frozenset[Ref]
 
 
-def _uses(node: Node, meta_of: Callable[[Ref], Meta]) -> Iterator[Use]:
+def uses_of(node: Node, meta_of: Callable[[Ref], Meta]) -> Iterator[Use]:
     """The operands of `node` that get a gradient, in order."""
     assert node.op is not None
     for ref, rule in zip(node.args, node.op.rules, strict=True):
@@ -130,13 +131,15 @@ class Segment:
         saved: list[Ref],
         extras: list[int],
         detours: bool,
+        told: bool,
     ) -> None:
         self.detours = detours  # second derivatives would go past a live value's own node
+        self.told = told  # hooks are, of all that is saved, and give it back as they like
         self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
         self.steps = steps  # node indices, ascending; the last is the root
         self.root = steps[-1]
         graphs = [index for index in extras if meta_of(index).requires_grad]
-        self.pack = _pack(graphs, meta_of)
+        self.pack = [] if told else _pack(graphs, meta_of)
         packed = self.pack[1:]  # a pack is saved, and the node's output, by its first
         self.saved = [ref for ref in saved if ref not in packed]
         self.outs = [self.root, *(index for index in graphs if index not in packed)]
@@ -190,6 +193,9 @@ class Outline:
     segments: list[Segment]
     stored: tuple[int, ...]
     saved_bytes: int
+    # what hooks are told of, in order: the value and its place among all that the segments save,
+    # one after the other; -1 where nobody can see the result of the op that saves it
+    told: tuple[tuple[Ref, int], ...] = ()
 
 
 def outline_of(
@@ -202,22 +208,40 @@ def outline_of(
         assert meta is not None
         return meta
 
-    uses = [list(_uses(node, meta_of)) if meta_of(node.index).requires_grad else []
+    uses = [list(uses_of(node, meta_of)) if meta_of(node.index).requires_grad else []
             for node in nodes]  # fmt: skip
+    told = nodes[-1].told is LATER
     owner = _owners(uses, meta_of, [index for index in live if meta_of(index).requires_grad])
     roots = sorted(index for index, root in owner.items() if index == root)
     if not _in_order(uses, owner, roots):
-        return None
+        if not told:
+            return None
+        roots = sorted(owner)  # a node for each op, as in eager
+        owner = {index: index for index in roots}
     memory = {*live, *roots}
+    places: dict[tuple[int, int], int] = {}  # by op and which of the values that it saves
     saved_refs: set[Ref] = set()
     segments = []
     for root in roots:
         steps = [index for index in sorted(owner) if owner[index] == root]
-        saved = _saved(nodes, uses, steps, memory)
-        detours = config.recompute == "inputs" and bool(memory & _path(nodes, uses, steps))
-        extras = [ref for ref in saved if ref >= 0 and ref not in memory]
+        if told:
+            saved = [ref for index in steps for ref in nodes[index].saves]
+            for index in steps:
+                for k in range(len(nodes[index].saves)):
+                    places[index, k] = len(places)
+            detours = False
+        else:
+            saved = _saved(nodes, uses, steps, memory)
+            detours = config.recompute == "inputs" and bool(memory & _path(nodes, uses, steps))
+        extras = [ref for ref in dict.fromkeys(saved) if ref >= 0 and ref not in memory]
         memory.update(extras)
         saved_refs.update(saved)
-        segments.append(Segment(nodes, uses, steps, meta_of, saved, extras, detours))
+        segments.append(Segment(nodes, uses, steps, meta_of, saved, extras, detours, told))
+    order = []
+    for node in nodes if told else ():
+        for k, ref in enumerate(node.saves):
+            order.append((ref, places.get((node.index, k), -1)))
+            memory.update([ref] if ref >= 0 else ())
     stored = tuple(sorted(memory - set(live)))
-    return Outline(segments, stored, sum(meta_of(ref).nbytes for ref in saved_refs))
+    nbytes = sum(meta_of(ref).nbytes for ref in saved_refs)
+    return Outline(segments, stored, nbytes, tuple(order))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial, wraps
+from threading import get_ident
 from typing import Any
 
 import torch
 
+from ..chain.state import TOLD_LATER
+from ..inside import inside
 from ..record.flush import flush_all, flush_thread
 from ..record.modes import regrade, reopen, reopen_all
 from ..torch_private import set_grad_enabled
@@ -26,6 +30,7 @@ def patch_modes() -> None:
     for owner in (TorchFunctionMode, TorchDispatchMode):
         closed_between(owner, "__enter__", "__exit__", "mode")
     hooks, reason = torch.autograd.graph.saved_tensors_hooks, "saved tensor hooks"
+    hooks.__init__ = _telling_in_order(hooks.__init__)  # type: ignore[method-assign]
     around(hooks, "__enter__", partial(flush_thread, reason), partial(reopen, reason))
     around(hooks, "__exit__", partial(flush_thread, reason), partial(reopen, reason), anyway=True)
     for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
@@ -45,6 +50,36 @@ def patch_modes() -> None:
     for name in ("__enter__", "__exit__"):
         _regrade_after(torch.enable_grad, name)
     _flush_at_end_of_no_grad()
+
+
+def _telling_in_order(init: Callable[..., None]) -> Callable[..., None]:
+    """`saved_tensors_hooks.__init__`: torch's own are told first of what was recorded before.
+
+    These cannot tell when they are called, see `grad.saves`.
+    """
+    from torch.utils import checkpoint
+
+    own = (
+        torch.autograd.graph.save_on_cpu, checkpoint._checkpoint_hook,
+        checkpoint._recomputation_hook,
+    )  # fmt: skip
+
+    @wraps(init)
+    def make(self: Any, pack_hook: Callable[..., Any], *args: Any) -> None:
+        if type(self) not in own:
+            init(self, pack_hook, *args)
+            return
+
+        @wraps(pack_hook)
+        def pack(tensor: torch.Tensor) -> Any:
+            if get_ident() not in inside:
+                flush_thread("saved tensor hooks")
+            return pack_hook(tensor)
+
+        setattr(pack, TOLD_LATER, pack_hook)
+        init(self, pack, *args)
+
+    return make
 
 
 def _regrade_after(owner: Any, name: str) -> None:

@@ -37,7 +37,7 @@ from .. import hooks
 from ..chain.liveness import HELD_HERE
 from ..chain.meta import UNKNOWN
 from ..chain.shell import Held, Lost, Tensor, plain_alias, set_attribute
-from ..chain.state import Chain, Node, Recorder, all_recorders, counts, this_thread
+from ..chain.state import Chain, Node, Recorder, Untold, all_recorders, counts, this_thread
 from ..errors import ColdKernelError, NotReadyError, StaleInputError, warn_once
 from ..inside import (
     being_inside,
@@ -53,7 +53,7 @@ from ..run.runner import Runner
 from ..run.settle import WRITING, settle, write_out
 from ..supply import kernels as compiling
 from ..supply.load import enter_context
-from ..torch_private import InferenceMode, NoModes, changes_results
+from ..torch_private import InferenceMode, NoModes, changes_results, set_grad_enabled
 from .numbers import is_next
 from .origins import credit
 from .ways import runner_for
@@ -90,7 +90,10 @@ def flush(
             if _foresee(recorder, recorder.running):
                 return False
             continue
-        owned, taken = is_owned(recorder.lock), False
+        if recorder.untold and not nested:  # what an interrupt has left
+            tell(recorder)
+            continue
+        owned, taken, done = is_owned(recorder.lock), False, None
         acquire, leave = recorder.acquire, int if owned else recorder.release
         try:
             # another thread's flush is waited for; not for ever, for this one may hold a lock that
@@ -100,20 +103,45 @@ def flush(
                 taken = acquire(timeout=patience(_WAIT_SECONDS))
             if taken:
                 done = _flush(recorder, reason, into, node, chain_id, nested)
-                if done is not None:
-                    return done
         finally:
             try:
                 leave()  # at once: an interrupt may have come before `taken` was told
             except RuntimeError as error:
                 if is_foreign(error):
                     raise  # otherwise the lock was not taken
+        if recorder.untold and not nested:
+            tell(recorder)
+        if done is not None:
+            return done
         if not taken and recorder.running is not None and _foresee(recorder, recorder.running):
             return False
     return False
 
 
 _WAIT_SECONDS = 2.0
+
+
+def tell(recorder: Recorder) -> None:
+    """Tell hooks what the nodes of a flush have saved, as `grad.saves` says.
+
+    Once one raises, or is interrupted, the others are told nothing, as in eager.
+    """
+    nothing: list[Untold] = []
+    # no Python runs from here...
+    untold, recorder.untold = recorder.untold, nothing
+    # ...to here
+    was = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(False)
+        for one in untold:
+            if one.inputs is recorder.chain.inputs:  # undone, and to be run again
+                continue
+            for value, kept in one.saved:
+                packed = one.pack(value)
+                if kept is not None:
+                    kept.append(packed)
+    finally:
+        set_grad_enabled(was)
 
 
 def _flush(
@@ -139,16 +167,17 @@ def _flush(
         chain.into = into
         spare.tip = recorder.home
     grad, inference, home = recorder.grad, recorder.inference, recorder.home
-    autocast = recorder.autocast
+    autocast, saving = recorder.autocast, recorder.hooks
     # ...to here, and on to `try`: in Python 3.10 a test that jumps there would let it run
     if chain is not None:
         spare = open_ = None  # a traceback would hold them
         try:
             inside[ident] = True
+            recorder.saving = saving
             if chain:
                 _run(recorder, chain, reason)
             # no Python runs from here...
-            recorder.running = None
+            recorder.running = recorder.saving = None
             recorder.ident = recorder.thread
             if not nested:
                 inside.pop(ident, None)  # a fork in the middle has left none
@@ -156,6 +185,7 @@ def _flush(
         except BaseException:
             try:
                 # no Python runs from here...
+                recorder.saving = None
                 if recorder.running is chain and chain.values is None:
                     recorder.running = None
                     chain.into = None  # the write of an op that raised is not tried again
@@ -165,6 +195,7 @@ def _flush(
                         recorder.grad = grad
                         recorder.inference = inference
                         recorder.autocast = autocast
+                        recorder.hooks = saving
                 if recorder.running is None:  # or else the next flush goes on with it
                     recorder.ident = recorder.thread
                 # ...to here
@@ -211,9 +242,9 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             credit(chain, runner.nodes, bool(runner.pieces))
         counts.flushes[reason] = counts.flushes.get(reason, 0) + 1
         try:
-            if runner.live and own:
+            if (runner.live or runner.tells) and own:
                 runner.run(chain)
-            elif runner.live:
+            elif runner.live or runner.tells:
                 without_modes(runner.run, recorder, chain)
             counted = True
             runner.others += 1
@@ -390,6 +421,8 @@ def flush_thread(reason: str) -> None:
     for recorder in [*this_thread.recorders.values()]:
         if recorder.chain or recorder.reading or recorder.running is not None:
             flush(recorder, reason)
+        elif recorder.untold and get_ident() not in inside:
+            tell(recorder)
 
 
 def flush_all(reason: str) -> None:

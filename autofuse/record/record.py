@@ -16,9 +16,20 @@ from torch import is_autocast_enabled
 from ..chain.liveness import ALONE, counts_of
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta, plain_meta
 from ..chain.shell import Held, Lost, Tensor, make_shell
-from ..chain.state import Chain, Node, Recorder, begun, counts, recorder_for, this_thread, writing
+from ..chain.state import (
+    LATER,
+    Chain,
+    Node,
+    Recorder,
+    begun,
+    counts,
+    recorder_for,
+    this_thread,
+    writing,
+)
 from ..chain.trie import eager_node, extend
 from ..dtypes import EXACT, Wide
+from ..grad.saves import saved_by
 from ..inside import inside
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import casts
@@ -272,6 +283,8 @@ def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:
         current.reading = False
     if chosen is None or chosen is current or not chosen.ident:
         return None
+    if current is not None and current.hooks is not None and current.ident == ident:
+        flush(current, "saved tensor hooks")  # they are told of one op after the other
     this_thread.current = chosen
     return record(op, operands)
 
@@ -343,8 +356,12 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
     metas = [node.meta for node in path if node.meta is not None]
     node = extend(recorder, tip, op, key[1:], metas)
     reason = tip.reason
-    if tip.packs and node.meta is not None and node.meta.requires_grad:
-        reason = "saved tensor hooks"  # which eager tells what its node saves, at once
+    if tip.told and not node.reason and node.meta is not None and node.meta.requires_grad:
+        saves = saved_by(node) if tip.told is LATER else None
+        if saves is None:
+            reason = "saved tensor hooks"  # which eager tells at once what its node saves
+        else:
+            node.saves = saves
     if reason and not node.reason:
         node = eager_node(recorder, tip, op, reason, node.meta)
     node.key = key

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 from ..chain.liveness import DEAD
-from ..chain.state import Chain, Node, Recorder
+from ..chain.state import LATER, Chain, Node, Recorder
 from ..errors import ColdKernelError, KernelError
 from ..grad.backward import Graph
-from ..grad.segments import outline_of
+from ..grad.segments import Outline, outline_of
 from ..inside import is_foreign
 from ..kernel.plan import Piece, make_pieces
 from ..program.program import COPY, NEW, STORED, WRITE, Output
@@ -52,7 +52,14 @@ def runner_for(recorder: Recorder, node: Node, refcounts: tuple[int, ...], write
                 raise
             if cold:
                 return FailedRunner(node, outputs, error=error)  # not to be remembered
-            runner = FailedRunner(node, outputs, error=KernelError(f"no kernel: {error}"))
+            failure = KernelError(f"no kernel: {error}")
+            runner = FailedRunner(node, outputs, error=failure)
+            if _tells(node):
+                outline = _outline(node, outputs)
+                assert outline is not None
+                graph = Graph(recorder, outline)
+                runner = FailedRunner(node, _computed(outputs, graph), error=failure)
+                graph.attach_to(runner)
         if runner is not known:
             recorder.runners.append(runner)
             node.by_outputs[outputs] = runner
@@ -73,21 +80,26 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
     device, nodes = recorder.device, node.path()
     if sys.is_finalizing():  # a finalizer, when modules are gone that a kernel needs
         return EagerRunner(node, outputs)
-    if is_short(nodes, device.type):
+    short, tells = is_short(nodes, device.type), _tells(node)
+    if short and not tells:
         alone = ShortRunner(node, outputs)
         alone.until_long = True
         return alone
-    live = tuple(output.step for output in outputs)
     graph, computed = None, outputs
-    if any(nodes[index].meta.requires_grad for index in live):  # type: ignore[union-attr]
-        outline = outline_of(nodes, node.inputs, live)
+    if tells or any(nodes[output.step].meta.requires_grad for output in outputs):  # type: ignore[union-attr]
+        outline = _outline(node, outputs)
         if outline is None:
             return EagerRunner(node, outputs)
-        if not pays(nodes, outline):
+        costly = not pays(nodes, outline)
+        if costly and not tells:
             return ShortRunner(node, outputs)
         graph = Graph(recorder, outline)
-        stored = [Output(index, STORED) for index in graph.stored]
-        computed = tuple(sorted((*outputs, *stored), key=lambda output: output.step))
+        computed = _computed(outputs, graph)
+        if short or costly:
+            alone = ShortRunner(node, computed)
+            alone.until_long = short
+            graph.attach_to(alone)
+            return alone
     nodes[0].long = True
     pieces = make_pieces(node.program(computed), device.type)
     if computed[-1:] and computed[-1].kind == WRITE:
@@ -95,6 +107,21 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
             *others, last = computed
             computed = (*others, Output(last.step, COPY))
     return WaitingRunner(node, computed, pieces, graph).ready()
+
+
+def _tells(node: Node) -> bool:
+    """Whether hooks of saved tensors are told what the chain that ends at `node` saves."""
+    return node.told is LATER and node.holds_grad
+
+
+def _outline(node: Node, outputs: tuple[Output, ...]) -> Outline | None:
+    return outline_of(node.path(), node.inputs, tuple(output.step for output in outputs))
+
+
+def _computed(outputs: tuple[Output, ...], graph: Graph) -> tuple[Output, ...]:
+    """`outputs`, and what the graph needs besides."""
+    stored = [Output(index, STORED) for index in graph.stored]
+    return tuple(sorted((*outputs, *stored), key=lambda output: output.step))
 
 
 class ShortRunner(EagerRunner):
@@ -126,9 +153,13 @@ class WaitingRunner(EagerRunner):
         self, tip: Node, outputs: tuple[Output, ...], pieces: tuple[Piece, ...], graph: Graph | None
     ) -> None:
         """outputs: of the kernels; what nobody sees of them is not computed meanwhile."""
-        super().__init__(tip, tuple(x for x in outputs if x.kind != STORED), pieces)
+        tells = graph is not None and graph.tells
+        seen = tuple(x for x in outputs if x.kind != STORED or tells)
+        super().__init__(tip, seen, pieces)
         self.computed = outputs
         self.graph = graph  # what a runner with kernels leaves behind
+        if graph is not None and tells:  # and this one too
+            graph.attach_to(self)
         self.order = Order([piece.plan for piece in pieces], self.device)
 
     def ready(self) -> Runner:

@@ -122,7 +122,7 @@ class CudaRunner(Runner):
 
     def _programmed(self) -> Words | None:
         """`run` as Words."""
-        if not {owner.index for owner in self.visible} <= {*self.made}:
+        if self.tells or not {owner.index for owner in self.visible} <= {*self.made}:
             return None
         if self.copied or (self.writes and len(self.pieces) > 1):  # only one launch is one step
             return None
@@ -265,7 +265,7 @@ class CudaRunner(Runner):
         """`settle`, unrolled: 0.3 us less for one live-out."""
         if self.writes:
             lines = []
-        elif not self.visible:
+        elif not (self.visible or self.tells):
             return []
         else:
             lines = self._generate_made()

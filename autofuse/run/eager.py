@@ -16,8 +16,12 @@ from ..torch_private import (
     AUTOGRAD_OF_VIEWS,
     ExcludedKey,
     NoModes,
+    detach,
     key_is_excluded,
+    pop_hooks,
+    push_hooks,
     set_grad_enabled,
+    top_hooks,
 )
 from .generated import compiled, numbered
 from .runner import Runner
@@ -38,6 +42,16 @@ def run_ops(chain: Chain, runner: Runner) -> None:
     """Do what `runner` does by the eager ops that the chain was recorded from."""
     if runner.ops is None:
         runner.ops = _replay(runner.nodes, runner.live)
+    if runner.tells:
+        assert runner.attach is not None
+        nodes, live = runner.nodes, runner.live
+        values = replayed(chain, nodes, live, chain.bumps, None, runner.ops, grad=False)
+        with NoModes():
+            made = [values[index] for index in runner.made]
+            runner.attach(chain.inputs, chain.consts, chain.late, *made)
+        publish(chain, values)
+        settle(chain, runner.visible)
+        return
     values = replayed(chain, runner.nodes, runner.live, chain.bumps, chain.late, runner.ops)
     publish(chain, values)
     settle(chain, runner.visible)
@@ -50,23 +64,37 @@ def replayed(
     bumps: dict[int, int] | None,
     late: int | None,
     ops: Callable[..., list[torch.Tensor]] | None = None,
+    grad: bool = True,
 ) -> dict[int, torch.Tensor]:
-    """The values `live` of `chain`, by node index, made by eager ops; `chain` stays as it is."""
+    """The values `live` of `chain`, by node index, made by eager ops; `chain` stays as it is.
+
+    grad: with autograd's nodes, of which hooks are told nothing: the flush does that.
+    """
     # in a `__torch_dispatch__` of another class
     if nodes[-1].grad_mode and key_is_excluded(AUTOGRAD):
         with ExcludedKey(AUTOGRAD, False), ExcludedKey(AUTOGRAD_OF_VIEWS, False):
-            return replayed(chain, nodes, live, bumps, late, ops)
+            return replayed(chain, nodes, live, bumps, late, ops, grad)
     if not all(map(key_is_excluded, AUTOCASTS)):  # its casts are steps of the chain
         with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
-            return replayed(chain, nodes, live, bumps, late, ops)
-    was = torch.is_grad_enabled()
+            return replayed(chain, nodes, live, bumps, late, ops, grad)
+    was, told = torch.is_grad_enabled(), top_hooks() is not None
     try:
-        set_grad_enabled(nodes[-1].grad_mode)
-        with NoModes():
-            made = (ops or _replay(nodes, live))(chain.inputs, chain.consts, bumps, late)
+        if told:
+            push_hooks(detach, _itself)
+        try:
+            set_grad_enabled(grad and nodes[-1].grad_mode)
+            with NoModes():
+                made = (ops or _replay(nodes, live))(chain.inputs, chain.consts, bumps, late)
+        finally:
+            if told:
+                pop_hooks()
     finally:
         set_grad_enabled(was)
     return dict(zip(live, made, strict=True))
+
+
+def _itself(packed: torch.Tensor) -> torch.Tensor:
+    return packed
 
 
 def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torch.Tensor]]:

@@ -32,6 +32,7 @@ class Runner:
     elides = True  # its dead values get no memory
     saved_bytes = 0  # kept for backward
     waiting = False  # for kernels
+    tells = False  # hooks of saved tensors, of what `attach` saves
     ops: Callable[..., list[torch.Tensor]] | None = None  # the same by eager ops, once needed
 
     def __init__(
