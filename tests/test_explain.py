@@ -325,6 +325,17 @@ def test_where_recording_is_off():
     assert "1 op ran where nothing is recorded" in " ".join(report.advice)
 
 
+@pytest.mark.parametrize("mode", ["anomaly mode", "saved tensor hooks"])
+def test_modes_that_are_told_of_every_op_are_named(mode):
+    x = autofuse.wrap(torch.ones(4, requires_grad=True))
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+    anomaly = torch.autograd.set_detect_anomaly(mode == "anomaly mode", check_nan=False)
+    with anomaly, autofuse.explain() as report, hooks:
+        (x * 2.0 + 1.0).relu()
+    assert report.ops_eager["add", mode] == 1
+    assert f"3 ops ran at once under {mode}" in " ".join(report.advice)
+
+
 def test_a_kernel_that_fails(monkeypatch, capsys):
     from autofuse.supply import build
 

@@ -169,9 +169,16 @@ def advice_on(report: Findings) -> list[str]:
     off = _eager_for("recording is off", report).total()
     if off:
         said.append(
-            f"{_plural(off, 'op')} ran where nothing is recorded (anomaly mode, torch.func, a "
-            "mode, autofuse.disabled)"
+            f"{_plural(off, 'op')} ran where nothing is recorded (torch.func, a mode, "
+            "autofuse.disabled)"
         )
+    for reason, why in (
+        ("anomaly mode", "which looks at the backward of every op"),
+        ("saved tensor hooks", "which may tell when they are called; torch's own may not"),
+    ):
+        told = _eager_for(reason, report).total()
+        if told:
+            said.append(f"{_plural(told, 'op')} ran at once under {reason}, {why}")
     said += _kept(report)
     return said
 

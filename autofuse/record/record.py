@@ -340,7 +340,9 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
 def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node | None:
     """A new edge at `tip`, where the open chain ends; None after cutting one that is full."""
     if tip is recorder.nowhere:
-        return eager_node(recorder, tip, op, "recording is off")
+        # where every op has to have its own autograd node
+        reason = "anomaly mode" if torch.is_anomaly_enabled() else "recording is off"
+        return eager_node(recorder, tip, op, reason)
     path = tip.path()
     new_inputs = sum(isinstance(operand, Meta) for operand in key[1:])
     full = len(path) >= config.max_nodes or (
