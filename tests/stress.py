@@ -319,6 +319,16 @@ def gradients(world: World) -> None:
     check(p.grad, world.gradient, "gradient of the main thread")
 
 
+def saved(world: World) -> None:
+    """Nodes that save what eager's do, of which torch's own hooks are told after the flush."""
+    p, v = torch.nn.Parameter(world.x.clone()), autofuse.wrap(world.z.clone())
+    with torch.autograd.graph.save_on_cpu():
+        y = (v * p * 2.0).abs()
+        total = y.sub(v).sum()
+    world.backward(total)
+    check(p.grad, world.gradient, "gradient of what is saved on the CPU")
+
+
 @autofuse.fuse
 def fused(x: torch.Tensor, z: torch.Tensor, *items: Any) -> Any:
     return (x * 2.0 + z).abs() - x, items
@@ -339,7 +349,7 @@ def passed(world: World) -> None:
         world.pass_on()
 
 
-PROGRAMS = [values, passed, sums, writes, gradients, functions]
+PROGRAMS = [values, passed, sums, writes, gradients, saved, functions]
 
 
 def run(world: World, program) -> None:

@@ -116,13 +116,15 @@ class Untold:
     __slots__ = ("inputs", "pack", "saved")
 
     def __init__(
-        self,
-        inputs: list[torch.Tensor],
-        pack: Callable[[Any], Any],
-        saved: list[tuple[torch.Tensor, list[Any] | None]],
+        self, inputs: list[torch.Tensor], pack: Callable[[Any], Any], saved: list[list[Any]]
     ) -> None:
         self.inputs, self.pack = inputs, pack  # inputs: the list of the chain
-        self.saved = saved  # in eager's order, each with where the node finds what `pack` returns
+        self.saved = saved  # the first last: [tensor, False]; or [what `pack` returned, True]
+
+    def tell(self, one: list[Any]) -> None:
+        """Tell the hook of one that was saved."""
+        if not one[1]:
+            one[:] = self.pack(one[0]), True
 
 
 class Chain(list):  # type: ignore[type-arg]

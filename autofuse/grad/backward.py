@@ -216,8 +216,8 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     # raises if they are freed or were written
     saved = ctx.saved_tensors if backward.segment.frees else ()
     g = grads[0]
-    plain = g.__class__ is torch.Tensor and not torch.is_grad_enabled()
-    plain = plain and not backward.segment.told  # hooks may give back another layout
+    # where hooks are told they may have given back another layout
+    plain = g.__class__ is torch.Tensor and not (backward.segment.told or torch.is_grad_enabled())
     if plain and not in_functorch() and not dispatch_modes() and not backward.meets_autocast():
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---
         alone = True
@@ -342,24 +342,40 @@ def _telling(
     def attach_and_tell(inputs: Any, consts: Any, late: Any, *values: torch.Tensor) -> None:
         assert recorder.saving is not None
         pack, unpack = recorder.saving
+        untold = Untold(inputs, getattr(pack, TOLD_LATER), [])
         kept: list[list[Any]] = []
-        keep, give_back = partial(_keep, kept), partial(_give_back, unpack)
+        keep, give_back = partial(_keep, kept), partial(_give_back, untold.pack, unpack)
         try:
             push_hooks(keep, give_back)
             attach(inputs, consts, late, *values)
         finally:
             pop_hooks()
-        saved = []
-        for ref, place in told:
-            # detached: shells are about to exchange the values, and it is what the hooks keep
-            value = detach(inputs[~ref] if ref < 0 else values[places[ref]])
-            saved.append((value, kept[place] if place >= 0 else None))
+        for ref, place in reversed(told):
+            if place >= 0:
+                untold.saved.append(kept[place])
+            else:
+                value = inputs[~ref] if ref < 0 else values[places[ref]]
+                untold.saved.append([detach(value), False])
         kept.clear()  # each goes with the node that has it
-        untold = Untold(inputs, getattr(pack, TOLD_LATER), saved)
         # an interrupt may have undone it, and what comes in the middle of flushes is told later
-        recorder.untold = [*(x for x in recorder.untold if x.inputs is not inputs), untold]
+        recorder.untold = [x for x in recorder.untold if x.inputs is not inputs] + [untold]
 
     return attach_and_tell
+
+
+def _keep(kept: list[list[Any]], tensor: torch.Tensor) -> list[Any]:
+    """What a node holds in place of `tensor`: detached, for shells may exchange it, as in a cycle.
+
+    See `chain.state.Untold`.
+    """
+    kept.append([detach(tensor), False])
+    return kept[-1]
+
+
+def _give_back(pack: Callable[[Any], Any], unpack: Callable[[Any], Any], kept: list[Any]) -> Any:
+    if not kept[1]:  # another thread differentiates what this one has not been told of
+        kept[:] = pack(kept[0]), True
+    return unpack(kept[0])
 
 
 def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
@@ -370,14 +386,3 @@ def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
     if not (tensor.requires_grad and tensor.is_leaf):
         return tensor
     return permute(tensor, (*range(tensor.ndim),))
-
-
-def _keep(kept: list[list[Any]], tensor: torch.Tensor) -> list[Any]:
-    kept.append([])
-    return kept[-1]
-
-
-def _give_back(unpack: Callable[[Any], Any], kept: list[Any]) -> Any:
-    if not kept:
-        raise RuntimeError("a saved tensor is needed of which its hook was not told: it has raised")
-    return unpack(kept[0])

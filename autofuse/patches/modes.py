@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..chain.state import TOLD_LATER
-from ..inside import inside
+from ..inside import inside, whatever_interrupts
 from ..record.flush import flush_all, flush_thread
 from ..record.modes import regrade, reopen, reopen_all
 from ..torch_private import set_grad_enabled
@@ -29,10 +29,6 @@ def patch_modes() -> None:
 
     for owner in (TorchFunctionMode, TorchDispatchMode):
         closed_between(owner, "__enter__", "__exit__", "mode")
-    hooks, reason = torch.autograd.graph.saved_tensors_hooks, "saved tensor hooks"
-    hooks.__init__ = _telling_in_order(hooks.__init__)  # type: ignore[method-assign]
-    around(hooks, "__enter__", partial(flush_thread, reason), partial(reopen, reason))
-    around(hooks, "__exit__", partial(flush_thread, reason), partial(reopen, reason), anyway=True)
     for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
         for kind in ("grad", "jvp", "vmap", "func"):
             start, end = f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting"
@@ -50,6 +46,39 @@ def patch_modes() -> None:
     for name in ("__enter__", "__exit__"):
         _regrade_after(torch.enable_grad, name)
     _flush_at_end_of_no_grad()
+    _patch_saved_tensors_hooks()
+
+
+def _patch_saved_tensors_hooks() -> None:
+    """Recording goes on inside, where `grad.saves` says that it can.
+
+    What is recorded under hooks is told to these, also if an interrupt comes as they go.
+    """
+    owner, reason = torch.autograd.graph.saved_tensors_hooks, "saved tensor hooks"
+    enter, leave = owner.__enter__, owner.__exit__
+
+    @wraps(enter)
+    def begin(self: Any) -> None:
+        flush_thread(reason)
+        enter(self)
+        try:
+            reopen(reason)
+        except BaseException:  # the block is not entered
+            leave(self)
+            raise
+
+    @wraps(leave)
+    def end(self: Any, *exc: Any) -> None:
+        try:
+            flush_thread(reason)
+        finally:
+            try:
+                leave(self, *exc)
+            finally:
+                whatever_interrupts(partial(reopen, reason))
+
+    owner.__init__ = _telling_in_order(owner.__init__)  # type: ignore[method-assign]
+    owner.__enter__, owner.__exit__ = begin, end  # type: ignore[method-assign]
 
 
 def _telling_in_order(init: Callable[..., None]) -> Callable[..., None]:

@@ -92,7 +92,6 @@ def flush(
             continue
         if recorder.untold and not nested:  # what an interrupt has left
             tell(recorder)
-            continue
         owned, taken, done = is_owned(recorder.lock), False, None
         acquire, leave = recorder.acquire, int if owned else recorder.release
         try:
@@ -109,7 +108,7 @@ def flush(
             except RuntimeError as error:
                 if is_foreign(error):
                     raise  # otherwise the lock was not taken
-        if recorder.untold and not nested:
+        if recorder.untold:
             tell(recorder)
         if done is not None:
             return done
@@ -122,24 +121,37 @@ _WAIT_SECONDS = 2.0
 
 
 def tell(recorder: Recorder) -> None:
-    """Tell hooks what the nodes of a flush have saved, as `grad.saves` says.
+    """Tell hooks what the nodes of flushes have saved, as `grad.saves` says; in their own thread.
 
-    Once one raises, or is interrupted, the others are told nothing, as in eager.
+    Once one raises they are told nothing more, as in eager; after an interrupt the next call goes
+    on, for the values are there.
     """
+    if recorder.thread != get_ident():
+        return
     nothing: list[Untold] = []
-    # no Python runs from here...
-    untold, recorder.untold = recorder.untold, nothing
-    # ...to here
+    untold = nothing
     was = torch.is_grad_enabled()
     try:
         set_grad_enabled(False)
+        # no Python runs from here...
+        untold, recorder.untold = recorder.untold, nothing
+        # ...to here
+        running = recorder.running
         for one in untold:
-            if one.inputs is recorder.chain.inputs:  # undone, and to be run again
+            if running is not None and one.inputs is running.inputs:
+                recorder.untold = [*recorder.untold, one]  # in the middle of its flush
                 continue
-            for value, kept in one.saved:
-                packed = one.pack(value)
-                if kept is not None:
-                    kept.append(packed)
+            if one.inputs is recorder.chain.inputs:  # undone, and to be run again
+                one.saved.clear()
+            while one.saved:
+                one.tell(one.saved[-1])
+                one.saved.pop()
+    except BaseException as error:
+        recorder.untold = untold + recorder.untold
+        if not is_foreign(error):
+            for one in untold:
+                one.saved.clear()
+        raise
     finally:
         set_grad_enabled(was)
 
@@ -421,7 +433,7 @@ def flush_thread(reason: str) -> None:
     for recorder in [*this_thread.recorders.values()]:
         if recorder.chain or recorder.reading or recorder.running is not None:
             flush(recorder, reason)
-        elif recorder.untold and get_ident() not in inside:
+        elif recorder.untold:
             tell(recorder)
 
 
