@@ -118,6 +118,8 @@ def flushed(recorder: Recorder, reason, target, expected, last):
         return 0
     if PyList_Size(recorder.chain) == 0:
         return target == 0
+    if PyList_Size(recorder.untold) != 0:  # what an interrupt has left
+        return 0
     if PyDict_GetItemWithError(hook_names, OBSERVER) is not None or len(ranges) != 0:
         return 0  # somebody looks
     if recorder.spare is None:  # what may run Python comes before anything is looked at
@@ -181,6 +183,8 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
     home = kept(recorder.home)
     grad = recorder.grad
     inference = recorder.inference
+    autocast = recorder.autocast
+    hooks = kept(recorder.hooks)
     recorder.running = chain
     recorder.chain = spare
     recorder.spare = None
@@ -198,6 +202,8 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
         recorder.running = None
         recorder.grad = grad  # somebody may have opened another chain, under other modes
         recorder.inference = inference
+        recorder.autocast = autocast
+        recorder.hooks = hooks
         recorder.home = home
         recorder.chain = chain
         recorder.spare = spare

@@ -133,7 +133,7 @@ def flush_pending(entry, reason) -> object:
 
 
 def pending_recorder():
-    """The first recorder of this thread that has something pending, borrowed; or 0."""
+    """The first recorder of this thread that has something pending or untold, borrowed; or 0."""
     recorders = PyObject_GetAttr(local, RECORDERS)
     place = room(3)  # the position, a key, a value
     place[0] = 0
@@ -141,6 +141,6 @@ def pending_recorder():
         recorder: Recorder = place[2]
         if PyList_Size(recorder.chain) != 0 or recorder.reading is True:
             return recorder
-        if recorder.running is not None:
+        if recorder.running is not None or PyList_Size(recorder.untold) != 0:
             return recorder
     return 0
