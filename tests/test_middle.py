@@ -17,6 +17,7 @@ import sys
 
 import pytest
 import torch
+from test_interrupts import PROGRAMS as OTHERS
 from test_interrupts import (
     AtJump,
     Interrupted,
@@ -25,7 +26,7 @@ from test_interrupts import (
     assert_whole,
     gradients,
     plain,
-    values,
+    take_hooks_back,
     writes,
 )
 
@@ -72,7 +73,7 @@ def chains(held, w, v, p):
     held.append((y + v).mm((z * 2.0).t()) if y.dim() == 2 else (y + v) * z.max())
 
 
-PROGRAMS = [values, writes, gradients, chains]
+PROGRAMS = [*OTHERS, chains]
 
 
 class World:
@@ -127,11 +128,24 @@ class World:
         with torch.inference_mode():
             self.read()
 
+    def train(self):
+        with torch.enable_grad():
+            q = self.p.detach().requires_grad_()
+            y = trained(self.w, q)
+            assert torch.autograd.grad(y, q)[0].tolist() == self.want[1]
+
     def flush(self):
         flushing.flush_all("test")
 
     def fail(self):
         failing(None, None)
+
+
+def trained(w, q):
+    """Of ops that save operands and results, recorded and not."""
+    x = (w * q * 2.0).relu()
+    y = x * q
+    return (y[None] @ q[:, None]).sum()
 
 
 class Foreign(Exception):
@@ -209,8 +223,10 @@ def test_an_action_at_every_place(program, action, monkeypatch):
         program([], w, v, p)  # its kernels are there
     want = [value.detach() for value in want]
     before = signal.signal(signal.SIGUSR1, failing)
-    World.want = [(x * 7.0 + z).tolist()]
-    done = count = 0
+    q = p.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(trained(x, q), q)
+    World.want = [(x * 7.0 + z).tolist(), gradient.tolist()]
+    done = count = left = 0
     try:
         while not done:
             count += 1
@@ -230,6 +246,8 @@ def test_an_action_at_every_place(program, action, monkeypatch):
             for got in world.kept if action in ("record", "switch_modes") else ():
                 assert got.tolist() == World.want[0], count
             assert torch._C._is_torch_function_enabled() and torch.is_grad_enabled()
+            left += take_hooks_back()
+        assert left <= 1
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert count > (0 if native.active() else 60)

@@ -23,6 +23,7 @@ from ..inside import is_foreign
 from ..ops.autocast import casts_in
 from ..ops.row import Op, since
 from ..program.program import CONST, Ref
+from ..run.eager import HOLDING
 from ..run.generated import compiled, numbered
 from ..run.runner import Runner
 from ..run.words import Answer
@@ -36,6 +37,7 @@ from ..torch_private import (
     pop_hooks,
     push_hooks,
     set_grad_enabled,
+    top_hooks,
 )
 from .rules import Expected, Tape, Torch, UnfusedError, sweep
 from .segments import Outline, Segment
@@ -292,12 +294,19 @@ class Graph:
 
 
 def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., None]:
-    """A function that makes the graph; of a chain's Inputs, Consts and `late`, and the values."""
+    """A function that makes the graph; of a chain's Inputs, Consts and `late`, and the values.
+
+    Hooks that are on by then are told nothing, unless the nodes are made for them: the chain was
+    recorded before, and a hook may keep a value that a shell is about to take away.
+    """
 
     def listed(refs: list[Ref]) -> str:
         return "".join(f"inputs[{~ref}], " if ref < 0 else f"v{ref}, " for ref in refs)
 
-    space: dict[str, Any] = {"get": torch.is_grad_enabled, "set_": set_grad_enabled}
+    space: dict[str, Any] = {"get": torch.is_grad_enabled, "set_": set_grad_enabled,
+                             "hooks": top_hooks, "push": push_hooks, "pop": pop_hooks,
+                             "holding": HOLDING}  # fmt: skip
+    tells = any(backward.segment.told for backward in backwards)
     calls = []
     for k, backward in enumerate(backwards):
         segment = backward.segment
@@ -313,13 +322,16 @@ def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., 
         holder = f"({outs}, ({saved}), {work})"
         calls.append(f"apply{k}({holder}, {listed(segment.sinks)})")
     params = ", ".join(f"v{index}" for index in computed)
-    body = "".join(f"        {call}\n" for call in calls)
+    body = "".join(f"            {call}\n" for call in calls)
     places = "".join(f"        {numbered(backward.segment.root)}\n" for backward in backwards)
     places = places or "        pass\n"  # hooks alone are told of its values
     source = (
         f"def attach(inputs, consts, late, {params}):\n"
-        f"    was = get()\n    try:\n        if not was: set_(True)\n{body}"
-        f"    finally:\n        if not was: set_(was)\n"
+        f"    was, told = get(), {None if tells else 'hooks()'}\n"
+        f"    try:\n        if told: push(*holding)\n"
+        f"        try:\n            if not was: set_(True)\n{body}"
+        f"        finally:\n            if not was: set_(was)\n"
+        f"    finally:\n        if told: pop()\n"
         f"    if late is not None:\n{places}"
     )
     exec(compiled(source), space)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..chain.state import Chain, Node
+from ..chain.state import LATER, Chain, Node
 from ..program.program import CONST
 from ..program.walk import needed
 from ..torch_private import (
@@ -15,6 +15,7 @@ from ..torch_private import (
     AUTOGRAD,
     AUTOGRAD_OF_VIEWS,
     ExcludedKey,
+    Hooks,
     NoModes,
     detach,
     key_is_excluded,
@@ -26,6 +27,14 @@ from ..torch_private import (
 from .generated import compiled, numbered
 from .runner import Runner
 from .settle import publish, settle
+
+
+def _itself(packed: torch.Tensor) -> torch.Tensor:
+    return packed
+
+
+# in place of hooks that are told nothing: by itself a shell would take away a value that it holds
+HOLDING: Hooks = detach, _itself
 
 
 class EagerRunner(Runner):
@@ -77,11 +86,11 @@ def replayed(
     if not all(map(key_is_excluded, AUTOCASTS)):  # its casts are steps of the chain
         with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
             return replayed(chain, nodes, live, bumps, late, ops, grad)
-    was, told = torch.is_grad_enabled(), top_hooks() is not None
+    was, told = torch.is_grad_enabled(), nodes[-1].told is LATER or top_hooks() is not None
     try:
-        if told:
-            push_hooks(detach, _itself)
         try:
+            if told:
+                push_hooks(*HOLDING)
             set_grad_enabled(grad and nodes[-1].grad_mode)
             with NoModes():
                 made = (ops or _replay(nodes, live))(chain.inputs, chain.consts, bumps, late)
@@ -91,10 +100,6 @@ def replayed(
     finally:
         set_grad_enabled(was)
     return dict(zip(live, made, strict=True))
-
-
-def _itself(packed: torch.Tensor) -> torch.Tensor:
-    return packed
 
 
 def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torch.Tensor]]:
