@@ -17,6 +17,7 @@ import sys
 
 import pytest
 import torch
+from test_checkpoints import patient
 from test_interrupts import PROGRAMS as OTHERS
 from test_interrupts import (
     AtJump,
@@ -177,6 +178,50 @@ def test_a_write_at_every_place_of_another_to_the_same_memory(monkeypatch):
             done = middle.left > 0
             assert target.tolist() == [before + (2.0 if done else 4.0)] * 32, count
         assert count > (3 if native.active() else 40)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("recorded", [False, True])
+def test_hooks_are_told_the_same_whatever_else_is_saved_in_the_middle(recorded, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, p = torch.rand(32), torch.rand(32, requires_grad=True)
+    q, told = torch.rand(2, 2, requires_grad=True), []
+
+    def pack(tensor):
+        told.append(tensor.detach().clone())
+        return tensor.detach()
+
+    def program(w):
+        y = (w * p).relu() * p
+        z = y * w
+        z.sum()
+        return torch.autograd.grad(z.sum(), p)[0]
+
+    def save():
+        with torch.enable_grad():
+            r = (autofuse.wrap(q) * q).relu() if recorded else q
+            assert torch.autograd.grad((r @ r).sum(), q)[0].shape == q.shape
+
+    with patient(pack):
+        gradient = program(x)
+    want = told[:]
+    for _ in range(2):
+        with patient(pack):
+            program(autofuse.wrap(x))  # its kernels are there
+            save()
+    done = count = 0
+    while not done:
+        count += 1
+        told.clear()
+        w = autofuse.wrap(x)
+        with Middle(count, save) as middle, patient(pack):
+            got = program(w)
+        done = middle.left > 0
+        own = [t for t in told if t.shape == x.shape]
+        assert len(own) == len(want), count
+        assert_same(own, want, None)
+        assert_same(got, gradient, None)
+    assert count > 60
 
 
 class Callback:

@@ -134,8 +134,8 @@ class Chain(list):  # type: ignore[type-arg]
     until they are known, WRITING while C writes memory that is read too.
     """
 
-    __slots__ = ("bumps", "consts", "first", "inputs", "into", "known", "late", "marks", "pinned",
-                 "stream", "tip", "tried", "values")  # fmt: skip
+    __slots__ = ("bumps", "consts", "first", "hooks", "inputs", "into", "known", "late", "marks",
+                 "pinned", "stream", "tip", "tried", "values")  # fmt: skip
 
     def __init__(self, tip: Node) -> None:
         self.tip = tip
@@ -152,6 +152,7 @@ class Chain(list):  # type: ignore[type-arg]
         self.first = 0  # under grad: the number of its first op, see `record.numbers`
         self.late: int | None = None  # that, where nodes made now would come too late
         self.tried: list[Any] | None = None  # Origins of Inputs that are on trial
+        self.hooks: Hooks | None = None  # its recorder's, once a flush has taken it
 
     @property
     def slots(self) -> dict[int, int]:
@@ -165,7 +166,7 @@ class Chain(list):  # type: ignore[type-arg]
         self.inputs, self.consts = [], []  # autograd may keep those of the last flush
         self.known.clear()
         self.marks.clear()
-        self.bumps = self.into = self.values = self.tried = None
+        self.bumps = self.into = self.values = self.tried = self.hooks = None
         self.pinned = 0
         return self
 
@@ -175,8 +176,8 @@ class Recorder:
 
     __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
                  "hooks", "ident", "inference", "kind", "last_wait", "launches", "lock", "nowhere",
-                 "off", "reading", "release", "resting", "roots", "running", "runners", "saving",
-                 "size", "spare", "stream", "thread", "untold", "waits")  # fmt: skip
+                 "off", "reading", "release", "resting", "roots", "running", "runners", "size",
+                 "spare", "stream", "thread", "untold", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
@@ -189,9 +190,7 @@ class Recorder:
         enter_context(device)
         self.nowhere = Node(self, None, None)  # after which nothing is ever recorded
         self.grad = self.inference = self.autocast = False
-        # of saved tensors: where it records, and of the chain that a flush has taken
-        self.hooks: Hooks | None = None
-        self.saving: Hooks | None = None
+        self.hooks: Hooks | None = None  # of saved tensors
         self.untold: list[Untold] = []
         self.resting = False  # records nothing until there is news of kernels; see `policy.rest`
         self.launches = 0  # flushes that ran a kernel, or waited for it

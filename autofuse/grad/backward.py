@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from sys import getrefcount
+from sys import _getframe, getrefcount
+from types import CodeType
 from typing import Any
 
 import torch
@@ -352,11 +353,12 @@ def _telling(
     places = {index: k for k, index in enumerate(computed)}
 
     def attach_and_tell(inputs: Any, consts: Any, late: Any, *values: torch.Tensor) -> None:
-        assert recorder.saving is not None
-        pack, unpack = recorder.saving
+        assert recorder.running is not None and recorder.running.hooks is not None
+        pack, unpack = recorder.running.hooks
         untold = Untold(inputs, getattr(pack, TOLD_LATER), [])
         kept: list[list[Any]] = []
-        keep, give_back = partial(_keep, kept), partial(_give_back, untold.pack, unpack)
+        keep = partial(_keep, kept, attach.__code__, untold.pack)
+        give_back = partial(_give_back, untold.pack, unpack)
         try:
             push_hooks(keep, give_back)
             attach(inputs, consts, late, *values)
@@ -375,11 +377,16 @@ def _telling(
     return attach_and_tell
 
 
-def _keep(kept: list[list[Any]], tensor: torch.Tensor) -> list[Any]:
+def _keep(
+    kept: list[list[Any]], attach: CodeType, pack: Callable[[Any], Any], tensor: torch.Tensor
+) -> list[Any]:
     """What a node holds in place of `tensor`: detached, for shells may exchange it, as in a cycle.
 
-    See `chain.state.Untold`.
+    See `chain.state.Untold`. Called in C by what `attach` calls; or by an op of whatever runs in
+    the middle of that, of which the hook is told at once.
     """
+    if _getframe(1).f_code is not attach:
+        return [pack(tensor), True]
     kept.append([detach(tensor), False])
     return kept[-1]
 

@@ -37,7 +37,17 @@ from .. import hooks
 from ..chain.liveness import HELD_HERE
 from ..chain.meta import UNKNOWN
 from ..chain.shell import Held, Lost, Tensor, plain_alias, set_attribute
-from ..chain.state import Chain, Node, Recorder, Untold, all_recorders, counts, this_thread
+from ..chain.state import (
+    LATER,
+    TOLD_LATER,
+    Chain,
+    Node,
+    Recorder,
+    Untold,
+    all_recorders,
+    counts,
+    this_thread,
+)
 from ..errors import ColdKernelError, NotReadyError, StaleInputError, warn_once
 from ..inside import (
     being_inside,
@@ -53,7 +63,7 @@ from ..run.runner import Runner
 from ..run.settle import WRITING, settle, write_out
 from ..supply import kernels as compiling
 from ..supply.load import enter_context
-from ..torch_private import InferenceMode, NoModes, changes_results, set_grad_enabled
+from ..torch_private import InferenceMode, NoModes, changes_results, detach, set_grad_enabled
 from .numbers import is_next
 from .origins import credit
 from .ways import runner_for
@@ -156,6 +166,23 @@ def tell(recorder: Recorder) -> None:
         set_grad_enabled(was)
 
 
+def _foretell(recorder: Recorder, chain: Chain) -> None:
+    """Let hooks be told of `chain`, unless its flush has come to that: others know its values.
+
+    All of them, and have eager's nodes, which keep what they have saved.
+    """
+    assert chain.hooks is not None and chain.values is not None
+    if any(one.inputs is chain.inputs for one in recorder.untold):
+        return
+    saved = []
+    for node in chain.tip.path():
+        for ref in node.saves:
+            value = chain.inputs[~ref] if ref < 0 else chain.values[ref]
+            saved.append([detach(value), False])
+    untold = Untold(chain.inputs, getattr(chain.hooks[0], TOLD_LATER), saved[::-1])
+    recorder.untold = [*recorder.untold, untold]
+
+
 def _flush(
     recorder: Recorder,
     reason: str,
@@ -177,19 +204,19 @@ def _flush(
         recorder.ident = 0  # a recording thread goes the slow path
         recorder.reading = False
         chain.into = into
+        chain.hooks = recorder.hooks
         spare.tip = recorder.home
     grad, inference, home = recorder.grad, recorder.inference, recorder.home
-    autocast, saving = recorder.autocast, recorder.hooks
+    autocast = recorder.autocast
     # ...to here, and on to `try`: in Python 3.10 a test that jumps there would let it run
     if chain is not None:
         spare = open_ = None  # a traceback would hold them
         try:
             inside[ident] = True
-            recorder.saving = saving
             if chain:
                 _run(recorder, chain, reason)
             # no Python runs from here...
-            recorder.running = recorder.saving = None
+            recorder.running = None
             recorder.ident = recorder.thread
             if not nested:
                 inside.pop(ident, None)  # a fork in the middle has left none
@@ -197,7 +224,6 @@ def _flush(
         except BaseException:
             try:
                 # no Python runs from here...
-                recorder.saving = None
                 if recorder.running is chain and chain.values is None:
                     recorder.running = None
                     chain.into = None  # the write of an op that raised is not tried again
@@ -207,7 +233,7 @@ def _flush(
                         recorder.grad = grad
                         recorder.inference = inference
                         recorder.autocast = autocast
-                        recorder.hooks = saving
+                        recorder.hooks = chain.hooks
                 if recorder.running is None:  # or else the next flush goes on with it
                     recorder.ident = recorder.thread
                 # ...to here
@@ -238,7 +264,7 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
     counted = False
     try:
         if chain.values is not None:  # an interrupt came while they were given away
-            finish(chain)
+            finish(recorder, chain)
             return
         if not own:
             enter_context(recorder.device)
@@ -284,7 +310,7 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             runner.others += 1
             if runner.pieces:
                 recorder.launches += 1
-        finish(chain)
+        finish(recorder, chain)
         recorder.running = None
         if runner is None or is_foreign(error):
             raise
@@ -301,11 +327,13 @@ def let_go(chain: Chain) -> None:
             shell._af.shell = None  # the weak reference dies with the shell
 
 
-def finish(chain: Chain) -> None:
+def finish(recorder: Recorder, chain: Chain) -> None:
     """Give the values of `chain` away, which are known, whatever interrupts that."""
 
     def give() -> None:
         assert chain.values is not None
+        if chain.tip.told is LATER and chain.tip.holds_grad:
+            _foretell(recorder, chain)
         visible = [node for node in chain.tip.path() if node.index in chain.values]
         settle(chain, visible, again=True)
         let_go(chain)
