@@ -600,3 +600,16 @@ def test_a_grad_scaler_does_what_it_does_in_eager(device, monkeypatch):
         got = train(fuse, wrap)
         for ours, theirs in zip(got, want, strict=True):
             assert_same(ours, theirs, None)
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocast_of_another_device_begins_no_other_chain(enabled, monkeypatch):
+    """As whenever a checkpoint runs again: it enters the modes of its first run."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x = W(torch.ones(4))
+    y = x * 2.0
+    with torch.autocast("cuda", enabled=enabled), torch.autocast("cpu", enabled=False):
+        y = y + 1.0
+    assert autofuse.is_pending(y) and (y * y).tolist() == [9.0] * 4
+    assert autofuse.stats().kernels_launched == 1
