@@ -214,7 +214,7 @@ row("mse_loss", "x y", "d = x - y; d * d", narrow="d = rnd(x - y); d * d",
 row("smooth_l1_loss", "x y b:common",
     "z = abs(x - y); 0.5 * z * z / b if z < b else fma(-0.5, b, z)",
     narrow="z = abs(rnd(x - y)); 0.5 * z * z / b if z < b else z - rnd(0.5 * b)",
-    eager=lambda x, y, b: F.smooth_l1_loss(x, y, reduction="none", beta=b),
+    one_dtype=True, eager=lambda x, y, b: F.smooth_l1_loss(x, y, reduction="none", beta=b),
     grad="smooth_l1_loss_backward(g, x, y, b); smooth_l1_loss_backward(g, y, x, b); none")
 row("huber_loss", "x y d:common", "z = abs(x - y); 0.5 * z * z if z < d else d * fma(-0.5, d, z)",
     narrow="z = abs(rnd(x - y)); 0.5 * z * z if z < d else d * (z - rnd(0.5 * d))", one_dtype=True,
