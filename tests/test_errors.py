@@ -1,12 +1,18 @@
 """Errors appear at the line that made them, with eager's type and text."""
 
+import gc
+import weakref
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import autofuse
 from autofuse.dispatch.protocol import HANDLERS, OPTIONS
-from support import DEVICES, assert_same_as_eager
+from autofuse.inside import in_another_thread
+from autofuse.record.modes import forget_all
+from support import DEVICES, assert_same_as_eager, write_unseen
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -173,3 +179,90 @@ def test_valid_odd_calls_do_what_eager_does(device):
         lambda t: torch.complex(t, t) * t,
     ):
         assert_same_as_eager(call, x, rtol=1e-6)
+
+
+# --- what errors hold ----------------------------------------------------------------------------
+
+
+class Raised(Exception):
+    """What functions of a program raise here."""
+
+
+def _raise(*_):
+    raise Raised
+
+
+def _stale(t):
+    y = autofuse.wrap(t) * 2
+    write_unseen(autofuse.unwrap(t)[0])
+    autofuse.materialize(y)
+
+
+def _twice_stale(t):
+    y = autofuse.wrap(t) * 2
+    write_unseen(autofuse.unwrap(t)[0])
+    with suppress(autofuse.StaleInputError):
+        autofuse.materialize(y)
+    print(y)
+
+
+def _hooked(t):
+    with torch.autograd.graph.saved_tensors_hooks(_raise, _raise):
+        autofuse.materialize(t.requires_grad_().tanh() * t)
+
+
+def _in_backward(t):
+    y = t.requires_grad_().tanh() * t
+    y.register_hook(_raise)
+    (y * 2).sum().backward()
+
+
+def _full(t):
+    forget_all("test")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autofuse.record.flush, "run_ops", _raise)
+        patch.setattr(autofuse.record.flush, "runner_for", _raise)
+        autofuse.materialize(t * 3)
+
+
+ENDINGS = {
+    **WRONG,
+    "stale": _stale,
+    "lost": _twice_stale,
+    "hook of saved tensors": _hooked,
+    "hook in backward": _in_backward,
+    "flush": _full,
+    "fused function": lambda t: autofuse.fuse(_raise)(t),
+    "in another thread": lambda t: in_another_thread(_raise),
+}
+
+
+class Local:
+    """Something that a frame holds."""
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_errors_hold_no_frame_once_they_are_gone(name, device):
+    """Else tensors of these frames, after an error of memory too, wait for the collector."""
+
+    def program():
+        local = Local()
+        seen.append(weakref.ref(local))
+        ENDINGS[name](autofuse.wrap(torch.randn(4, 4, device=device)))
+
+    seen: list[weakref.ref[Local]] = []
+    collects = gc.isenabled()
+    for _ in range(3):
+        try:
+            gc.disable()
+            try:
+                program()
+            except Exception:
+                error = True
+            else:
+                error = False
+            assert error or name in WRONG  # of which eager raises what it does on this device
+            assert seen.pop()() is None
+        finally:
+            if collects:
+                gc.enable()

@@ -42,7 +42,12 @@ class Lost(Unknown):
     """State of a shell whose value can no longer be computed."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        self.kind, self.reason = type(error), str(error)  # a traceback would keep frames
+
+    @property
+    def error(self) -> Exception:
+        """What says so; a new one each time."""
+        return self.kind(self.reason)
 
 
 class _Absent:

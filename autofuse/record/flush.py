@@ -296,6 +296,9 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             if watch is not None:
                 watch.failed(error)
             counted = True
+            if _is_lost(runner, error):
+                _lose(chain, runner, error)
+                raise
             if own:
                 _recover(chain, runner, error)
             else:  # no name for it here, which would be a cycle with the error's traceback
@@ -414,19 +417,24 @@ def without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chain
     in_another_thread(alone)  # until it ends, for the chain is that thread's
 
 
-def _recover(chain: Chain, runner: Runner, error: Exception) -> None:
-    """After a failed run: compute the live-outs without the kernel, or say that they are lost."""
+def _is_lost(runner: Runner, error: Exception) -> bool:
+    """Whether a run has failed in such a way that nothing can compute its chain any more."""
     cold = isinstance(error, ColdKernelError) and not runner.kernels  # in the middle of a capture
-    if isinstance(error, StaleInputError) or cold:
-        if chain.values is not None:
-            raise error
-        chain.values = {}  # nobody computes them any more
-        for owner in runner.owners:
-            set_attribute(chain[owner.index], "_af", Lost(error))
-            owner.shell = None
-        chain.clear()
-        chain.values = None
-        raise error
+    return cold or isinstance(error, StaleInputError)
+
+
+def _lose(chain: Chain, runner: Runner, error: Exception) -> None:
+    """Say that the live-outs are lost."""
+    chain.values = {}  # nobody computes them any more
+    for owner in runner.owners:
+        set_attribute(chain[owner.index], "_af", Lost(error))
+        owner.shell = None
+    chain.clear()
+    chain.values = None
+
+
+def _recover(chain: Chain, runner: Runner, error: Exception) -> None:
+    """After a failed run: compute the live-outs without the kernel."""
     try:
         run_ops(chain, runner)
     except Exception as failure:  # nothing is lost: the next flush tries again
