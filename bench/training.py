@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -308,6 +309,7 @@ def count_kernels(call: Callable[[], object]) -> int:
 def peak(call: Callable[[], object]) -> int:
     """Bytes that `call` has in use at most beside what is there before."""
     for _ in range(2):  # the first may compile
+        gc.collect()  # checkpoints leave cycles
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

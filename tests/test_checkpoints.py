@@ -632,3 +632,35 @@ def test_a_recurrent_net_with_checkpoints_runs_kernels(device, reentrant, always
     assert_same(results[1], results[0], None)
     assert forward == 40
     assert stats.kernels_launched == 40 + 80  # again, and a backward for each
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_step_leaves_nothing_to_the_collector(device, reentrant, always):
+    """The second run ends early by an exception, whose frames hold what it has computed."""
+
+    def block(x, w):
+        for _ in range(3):
+            x = torch.tanh(x @ w + 1.0) * x
+        return x
+
+    def tensors_alive():
+        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+    def step():
+        x, w = leaves(device, 2, (6, 6))
+        run = autofuse.fuse(lambda x, w: checkpoint(block, x, w, use_reentrant=reentrant))
+        run(x, w).sum().backward()
+
+    step()
+    gc.collect()
+    collects = gc.isenabled()
+    try:
+        gc.disable()
+        before = tensors_alive()
+        for _ in range(5):
+            step()
+        assert tensors_alive() <= before + 3
+    finally:
+        if collects:
+            gc.enable()
