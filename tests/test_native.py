@@ -30,7 +30,7 @@ from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
 from autofuse.record import modes, numbers, record, writes
 from autofuse.torch_private import keys_of
-from support import DEVICES
+from support import DEVICES, assert_same
 
 # where machine code has to be: Python 3.10 has the function that it calls most in headers alone
 SUPPORTED = (
@@ -144,6 +144,7 @@ ONLY = (autofuse.Tensor,)
 # machine functions: the Python function that each stands for, and a call from C that leads there
 ENTERED = {
     "handler": ("handler", lambda o: from_c(autofuse.Tensor.__mul__)(o.x, 2.0)),
+    "reflected": ("reflected", lambda o: from_c(autofuse.Tensor.__rmul__)(o.x, o.plain)),
     "record": ("record", lambda o: from_c(record.record)(OPS["add"], (o.x, o.v))),
     "record_inplace": ("record_inplace", Operands.inplace),
     "record_write": ("record_write", Operands.write),
@@ -212,6 +213,7 @@ def test_wrapped_tensors_of_all_kinds_are_known_apart(grad, device, monkeypatch)
              x.clone().requires_grad_(), torch._neg_view(x), x[0, 0], x[:0]]  # fmt: skip
     with torch.inference_mode():
         kinds.append(x.clone())
+    one = autofuse.wrap(torch.ones((), device=device))
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     order = torch.randint(len(kinds), (300,), generator=torch.Generator().manual_seed(0))
     with torch.set_grad_enabled(grad):
@@ -221,6 +223,8 @@ def test_wrapped_tensors_of_all_kinds_are_known_apart(grad, device, monkeypatch)
             if not kinds[k].is_neg():
                 assert w._af is plain_meta(kinds[k])
             assert torch.equal(autofuse.unwrap(y), kinds[k] * 2)
+            assert_same(kinds[k] * one, kinds[k] * autofuse.unwrap(one), None)  # reflected
+            assert_same(torch.sub(2.5 + w, one), 2.5 + kinds[k] - 1.0, None)
 
 
 def test_every_machine_function_has_its_line_here():

@@ -364,6 +364,8 @@ def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handle
             return run_eager(func, (self, other))
         return self.reciprocal() * other
 
+    number_row = None if scalar_row is None else OPS[scalar_row]
+    HOT.append(("reflected", reflected, (OPS[tensor_row], forward, number_row, func)))
     return reflected
 
 

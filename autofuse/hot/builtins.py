@@ -23,7 +23,7 @@ from .c import (
     call_pointer,
     load,
 )
-from .values import class_of, has_target, is_simple
+from .values import class_of, has_target, is_number, is_simple
 from .write import is_quiet
 
 
@@ -55,12 +55,6 @@ def builtin(entry, function, args, count, names) -> object:
             if PyErr_Occurred() != 0:
                 return 0
     return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
-
-
-def is_number(x):
-    """Whether it is one of Python."""
-    kind = class_of(x)
-    return kind is int or kind is float or kind is bool
 
 
 def has_wrapped(x):

@@ -128,6 +128,12 @@ def version_of(tensor):
     return load32(counter + VERSION_AT)
 
 
+def is_number(x):
+    """Whether it is one of Python."""
+    kind = class_of(x)
+    return kind is int or kind is float or kind is bool
+
+
 def is_simple(kind):
     """Whether no walk over arguments looks into what is of this class; nobody is asked."""
     for simple in SIMPLE:
