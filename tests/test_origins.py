@@ -112,6 +112,23 @@ def test_a_chain_that_gains_less_than_it_costs_to_lead_there():
     assert not is_wrapped(run(program))
 
 
+def test_what_is_read_beside_wrapped_tensors_alone_is_wrapped():
+    """Such an op passes on what it is given whatever becomes of this one."""
+    x = torch.randn(6, 6)
+    y = autofuse.wrap(x)
+    seen = []
+
+    def program(a):
+        h = a.t()
+        seen.append(h)
+        return torch.mm(h, a).sum()
+
+    result = run(program, y)
+    assert is_wrapped(seen[-1]) and not is_wrapped(result) and torch.equal(result, program(x))
+    run(lambda: seen.append(y.t()) or torch.mm(seen[-1], x).sum())
+    assert not is_wrapped(seen[-1])
+
+
 def test_branches_that_lose_hide_none_that_pays():
     y = autofuse.wrap(torch.randn(6, 6))
 

@@ -72,7 +72,11 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     counts.eager[known.reason] += 1
     if first is not None:
         pass_over(first)
-    return lifted(result, ask(result, sources), known.name)
+    if not sources:
+        return lifted(result, ask(result), known.name)
+    items = flattened((*args, *kwargs.values()) if kwargs else args)
+    mixed = len(sources) < sum([x.__class__ is Tensor for x in items])
+    return lifted(result, ask(result, sources, mixed), known.name)
 
 
 def _made_concrete(items: Any, known: Known) -> bool:
@@ -150,6 +154,7 @@ def run_any(
         for tensor in flattened([out]) if known.own else wrapped:
             keep(tensor)
     sources = [state for item in tried if is_on_trial(state := item._af, item)]
+    mixed = len(sources) < len(wrapped)
     for tensor in wrapped:
         if tensor._af.recorder is not None or isinstance(tensor._af, Lost):
             flush_tensor(tensor, name)
@@ -172,7 +177,7 @@ def run_any(
         counts.eager[known.reason] += 1
         if first is not None:
             pass_over(first)
-        return lifted(result, ask(result, sources), known.name)
+        return lifted(result, ask(result, sources, mixed), known.name)
     for tensor in wrapped:
         tensor.__dict__.pop("_af", None)  # it may have other contents afterwards
         set_attribute(tensor, "__class__", Plain)
@@ -184,7 +189,7 @@ def run_any(
     counts.eager[known.reason] += 1
     if first is not None and known.own:
         pass_over(first)
-    return lifted(result, ask(result, sources), known.name)
+    return lifted(result, ask(result, sources, mixed), known.name)
 
 
 def _has_target(known: Known, kwargs: Any) -> bool:

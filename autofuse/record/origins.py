@@ -24,7 +24,7 @@ from ..chain.state import Chain, Node, counts, this_thread
 from ..settings.config import watch
 from ..supply import kernels as compiling
 from .contest import is_paused
-from .policy import PASSED_US, WRAPPED_US, gain_of, is_inexact, measures
+from .policy import MIXED_US, PASSED_US, WRAPPED_US, gain_of, is_inexact, measures
 
 ENOUGH = 4  # results of an origin; a trial ends when half of its results are of later ones
 FIRST = 32  # results before the first trial, and before one is thought of again that cannot be
@@ -139,10 +139,11 @@ class Trials:
         self.pause = min(self.pause * GROWTH, _LONGEST)
 
 
-def ask(result: Any, sources: Sequence[Tried] = ()) -> Any:
+def ask(result: Any, sources: Sequence[Tried] = (), mixed: bool = False) -> Any:
     """What becomes of the result of an op that has run: STAY, None (it is wrapped), or its Origin.
 
-    Then it is on trial, with a `Tried` as its state. sources: those of operands that are.
+    Then it is on trial, with a `Tried` as its state. sources: those of operands that are. mixed:
+    other operands are wrapped at any rate, so that the op comes here whatever becomes of these.
     """
     if this_thread.closed or not measuring:
         return None
@@ -167,6 +168,9 @@ def ask(result: Any, sources: Sequence[Tried] = ()) -> Any:
     elif verdict is None:
         reader = origin
     for source in sources:
+        if mixed:
+            source.origin.gain += MIXED_US / len(sources)
+            continue
         source.origin.gain -= PASSED_US[source.origin.device_type] / len(sources)
         if reader and reader is not source.origin:
             source.origin.after.add(reader)

@@ -30,6 +30,7 @@ _PLAIN_US = {"cuda": 6.1, "cpu": 1.3}  # an eager op on plain tensors
 # host of that GPU), and what it costs that its result is wrapped at all
 PASSED_US = {"cuda": 0.9, "cpu": 0.5}
 WRAPPED_US = 0.1
+MIXED_US = 0.3  # what one costs more on a plain tensor beside a wrapped one
 
 
 @dataclass(frozen=True, slots=True)
