@@ -117,20 +117,12 @@ def no_gc():
     gc.enable()
 
 
-def collect(device):
-    """A runner that launches as on CUDA is in a cycle with what was made for it."""
-    if device == "cuda" or os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        gc.collect()
-
-
-def recorders(device):
-    collect(device)
+def recorders():
     return len(list(state.all_recorders))
 
 
-def tracked(device):
+def tracked():
     """How many objects of autofuse's there are, by class."""
-    collect(device)
     found = Counter(type(item) for item in gc.get_objects())
     kept = {cls: n for cls, n in found.items() if str(cls.__module__).startswith("autofuse")}
     return kept | {autofuse.Tensor: found[autofuse.Tensor]}
@@ -152,10 +144,10 @@ def test_a_thread_that_ends_with_ops_pending_leaves_nothing(device, no_gc):
 
     for _ in range(3):
         assert elsewhere(work) is None
-    before, ops = tracked(device), autofuse.stats().ops_recorded
+    before, ops = tracked(), autofuse.stats().ops_recorded
     for _ in range(50):
         assert elsewhere(work) is None
-    assert tracked(device) == before and not pending_anywhere()
+    assert tracked() == before and not pending_anywhere()
     assert not any(source() is not None for source in sources)
     assert autofuse.stats().ops_recorded == ops + 100  # they count as before
     assert autofuse.stats().kernels_launched == 0
@@ -177,6 +169,36 @@ def test_a_thread_may_end_with_what_it_has_flushed_before(device):
         for _ in range(3):
             run(work)
     assert set(inside.inside) <= before
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_a_thread_that_ends_after_it_has_run_its_chains_leaves_nothing(
+    graded, device, no_gc, monkeypatch
+):
+    """Not even until the garbage collector comes: meanwhile writes would look for its reads."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x = torch.rand(64, device=device, requires_grad=graded)
+    unaligned = torch.rand(65, device=device)[1:]
+
+    def work():
+        v = autofuse.wrap(torch.zeros(64, device=device))
+        for _ in range(4):
+            y = (autofuse.wrap(x.detach()) * x + unaligned).sigmoid() * 2.0
+            with torch.no_grad():
+                v.add_(autofuse.wrap(unaligned) * 2.0 + 1.0)
+            if graded:
+                y.sum().backward()
+            else:
+                y.tolist()
+
+    for _ in range(2):
+        assert elsewhere(work) is None
+    gc.collect()
+    before, launched = tracked(), autofuse.stats().kernels_launched
+    for _ in range(5):
+        assert elsewhere(work) is None
+    assert tracked() == before and state.is_alone()
+    assert autofuse.stats().kernels_launched > launched
 
 
 @pytest.mark.parametrize("graded", [False, True])
@@ -204,7 +226,7 @@ def test_values_of_a_thread_that_has_gone_are_computed_by_who_needs_them(graded,
 
 def test_the_holders_of_its_values_alone_keep_a_recorder(device):
     """In a cycle with the value, as any object that refers to itself."""
-    before = recorders(device)
+    before = recorders()
     kept = []
 
     def work():
@@ -212,12 +234,12 @@ def test_the_holders_of_its_values_alone_keep_a_recorder(device):
 
     for _ in range(20):
         assert elsewhere(work) is None
-    assert recorders(device) == before + 20
+    assert recorders() == before + 20
     del kept[5:]
     gc.collect()
-    assert recorders(device) == before + 5
+    assert recorders() == before + 5
     assert [y.sum().item() for y in kept] == [8.0] * 5
-    assert recorders(device) == before  # without the garbage collector
+    assert recorders() == before  # without the garbage collector
 
 
 def test_a_write_has_to_look_at_a_thread_that_has_gone_once(device):
@@ -242,7 +264,7 @@ def test_a_stale_read_of_a_thread_that_has_gone_is_told_to_the_reader(device):
 
 def test_a_thread_that_ends_while_another_flushes_it(device, monkeypatch):
     gc.collect()
-    before = recorders(device)
+    before = recorders()
     begun, ended, kept = threading.Event(), threading.Event(), []
     runner_for = ways.runner_for
 
@@ -266,12 +288,12 @@ def test_a_thread_that_ends_while_another_flushes_it(device, monkeypatch):
     ended.set()
     reader.join()
     assert kept[1] == [2.0] * 64
-    assert recorders(device) == before
+    assert recorders() == before
 
 
 def test_data_of_a_thread_that_another_one_frees(device, no_gc):
     """As where the frame of an error keeps them, or a fork ends the thread."""
-    before = recorders(device)
+    before = recorders()
     kept = []
 
     def work():
@@ -284,7 +306,7 @@ def test_data_of_a_thread_that_another_one_frees(device, no_gc):
     del owned
     assert pending_anywhere()
     assert y.tolist() == [2.0] * 4
-    assert recorders(device) == before
+    assert recorders() == before
 
 
 def test_a_forked_child_computes_what_its_parents_threads_had_pending(device, monkeypatch):

@@ -25,7 +25,7 @@ from ..ops.autocast import casts_in
 from ..ops.row import Op, since
 from ..program.program import CONST, Ref
 from ..run.eager import HOLDING
-from ..run.generated import compiled, numbered
+from ..run.generated import defined, numbered
 from ..run.runner import Runner
 from ..run.words import Answer
 from ..torch_private import (
@@ -335,8 +335,7 @@ def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., 
         f"    finally:\n        if told: pop()\n"
         f"    if late is not None:\n{places}"
     )
-    exec(compiled(source), space)
-    return space["attach"]
+    return defined(source, "attach", space)
 
 
 def _telling(

@@ -131,13 +131,13 @@ class LaunchingRunner(cuda.CudaRunner):
         runner.Runner.__init__(self, *args)
         self._launch, *_ = _driver
         self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
-        self._scalar, self._orders = {}, {}
-        self._parts, self._functions = [], []
+        self._parts, functions = [], []
+        self._loaded = functions, self.kernels
         for kernel, piece in zip(self.kernels, self.pieces, strict=True):
             rank = piece.plan.rank
             columns = piece.numbers[rank - 2] if rank > 1 else 1
             function = _cuda_function(kernel, piece.numel // columns)
-            self._functions.append(function)
+            functions.append(function)
             slots = cuda.Slots(piece, kernel.parameters)
             self._parts.append((ctypes.addressof(function), slots))
 

@@ -17,7 +17,7 @@ from ..kernel.plan import Piece
 from ..program.program import Ref
 from ..torch_private import NoModes, address_of, count_write
 from .generated import declared, log_of, result_of, tuple_of
-from .runner import Runner
+from .runner import Runner, check_inputs
 from .settle import WRITING, bump, publish, settle
 from .words import Answer
 
@@ -66,7 +66,7 @@ class CpuRunner(Runner):
 
     def run(self, chain: Chain) -> None:  # type: ignore[override]
         with NoModes():
-            self.check(chain)
+            check_inputs(chain)
             addresses = list(map(address_of, chain.inputs))
             values = self._compute(addresses, chain.consts, chain)
             if chain.bumps is not None:

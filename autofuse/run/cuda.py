@@ -32,10 +32,10 @@ from ..torch_private import (
     swap,
     use_count,
 )
-from .generated import compiled, declared, log_of, reciprocal_of, result_of, tuple_of
-from .runner import Runner
+from .generated import declared, defined, log_of, reciprocal_of, result_of, tuple_of
+from .runner import Runner, check_inputs
 from .settle import WRITING, bump, settle
-from .words import Answer, Words, answer
+from .words import RUNS, Answer, Words, answer
 
 # as `hot.launch.sent` tells them apart; 2 more for a reciprocal
 _CONST_KINDS = {"f32": 0, "f64": 1, "i64": 4}
@@ -95,19 +95,52 @@ def launcher() -> Callable[..., int]:
     return function
 
 
+class Unaligned:
+    """Pieces for pointers that are not 16-byte aligned: one element per thread."""
+
+    def __init__(self, pieces: tuple[Piece, ...], device: torch.device) -> None:
+        self.pieces, self.device = pieces, device
+        self._launches: dict[int, tuple[int, Slots, Kernel]] = {}
+        self._orders: dict[int, Order] = {}
+
+    def __call__(self, k: int, *values: Any) -> tuple[int, int, int]:
+        """Kernel, blocks and parameters of piece k, with `values` as its operands."""
+        if k not in self._launches:
+            piece = unvectorised(self.pieces[k])
+            order = self._orders.setdefault(k, Order([piece.plan], self.device))
+            kernels = order.filled()
+            if kernels is None:
+                raise NotReadyError(f"{piece.plan.name}, one element per thread")
+            (kernel,) = kernels
+            self._launches[k] = int(kernel.entry), Slots(piece, kernel.parameters), kernel
+        entry, slots, _ = self._launches[k]
+        slots.pack_wide(*values)
+        return entry, slots.blocks, slots.address
+
+
+def _fail(pieces: tuple[Piece, ...], error: int) -> None:
+    from cuda.bindings import driver
+
+    names = ", ".join(piece.plan.name for piece in pieces)
+    raise KernelError(f"cannot launch {names}: {driver.CUresult(error)}")
+
+
 class CudaRunner(Runner):
-    """Runs a program's kernels through the CUDA driver."""
+    """Runs a program's kernels through the CUDA driver.
+
+    What it generates does not hold it: in a cycle it, and with it the recorder of a thread that has
+    gone, would wait for the garbage collector.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._launch = launcher()
         self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
-        self._scalar: dict[int, tuple[Any, Slots, Kernel]] = {}  # pieces without alignment
-        self._orders: dict[int, Order] = {}  # of their kernels
         self._parts = [
             (int(kernel.entry), Slots(piece, kernel.parameters))
             for kernel, piece in zip(self.kernels, self.pieces, strict=True)
         ]
+        self._loaded: object = self.kernels  # what the entries are of
 
     def bind(self) -> CudaRunner:
         """Make ready for `run`; returns self."""
@@ -163,7 +196,7 @@ class CudaRunner(Runner):
             codes = slots.formats[len(refs) :]
             for const, code, inverse in zip(piece.consts, codes, piece.plan.inverted, strict=True):
                 words += [const, _CONST_KINDS[code] + 2 * inverse]
-        return Words([*map(int, words)], [*kept, room, self._parts])
+        return Words([*map(int, words)], [*kept, room, self._parts, self._loaded])
 
     def answering(
         self, given: list[Ref | None], numbers: list[str], places: list[tuple[int, int]]
@@ -175,16 +208,17 @@ class CudaRunner(Runner):
         head = [
             "inputs = (*incoming, *saved)",
             "if get_ident() not in entered: enter()",
-            "stream = current(); runner.others += 1",
+            f"stream = current(); memory[{RUNS}] += 1",
             f"consts = {tuple_of(numbers)}",
             *(f"p{k} = address(inputs[{n}]) + {at}" for k, (n, at) in enumerate(places)),
         ]
         end = [f"return {result_of(given, 'o{}')}"]
         names = {
-            "get_ident": get_ident, "entered": entered_threads, "runner": self, "log": log_of,
+            "get_ident": get_ident, "entered": entered_threads, "log": log_of,
             "enter": partial(_enter, self.device), "current": stream_reader(self.device),
         }  # fmt: skip
         program = self.words = self._program([number for place in places for number in place], [])
+        names["memory"] = program.memory
         program.python = self._generate("answer(incoming, saved, c)", head, end, names)
         if numbers:
             program.numbers = eval(f"lambda c: {tuple_of(numbers)}", {"log": log_of})
@@ -192,26 +226,6 @@ class CudaRunner(Runner):
         results = [ref if ref is None or ref < 0 else self.made.index(ref) for ref in given]
         program.results = (None, *results)
         return partial(answer, program)
-
-    def _unaligned(self, k: int, *values: Any) -> tuple[Any, int, int]:
-        """Piece k for pointers that are not 16-byte aligned: one element per thread."""
-        if k not in self._scalar:
-            piece = unvectorised(self.pieces[k])
-            order = self._orders.setdefault(k, Order([piece.plan], self.device))
-            kernels = order.filled()
-            if kernels is None:
-                raise NotReadyError(f"{piece.plan.name}, one element per thread")
-            (kernel,) = kernels
-            self._scalar[k] = int(kernel.entry), Slots(piece, kernel.parameters), kernel
-        entry, slots, _ = self._scalar[k]
-        slots.pack_wide(*values)
-        return entry, slots.blocks, slots.address
-
-    def _fail(self, error: int) -> None:
-        from cuda.bindings import driver
-
-        names = ", ".join(piece.plan.name for piece in self.pieces)
-        raise KernelError(f"cannot launch {names}: {driver.CUresult(error)}")
 
     def _generate(
         self, signature: str, head: list[str], end: list[str], names: dict[str, Any]
@@ -223,8 +237,9 @@ class CudaRunner(Runner):
         """
         space: dict[str, Any] = {
             **names,
-            "NoModes": NoModes, "check": self.check, "fail": self._fail,
-            "unaligned": self._unaligned, "launch": self._launch, "empty": empty_strided,
+            "NoModes": NoModes, "check": check_inputs, "fail": partial(_fail, self.pieces),
+            "unaligned": Unaligned(self.pieces, self.device), "launch": self._launch,
+            "empty": empty_strided,
             "version": raw_version_of, "address": address_of, "use_count": use_count,
             "swap": swap, "Tensor": Tensor, "settle": settle, "visible": self.visible,
             "reciprocal": reciprocal_of, "bump": bump,
@@ -247,8 +262,8 @@ class CudaRunner(Runner):
             space["device"], space["number"] = torch.cuda.device, self.device.index
             lines = ["with device(number):", *("    " + line for line in lines)]
         body = "".join(f"        {line}\n" for line in lines)
-        exec(compiled(f"def {signature}:\n    with NoModes():\n{body}"), space)
-        return space[signature.partition("(")[0]]
+        source = f"def {signature}:\n    with NoModes():\n{body}"
+        return defined(source, signature.partition("(")[0], space)
 
     def _generate_check(self) -> list[str]:
         """The test for stale Inputs, and their addresses."""

@@ -24,8 +24,8 @@ from ..torch_private import (
     set_grad_enabled,
     top_hooks,
 )
-from .generated import compiled, numbered
-from .runner import Runner
+from .generated import defined, numbered
+from .runner import Runner, check_inputs
 from .settle import publish, settle
 
 
@@ -43,7 +43,7 @@ class EagerRunner(Runner):
     elides = False
 
     def run(self, chain: Chain) -> None:  # type: ignore[override]
-        self.check(chain)
+        check_inputs(chain)
         run_ops(chain, self)
 
 
@@ -129,5 +129,4 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
     results = ", ".join(f"v{index}" for index in live)
     body = "".join(f"    {line}\n" for line in lines)
     signature = "replay(inputs, consts, bumps, late)"
-    exec(compiled(f"def {signature}:\n{body}    return [{results}]\n"), space)
-    return space["replay"]
+    return defined(f"def {signature}:\n{body}    return [{results}]\n", "replay", space)

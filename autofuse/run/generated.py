@@ -17,6 +17,12 @@ def compiled(source: str) -> CodeType:
     return compile(source, "<autofuse runner>", "exec")
 
 
+def defined(source: str, name: str, space: dict[str, Any]) -> Any:
+    """The function `name` that `source` defines in `space`, which does not hold it: no cycle."""
+    exec(compiled(source), space)
+    return space.pop(name)
+
+
 def tuple_of(items: Iterable[str]) -> str:
     """The tuple of these expressions."""
     return f"({''.join(item + ', ' for item in items)})"

@@ -76,26 +76,27 @@ class Runner:
         """What to run from now on; a runner that waits for kernels asks for them."""
         return self
 
-    def check(self, chain: Chain) -> None:
-        """Raise StaleInputError if an Input changed since it was recorded."""
-        marks = chain.marks
-        with NoModes():
-            for k in range(len(self.inputs)):
-                x = chain.inputs[k]
-                version = version_of(x)
-                if version != marks[2 * k] or address_of(x) != marks[2 * k + 1]:
-                    raise StaleInputError(self._stale(k, marks[2 * k], version))
 
-    def _stale(self, position: int, before: int, now: int) -> str:
-        readers = [node for node in self.nodes if ~position in node.args]
-        name = readers[0].op.name if readers and readers[0].op else "an op"
-        meta = self.inputs[position]
-        what = f"version {before} -> {now}" if before != now else "its memory was replaced"
-        return (
-            f"an Input of shape {meta.shape} was modified in place ({what}) after {name!r} "
-            "recorded a read of it and before the recorded ops ran. Call "
-            "autofuse.materialize(result) before the write, or write through the wrapped tensor."
-        )
+def check_inputs(chain: Chain) -> None:
+    """Raise StaleInputError if an Input of `chain` changed since it was recorded."""
+    marks = chain.marks
+    with NoModes():
+        for k, x in enumerate(chain.inputs):
+            version = version_of(x)
+            if version != marks[2 * k] or address_of(x) != marks[2 * k + 1]:
+                raise StaleInputError(_stale(chain.tip, k, marks[2 * k], version))
+
+
+def _stale(tip: Node, position: int, before: int, now: int) -> str:
+    readers = [node for node in tip.path() if ~position in node.args]
+    name = readers[0].op.name if readers and readers[0].op else "an op"
+    meta = tip.inputs[position]
+    what = f"version {before} -> {now}" if before != now else "its memory was replaced"
+    return (
+        f"an Input of shape {meta.shape} was modified in place ({what}) after {name!r} "
+        "recorded a read of it and before the recorded ops ran. Call "
+        "autofuse.materialize(result) before the write, or write through the wrapped tensor."
+    )
 
 
 class FailedRunner(Runner):
@@ -106,7 +107,7 @@ class FailedRunner(Runner):
         self.kind, self.reason = type(error), str(error)  # a traceback keeps the chain's values
 
     def run(self, chain: Chain) -> None:  # type: ignore[override]
-        self.check(chain)
+        check_inputs(chain)
         raise self.kind(self.reason)
 
 
