@@ -36,6 +36,7 @@ from autofuse import inside, lending
 from autofuse.chain import state
 from autofuse.hot import native
 from autofuse.lines import OURS
+from autofuse.patches import memory
 from autofuse.record import flush as flushing
 from autofuse.record import writes as writing
 from support import assert_same
@@ -611,3 +612,117 @@ def test_a_finalizer_that_lends_where_a_loan_is_counted():
         lending.restore(others)
         lending.restore(mine)
         assert_all_plain([x])
+
+
+class InTorch(Middle):
+    """The same in Python functions of torch too."""
+
+    def event(self, frame, event, argument):
+        if event not in ("return", "c_call") and self.left > 0:
+            if frame.f_globals.get("__name__", "").startswith(("torch", "autofuse")):
+                self.left -= 1
+                if self.left == 0:
+                    self.end()
+                    self.act()
+
+
+def normalised(name, *training):
+    """Writes running statistics, which are its arguments after the first three."""
+
+    def write(x, mean, var):
+        arguments = (x, None, None, mean, var, *training)
+        if name == "instance_norm":
+            torch.instance_norm(x[..., None].expand(8, 3, 4), *arguments[1:], 1.0, 1e-5, False)
+        elif name == "batch_norm":
+            torch.batch_norm(*arguments, 1.0, 1e-5, False)
+        else:
+            getattr(torch, name)(*arguments, 1.0, 1e-5)
+
+    return write
+
+
+def observed(x, mean, var):
+    """Writes a scale and more besides running statistics."""
+    ones = torch.ones(1, dtype=torch.int32)
+    torch.fused_moving_avg_obs_fake_quant(
+        torch.full((8, 3), 7.0),
+        ones,
+        ones,
+        mean[:1],
+        mean[1:2],
+        var[:1],
+        ones.clone(),
+        1.0,
+        0,
+        255,
+        0,
+    )
+
+
+STATISTICS = {
+    "batch_norm": normalised("batch_norm", True),
+    "instance_norm": normalised("instance_norm", True),
+    "native_batch_norm": normalised("native_batch_norm", True),
+    "_native_batch_norm_legit": normalised("_native_batch_norm_legit", True),
+    "update_stats": lambda x, mean, var: torch.batch_norm_update_stats(x, mean, var, 1.0),
+    "fused_moving_avg_obs_fake_quant": observed,
+    "functional": lambda x, mean, var: torch.nn.functional.batch_norm(
+        x, mean, var, training=True, momentum=1.0
+    ),
+    "by name": lambda x, mean, var: torch.nn.functional.instance_norm(
+        x[..., None].expand(8, 3, 4), running_mean=mean, running_var=var, momentum=1.0
+    ),
+}  # fmt: skip
+
+
+def test_every_function_of_torch_that_writes_aside_is_known():
+    for schema in torch._C._jit_get_all_schemas():
+        space, _, name = schema.name.partition("::")
+        inputs = [a for a in schema.arguments if not a.is_out and str(a.type) == "Tensor"]
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in inputs[1:])
+        if space != "aten" or name.endswith("_") or not writes:
+            continue
+        if any(hasattr(module, name) for module in (torch, torch._C._nn)):
+            assert name in memory.ASIDE or name in PRIVATE, name
+
+
+# what a C function of torch's keeps its results in
+PRIVATE = {"_cummax_helper", "_cummin_helper", "_flash_attention_forward_no_dropout_inplace",
+           "fbgemm_linear_fp16_weight", "fbgemm_linear_fp16_weight_fp32_activation"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_read_at_every_place_of_a_write_of_statistics(name, monkeypatch):
+    """It is one before the write or one after it."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, plain_mean = torch.rand(8, 3), torch.zeros(3)
+    mean, var, kept = autofuse.wrap(plain_mean), torch.ones(3), []
+    values = [(mean * 2.0).tolist()]
+    STATISTICS[name](x, plain_mean, var)
+    values.append((mean * 2.0).tolist())
+    assert values[0] != values[1]
+    for place in (Middle, InTorch):
+        done = count = 0
+        while not done:
+            count += 1
+            plain_mean.zero_()
+            kept[:] = [mean * 2.0]
+            with place(count, lambda: kept.append(mean * 2.0)) as middle:
+                STATISTICS[name](x, plain_mean, var)
+            done = middle.left > 0
+            assert kept[0].tolist() == values[0]
+            assert done or kept[1].tolist() in values, count
+        assert count > 2
+
+
+def test_a_read_at_every_place_where_tensors_are_exchanged(monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    w, done, count, kept = autofuse.wrap(torch.ones(3)), 0, 0, []
+    while not done:
+        count += 1
+        a, b = torch.ones(3), torch.zeros(3)
+        with InTorch(count, lambda a=a: kept.append(w * a)) as middle:
+            torch.utils.swap_tensors(a, b)
+        done = middle.left > 0
+        assert done or kept.pop().tolist() in ([1.0] * 3, [0.0] * 3), count
+    assert count > 10

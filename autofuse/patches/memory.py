@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from threading import get_ident
 from typing import Any
 
@@ -18,10 +18,10 @@ from ..dispatch.nested import SIMPLE
 from ..dispatch.protocol import HANDLERS, OPTIONS
 from ..dispatch.unrecorded import EXPORTS
 from ..lending import is_lent, others_lend
-from ..record.flush import flush_all, flush_tensor, flush_thread
+from ..record.flush import flush_all, flush_tensor
 from ..record.writes import flush_readers
 from ..torch_private import TensorBase, function_modes, torch_functions_are_on
-from .around import around, replace
+from .around import replace
 
 _PLAIN = set(map(id, (torch.Tensor, torch.nn.Parameter)))
 
@@ -49,10 +49,43 @@ def patch_inplace() -> None:
     for name in dir(torch._C._VariableFunctions):  # by which torch.nn.functional has some of them
         if name.endswith("_") and not name.startswith("_"):
             setattr(torch._VF, name, getattr(torch, name))
-    around(torch.utils, "swap_tensors", partial(flush_all, "swap_tensors"))
+    torch.utils.swap_tensors = _swapping(torch.utils.swap_tensors)
     torch._C._swap_tensor_impl = _swapping(torch._C._swap_tensor_impl)
-    for name in ("batch_norm", "instance_norm", "native_batch_norm"):  # write running statistics
-        around(torch, name, partial(flush_thread, name))
+    for module in (torch, torch._C._nn):
+        for name, place in ASIDE.items():
+            if hasattr(module, name):
+                replace(module, name, _announcing(getattr(module, name), place))
+
+
+# functions that write to arguments after the first, such as running statistics, some without
+# counting it as a write; and the place of the argument that says whether they do
+ASIDE = {
+    "batch_norm": 5, "instance_norm": 5, "native_batch_norm": 5, "_native_batch_norm_legit": 5,
+    "_batch_norm_impl_index": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5,
+    "batch_norm_update_stats": None, "batch_norm_gather_stats": None,
+    "batch_norm_gather_stats_with_counts": None, "fused_moving_avg_obs_fake_quant": None,
+    "_fused_moving_avg_obs_fq_helper": None, "rrelu_with_noise": 4,
+}  # fmt: skip
+
+
+def _announcing(original: Callable[..., Any], place: int | None = None) -> Callable[..., Any]:
+    """`original`, which writes to any of its arguments unless the one at `place` is False."""
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        if _pending():
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, torch.Tensor):
+                    flush_readers(x, original.__name__)
+        return original(*args, **kwargs)
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        idle = place is not None and len(args) > place and args[place] is False
+        if idle or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return announced(write, *args, **kwargs)
+
+    return call
 
 
 def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -89,11 +122,14 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _swapping(swap: Callable[..., None]) -> Callable[..., None]:
     """`swap` of values that are computed, after which nothing is known of wrapped tensors."""
 
-    @wraps(swap)
-    def call(*tensors: Any) -> None:
+    def write(*tensors: Any, **named: Any) -> None:
         flush_all("swap_tensors")
-        swap(*tensors)
-        for tensor in tensors:
+        swap(*tensors, **named)
+
+    @wraps(swap)
+    def call(*tensors: Any, **named: Any) -> None:
+        announced(write, *tensors, **named)
+        for tensor in (*tensors, *named.values()):
             if tensor.__class__ is Tensor and tensor._af.__class__ is Meta:
                 set_attribute(tensor, "_af", UNKNOWN)
 
