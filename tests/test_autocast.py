@@ -407,6 +407,23 @@ CAST_GRADIENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("call", [torch.square, lambda x: x**2, lambda x: x.pow(2.0) + 1])
+def test_what_backward_casts_does_not_overflow(call, of_cuda, monkeypatch):
+    """Eager takes the derivative of a square by `pow` too, which autocast casts, then by 2 * x."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+
+    def gradient(wrap, region):
+        x = torch.tensor([60000.0, -40000.0, 3.0], dtype=torch.float16, requires_grad=True)
+        y = call(wrap(x))
+        with torch.autocast("cpu", torch.bfloat16, enabled=region):
+            return torch.autograd.grad(y, x, torch.full_like(x, 1e-3))[0]
+
+    for region in (True, False):
+        want = gradient(lambda t: t, region)
+        assert bool(want.isfinite().all()) is region
+        assert_same(gradient(W, region), want, None)
+
+
 @pytest.mark.parametrize("tier", ["kernel", "eager"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_backward_under_autocast_casts_as_eagers_does(dtype, tier, of_cuda, monkeypatch, request):

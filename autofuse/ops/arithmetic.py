@@ -80,7 +80,7 @@ plain("floor", "x", "floor(x)", integer="x", accepts="fi", grad="zeros(g)")
 plain("ceil", "x", "ceil(x)", integer="x", accepts="fi", grad="zeros(g)")
 plain("trunc", "x", "trunc(x)", "fix", integer="x", accepts="fi", grad="zeros(g)")
 plain("frac", "x", "x - trunc(x)", grad="g")
-plain("square", "x", "x * x", accepts="fi", grad="g * (2.0 * x)")
+plain("square", "x", "x * x", accepts="fi", grad="g * (2.0 * pow_1(x))")
 _ASKS = {"result": "bool", "accepts": "fib", "integer": "x != x"}
 plain("isnan", "x", "x != x", **_ASKS)
 
@@ -325,7 +325,8 @@ row("pow_1_5", "x", "pow(x, 1.5)", grad="g * (1.5 * pow_half(x))",
     eager=partial(torch.pow, exponent=1.5))
 row("pow_half", "x", "sqrt(x)", eager=partial(torch.pow, exponent=0.5),
     grad="g * (0.5 * pow_minus_half(x))")
-row("pow_2", "x", "x * x", accepts="fi", eager=partial(torch.pow, exponent=2), grad="g * (2.0 * x)")
+row("pow_2", "x", "x * x", accepts="fi", eager=partial(torch.pow, exponent=2), 
+    grad="g * (2.0 * pow_1(x))")
 row("pow_3", "x", "rnd(x * x) * x", integer="x * x * x", accepts="fi",
     eager=partial(torch.pow, exponent=3), grad="g * (3.0 * pow_2(x))")
 row("pow_minus_half", "x", "rsqrt(x)", eager=partial(torch.pow, exponent=-0.5),
@@ -599,6 +600,7 @@ for _name in ("addcmul", "addcdiv"):
 _backward = torch.ops.aten
 
 
+row("pow_1", "x", "x", eager=partial(torch.pow, exponent=1))  # which autocast casts
 row("zeros", "x", "0", copies="f", eager=torch.zeros_like)
 row("scalar_div", "x y", "x / y", eager=lambda x, y: torch.div(torch.tensor(x, dtype=y.dtype), y))
 row("sigmoid_backward", "g y", "g * (1 - y) * y", narrow="rnd(g * rnd(1 - y)) * y",

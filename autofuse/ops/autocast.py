@@ -14,8 +14,8 @@ import torch
 
 _LOSSES = frozenset("huber_loss mse_loss smooth_l1_loss".split())
 _POWERS = frozenset(
-    "pow pow_1_5 pow_2 pow_3 pow_4 pow_half pow_minus_1 pow_minus_2 pow_minus_half pow_scalar "
-    "reciprocal rpow_scalar rsqrt scalar_div square".split()
+    "pow pow_1 pow_1_5 pow_2 pow_3 pow_4 pow_half pow_minus_1 pow_minus_2 pow_minus_half "
+    "pow_scalar reciprocal rpow_scalar rsqrt scalar_div square".split()
 )
 # ops of which every float16 and bfloat16 operand becomes float32
 FLOAT32 = {
