@@ -291,6 +291,10 @@ def test_other_sources_have_it_compiled_again(directory, tmp_path):
 def test_sources_that_change_meanwhile_are_not_kept(changed, monkeypatch, tmp_path):
     """Half of what was compiled may be of each text."""
     monkeypatch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path))
+    for module in (native.flush, native.record):  # as tried with launches over kernels of the CPU
+        name = module.__name__.rpartition(".")[2]
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, getattr(function, "func", function))
     before = autofuse.config.native
     autofuse.config.native = False
     try:
