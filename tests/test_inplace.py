@@ -1,8 +1,11 @@
 """In-place ops and every way to write memory that a pending op still has to read."""
 
+import contextlib
 import inspect
+import operator
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -542,6 +545,52 @@ def test_write_to_a_plain_operand(name, device):
     write(theirs)
     assert_same(y, want, None)
     assert_same(x, theirs, None)
+
+
+INPLACE = [name for name in dir(operator) if name.startswith("__i") and hasattr(torch.Tensor, name)
+           and name not in ("__invert__", "__index__", "__init__")]  # fmt: skip
+
+
+@device_param
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("name", INPLACE)
+def test_operators_that_write_to_a_plain_alias(name, dtype, device):
+    """All that Python has: torch.Tensor has some that its base in C lacks."""
+    done = 0
+    for other in (3, True, 0.5, torch.ones(4, 4, device=device).to(dtype)):
+        x = torch.ones(4, 4, device=device).to(dtype)
+        y = autofuse.wrap(x) * x
+        with contextlib.suppress(TypeError, RuntimeError):  # not for these dtypes
+            getattr(operator, name)(x, other)
+            done += 1
+        assert autofuse.unwrap(y).bool().all()
+    assert done or not dtype.is_floating_point or name in BITS
+
+
+BITS = ("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+
+
+@device_param
+@pytest.mark.parametrize("write", [
+    lambda x: x.add_(1), lambda x: x[:1].add_(1), lambda x: autofuse.wrap(x).add_(1),
+    lambda x: autofuse.wrap(x).add_(autofuse.wrap(torch.ones((), device=x.device)) * 2),
+])  # fmt: skip
+def test_a_write_to_nothing(write, device):
+    """A tensor without elements has a version too."""
+    for shape in ((0,), (0, 3), (2, 0)):
+        x = torch.ones(shape, device=device)
+        y = autofuse.wrap(x) * 2
+        write(x)
+        assert y.shape == shape and y.tolist() == x.tolist()
+
+
+def test_exports_of_a_plain_alias():
+    """Others may write through them afterwards."""
+    for export in (np.from_dlpack, np.asarray, torch.from_dlpack, lambda x: x.numpy()):
+        x = torch.ones(3)
+        y = autofuse.wrap(x) * 2
+        export(x)[0] = 5.0
+        assert y.tolist() == [2.0] * 3
 
 
 @device_param

@@ -36,7 +36,7 @@ def patch_inplace() -> None:
 
     What a pending op still has to read is read first.
     """
-    for name in dir(TensorBase):
+    for name in dir(torch.Tensor):
         inplace = name.endswith("_") and not name.startswith("_") and name not in _KEEP
         operator = name.startswith("__i") and name[3:-2] in _OPERATORS
         if inplace or operator or name == "__setitem__" or name in EXPORTS:
