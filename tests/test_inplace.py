@@ -14,6 +14,7 @@ import autofuse
 from autofuse.chain import state
 from autofuse.dispatch import handlers
 from autofuse.dispatch.protocol import OPTIONS
+from autofuse.ops import row as rows
 from autofuse.record import modes
 from autofuse.record import record as recording
 from support import (
@@ -568,6 +569,25 @@ def test_operators_that_write_to_a_plain_alias(name, dtype, device):
 
 
 BITS = ("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+
+
+@device_param
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("name", [name for name, row in rows.OPS.items() if row.result == "bool"])
+def test_results_without_gradients_take_that_of_an_operand_in_place(name, dtype, device):
+    """Where the op by itself knows none, its in-place form may make the target require grad."""
+    if not hasattr(torch.Tensor, f"{name}_") or len(rows.OPS[name].names) < 2:
+        pytest.skip("torch has none of two operands")
+    p = torch.linspace(-1, 1, 4, device=device).requires_grad_()
+
+    def write(t):
+        t = t.type(torch.float64).to(dtype)  # pending, if it is wrapped
+        kept = getattr(t, f"{name}_")(p)
+        with torch.no_grad():
+            getattr((t > 0).type(dtype), f"{name}_")(p)
+        return t.tolist(), kept.requires_grad, kept.is_leaf, kept._version
+
+    assert_same_as_eager(write, torch.ones(4, device=device))
 
 
 @device_param

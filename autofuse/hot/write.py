@@ -214,6 +214,13 @@ def renamed(op, target, operands, count):
     result = recorded(0, op, operands, count, node.meta)
     if result == 0:
         return 0
+    new: Node = state_of(result)
+    if new.grad_mode is True:
+        metas: tuple = new.inputs
+        for k in range(len(metas)):
+            read: Meta = metas[k]
+            if read.requires_grad is True:
+                return 0
     bumps = chain.bumps
     if bumps is None:
         bumps = PyDict_New()  # up to Python 3.11 this runs finalizers
@@ -222,7 +229,6 @@ def renamed(op, target, operands, count):
     if before != 0:
         times += int(before)
     number = PyLong_FromLong(times)
-    new: Node = state_of(result)
     if recorder.chain is not chain or chain.tip is not new or state_of(target) is not node:
         return 0
     last = int(new.index)

@@ -48,6 +48,9 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
         new = _node_of(result)
     if result is None or new is None or new.recorder is not recorder or new.meta is not meta:
         return False
+    # in place a comparison, whose result has no gradient, makes its target require one
+    if new.grad_mode and any(x.requires_grad for x in new.inputs):
+        return False
     chain = recorder.chain
     bumps = chain.bumps or {}
     first, last, seen = node.index, new.index, bumps.get(node.index, 0) + 1
