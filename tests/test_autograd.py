@@ -217,6 +217,21 @@ def modes_that_come_and_go(wrap, device):
 
 
 @scenario
+def modes_that_are_set_in_c(wrap, device):
+    """Past every function that is told of it, in the middle of a chain, pending or just begun."""
+    x, told = wrap(leaf(device)), []
+    for _ in range(3):
+        a = x * 2.0
+        torch._C._set_grad_enabled(False)
+        b = torch.tanh(a + x).mul(3.0)
+        told.append((a.requires_grad, b.requires_grad, (x * 2.0).requires_grad))
+        torch._C._set_grad_enabled(True)
+        c = b * x - a
+        told.append((c.requires_grad, *torch.autograd.grad(c.sum(), x)))
+    return [flag for flags in told for flag in flags]
+
+
+@scenario
 def inference_mode(wrap, device):
     x = wrap(leaf(device))
     a = torch.sin(x)

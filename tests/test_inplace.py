@@ -572,6 +572,29 @@ BITS = ("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
 
 
 @device_param
+@pytest.mark.parametrize("native", [False, True])
+def test_an_error_of_the_flush_in_a_write_is_the_callers(native, device, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "native", native)
+    for write in (
+        lambda w, v: w.add_(v),
+        lambda w, v: operator.iadd(w, v),
+        lambda w, v: operator.iadd(autofuse.unwrap(w), v),
+        lambda w, v: torch.add(w, v, out=w),
+        lambda w, v: w.__setitem__(0, v[0]),
+        lambda w, v: w.copy_(v),
+    ):
+        for _ in range(3):
+            x, w = torch.ones(4, device=device), autofuse.wrap(torch.zeros(4, device=device))
+            with torch.no_grad():
+                v = autofuse.wrap(x) * 2
+                write_unseen(x)
+                with pytest.raises(autofuse.StaleInputError):
+                    write(w, v)
+            assert w.tolist() == [0.0] * 4
+            assert (autofuse.wrap(x) * 0).tolist() == [0.0] * 4  # the thread goes on recording
+
+
+@device_param
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
 @pytest.mark.parametrize("name", [name for name, row in rows.OPS.items() if row.result == "bool"])
 def test_results_without_gradients_take_that_of_an_operand_in_place(name, dtype, device):
