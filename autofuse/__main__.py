@@ -191,7 +191,7 @@ def add_coverage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def markdown(settings: Sequence[Setting]) -> str:
-    """The table of the README."""
+    """The table of docs/settings.md."""
     rows = ["| `config.` | in the environment | valid there | default | |", "|---|---|---|---|---|"]
     for setting in settings:
         name = f"`{setting.name}`" if setting.field else ""
@@ -218,7 +218,7 @@ def show_settings(args: argparse.Namespace) -> int:
 def add_settings(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "what may be set, in the environment and in a program"
     parser = commands.add_parser("settings", help=text, description=text)
-    parser.add_argument("--markdown", action="store_true", help="as the table of the README")
+    parser.add_argument("--markdown", action="store_true", help="as the table of docs/settings.md")
     parser.set_defaults(run=show_settings)
 
 

@@ -1,12 +1,12 @@
 """Every workload against every peer, in one run.
 
     python bench/run.py [--only TEXT] [--peers NAMES] [--budget 330] [--commit HASH]
-    python bench/run.py --readme bench/results/FILE.json [--into README.md]
+    python bench/run.py --page bench/results/FILE.json [--into docs/performance.md]
 
-Writes bench/results/<machine>.json, workload by workload, and prints the Markdown of the README's
-section, which `--readme` makes of a file again. All peers of a workload take turns in the same
-rounds (timing.py). What a peer cannot run, or fails at, is a reason in its cell. When the budget is
-spent, what is left gets that as its reason.
+Writes bench/results/<machine>.json, workload by workload, and prints the Markdown of the section of
+docs/performance.md, which `--page` makes of a file again. All peers of a workload take turns in the
+same rounds (timing.py). What a peer cannot run, or fails at, is a reason in its cell. When the
+budget is spent, what is left gets that as its reason.
 """
 
 from __future__ import annotations
@@ -287,18 +287,18 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--out", default=str(DIRECTORY), help="directory of the results")
     options.add_argument("--name", default="", help="of the file, if not the machine's")
     options.add_argument("--commit", default="", help="for the head; git is asked if not given")
-    options.add_argument("--readme", metavar="FILE", help="print the README's section and end")
-    options.add_argument("--into", metavar="README", help="put it there between its markers")
+    options.add_argument("--page", metavar="FILE", help="print the section of docs/ and end")
+    options.add_argument("--into", metavar="PAGE", help="put it there between its markers")
     return options
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    if args.readme:
-        section = tables.markdown(load(Path(args.readme)), Path(args.readme).name)
+    if args.page:
+        section = tables.markdown(load(Path(args.page)), Path(args.page).name)
         if args.into:
-            readme = Path(args.into)
-            readme.write_text(tables.replaced(readme.read_text(), section))
+            page = Path(args.into)
+            page.write_text(tables.replaced(page.read_text(), section))
         else:
             print(section, end="")
         return

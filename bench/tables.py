@@ -1,7 +1,7 @@
-"""The README's performance section, as Markdown made of results and of nothing else.
+"""The section of docs/performance.md with the peers, Markdown made of results and nothing else.
 
 What is faster, by how much, where autofuse loses to eager and to whom else: all is read off the
-cells. `replaced` puts the section between the README's markers.
+cells. `replaced` puts the section between the page's markers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def markdown(results: Results, file: str) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def replaced(readme: str, section: str) -> str:
-    """`readme` with `section` between its markers."""
-    before, rest = readme.split(BEGIN)
+def replaced(page: str, section: str) -> str:
+    """`page` with `section` between its markers."""
+    before, rest = page.split(BEGIN)
     return before + BEGIN + section + END + rest.split(END)[1]
 
 

@@ -321,12 +321,12 @@ def test_a_run_writes_results_and_the_section(tmp_path, capsys):
     results.save(again)
     assert again.read_text() == path.read_text() and json.loads(again.read_text())
     section = tables.markdown(results, path.name)
-    run.main(["--readme", str(path)])
+    run.main(["--page", str(path)])
     assert capsys.readouterr().out == section
-    readme = tmp_path / "README.md"
-    readme.write_text(f"text\n{tables.BEGIN}old\n{tables.END}\n")
-    run.main(["--readme", str(path), "--into", str(readme)])
-    assert readme.read_text() == f"text\n{tables.BEGIN}{section}{tables.END}\n"
+    page = tmp_path / "performance.md"
+    page.write_text(f"text\n{tables.BEGIN}old\n{tables.END}\n")
+    run.main(["--page", str(path), "--into", str(page)])
+    assert page.read_text() == f"text\n{tables.BEGIN}{section}{tables.END}\n"
     for text in (path.read_text(), out):  # hardware and versions, no place or person
         assert str(ROOT) not in text and str(Path.home()) not in text
 
@@ -387,7 +387,7 @@ def test_clocks_are_read_from_what_nvidia_smi_says(monkeypatch):
     assert machine.clocks() == {} and machine.head_commit() == "unknown"
 
 
-# the README's section
+# the section of docs/performance.md
 
 
 def cell(workload, peer, median, ratio, spread=0.02, **more):
@@ -418,14 +418,14 @@ def test_the_section_says_where_autofuse_loses():
     assert "| three | 100 | **0.30** | 0.20 |" in text and "commit abc" in flat
 
 
-def test_the_readme_has_the_section_of_the_results_that_it_names():
-    readme = (ROOT / "README.md").read_text()
-    section = readme.split(tables.BEGIN)[1].split(tables.END)[0]
+def test_the_page_has_the_section_of_the_results_that_it_names():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    section = page.split(tables.BEGIN)[1].split(tables.END)[0]
     name = section.split("`bench/results/")[1].split("`")[0]
     path = ROOT / "bench" / "results" / name
     assert section == tables.markdown(load(path), name), (
-        "replace what stands between the README's markers by what "
-        f"`python bench/run.py --readme bench/results/{name}` prints; --into README.md does it"
+        "replace what stands between the page's markers by what `python bench/run.py --page "
+        f"bench/results/{name}` prints; --into docs/performance.md does it"
     )
 
 

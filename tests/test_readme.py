@@ -1,108 +1,61 @@
-"""What the README says is so: its code runs, its commands work, its table is the generated one."""
+"""The README is short, and its commands and figures are what others run and measured."""
 
 import re
-from itertools import product
+import sys
 from pathlib import Path
 
-import pytest
-import torch
-
-import autofuse
-from autofuse.__main__ import main, markdown
-from autofuse.settings.config import SETTINGS
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from results import DIRECTORY, load
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-SOURCE = "".join(path.read_text() for path in sorted((ROOT / "autofuse").rglob("*.py")))
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
-FENCED = re.findall(r"```(?:sh|bash|console)\n(.*?)```", README, re.S)
-INDENTED = re.findall(r"(?:^|\n\n)((?:    \S.*\n)+)", README)
-SPANS = re.findall(r"`([^`\n]+)`", README)
+FEW = 200  # lines; what does not fit has a page in docs/
 
 
-def expanded(command):
-    """The commands that a shell makes of one with {a,b} in it."""
-    parts = [part.split(",") for part in re.split(r"[{}]", command)]
-    return ["".join(words) for words in product(*parts)] if "{" in command else [command]
+def test_it_is_short():
+    assert len(README.splitlines()) <= FEW
 
 
-LINES = [line.strip() for block in (*FENCED, *INDENTED) for line in block.splitlines()]
-COMMANDS = sorted({
-    command
-    for text in (*LINES, *SPANS)
-    for part in text.split(" && ")
-    if part.startswith("python -m autofuse")
-    for command in expanded(part)
-})  # fmt: skip
-
-
-def test_blocks_are_found():
-    assert BLOCKS and len(INDENTED) >= 3
-    assert README.count("```") == 2 * (len(BLOCKS) + len(FENCED)), "a block of another language"
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_python_block(block, monkeypatch):
-    """Each in a namespace of its own, on the CPU; warnings are errors, settings come back."""
-    before = dict(vars(autofuse.config))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    try:
-        exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
-    finally:
-        for name, value in before.items():
-            setattr(autofuse.config, name, value)
-
-
-def test_commands_are_found():
-    named = {command.split()[3] for command in COMMANDS if len(command.split()) > 3}
-    assert named == {"report", "coverage", "settings", "cache"}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command(command, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path / "kernels"))
-    arguments = command.split()[3:]
-    assert main(arguments) == 0
-    assert capsys.readouterr().out
-
-
-def test_table_of_settings():
-    between = README.split("<!-- settings -->\n")[1].split("<!-- /settings -->")[0]
-    assert between == markdown(SETTINGS), (
-        "replace what stands between the README's markers by what "
-        "`python -m autofuse settings --markdown` prints"
-    )
-
-
-def test_variables_and_fields_are_settings():
-    variables = set(re.findall(r"\bAUTOFUSE(?!_TEST_)(?:_[A-Z]+)+\b", README))
-    assert variables == {setting.variable for setting in SETTINGS} - {"AUTOFUSE"}
-    for name in {*re.findall(r"\bconfig\.(\w+)", README)} - {"py"}:
-        assert hasattr(autofuse.config, name), name
-
-
-def test_messages_are_those_of_the_source():
-    """The first column under "Troubleshooting", in pieces, because the source has f-strings."""
-    section = README.split("## Troubleshooting")[1].split("\n## ")[0]
-    messages = [
-        message
-        for row in re.findall(r"^\| (`.*?) \|", section, re.M)
-        for message in re.findall(r"`([^`]+)`", row)
-    ]
-    assert len(messages) >= 7
-    source = re.sub(r'"\s+f?"', "", SOURCE)  # literals that follow each other are one
-    for message in messages:
-        for piece in re.split(r"\.\.\.|\bN\b", message):
-            assert piece.strip(" ;:") in source, message
-
-
-def test_files_that_are_named_exist():
-    names = re.findall(r"\b((?:autofuse|bench|examples|tests)/[\w./]*)", README)
-    assert len(names) > 8
-    for name in names:
-        assert (ROOT / name.rstrip(".")).exists(), name
-
-
-def test_the_set_up_command_is_found_once():
-    """The one that is run in a fresh environment, see .ci/."""
+def test_the_set_up_commands_are_found_once():
+    """The tests' is run in a fresh environment, see .ci/."""
     assert len(re.findall(r"^    pip install -e \"\.\[test\]\".*$", README, re.M)) == 1
+    assert len(re.findall(r"^    pip install -e \. && python examples/\w+\.py$", README, re.M)) == 1
+
+
+def figures():
+    """(program, by what) and (eager's us, ratio), as bench/results/ has them."""
+    found = {}
+    for row in (DIRECTORY / "zoo_h200.md").read_text().splitlines():
+        cells = [cell.strip() for cell in row.split("|")[1:-1]]
+        if len(cells) == 8 and cells[1].isdigit():
+            found[cells[0], "fuse"] = cells[1], cells[2]
+    for workload, device, cells in load(DIRECTORY / "nvidia_h200.json").rows():
+        eager, ours = cells["eager"].median, cells["autofuse"].ratio
+        if eager and ours:
+            name = workload.removesuffix(" float32").removesuffix(", 64x256")
+            name += ", on that machine's CPU" * (device == "cpu")
+            us = f"{eager:.0f}" if eager >= 100 else f"{eager:.1f}"
+            found[name, "wrap"] = us, f"{ours:.2f}"
+    return found
+
+
+def test_the_table_has_the_figures_of_the_results():
+    """Losers included, and in bold."""
+    table = README.split("| eager, us |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (.+?) \| (\S+) \| (\S+) \| `(\w+)`: ", table, re.M)
+    known = figures()
+    assert len(rows) == len(table.splitlines()) - 2 >= 8
+    for program, eager, ratio, by in rows:
+        assert known[program, by] == (eager, ratio.strip("*")), program
+        assert ratio.startswith("**") == (float(ratio.strip("*")) > 1), program
+    assert sum(ratio.startswith("**") for _, _, ratio, _ in rows) >= 3
+
+
+def test_the_text_has_the_figures_of_the_results():
+    said = re.search(r"Of (\d+) programs .*?takes (\S+) of eager's .*?than\n(\S+) in (\d+)", README,
+                     re.S)  # fmt: skip
+    (line,) = re.findall(r"^- fuse: .*$", (DIRECTORY / "zoo_h200.md").read_text(), re.M)
+    median, few, all_, limit = re.search(
+        r"median (\S+), .* (\d+) of (\d+) over ([\d.]+);", line
+    ).groups()
+    assert said.groups() == (all_, median, limit, few)

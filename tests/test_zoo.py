@@ -28,7 +28,7 @@ RECORD_NOTHING = {
     "torchvision's BasicBlock (inference)", "torchvision's BasicBlock (training)",  # single writes
     "torch_geometric's gated graph (inference)",  # modules of torch
     "adaptive spiking (training)",  # a state that is plain and written in place
-    "checkpointed blocks (training)", "ensemble by vmap",  # README
+    "checkpointed blocks (training)", "ensemble by vmap",  # docs/escapes.md
 }  # fmt: skip
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 

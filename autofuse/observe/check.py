@@ -260,7 +260,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.contiguous().view(bits) == b.contiguous().view(bits)) | nans
 
 
-_ULP = 32  # how far a function may be from eager's on the CPU; README has what was measured
+_ULP = 32  # how far a function may be from eager's on the CPU; docs/cpu.md has what was measured
 _ULP_READ = 2  # a rounding on either side, of what reads such a result
 _ULP_NARROW = 4  # an op on 16-bit floats, which eager rounds on the way: of its operands, too
 # differences of greater numbers: what is small is the error in terms of 1
