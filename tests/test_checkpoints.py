@@ -4,6 +4,7 @@ The programs compute what the CPU's kernels compute with eager's bits, so that a
 exactly: what hooks were given and in which order, values and gradients.
 """
 
+import functools
 import gc
 import random
 import threading
@@ -14,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from test_autograd_order import COUNT, SEED, Doubled, gradients, make_program, tensors
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 import autofuse
 from support import DEVICES, assert_same
@@ -187,6 +195,40 @@ def test_mutation_is_allowed_on_saved_tensors(way, device, tier):
             y.mul_(3.0)
             gradients = torch.autograd.grad((z * y).sum(), (x, w, b))
         return x * w, gradients
+
+    compared(program, way, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_mutated_is_cloned_as_in_eager(way, device, tier):
+    """By operators, views, items, leaves and `out=`: as many tensors are cloned and kept."""
+
+    def program(x, w, b):
+        errors = []
+        with torch.autograd.graph.allow_mutation_on_saved_tensors() as context:
+            y = x * w
+            z = y * b
+            view = z.view(-1)[3:]
+            q = z * z
+            view += 1.0
+            u = (y * 2.0).relu_()
+            y[0] = 1.0
+            with torch.no_grad():
+                w.mul_(2.0)
+                torch.mul(q, 3.0, out=q.detach())
+            kept = len(context.cloned), len(context.original)
+            gradients = torch.autograd.grad((z * y + u * q).sum(), (x, w, b))
+            later = z * y
+            with pytest.raises(RuntimeError, match="cannot be nested") as error:
+                with torch.autograd.graph.allow_mutation_on_saved_tensors():
+                    pass
+            errors.append(str(error.value))
+        with torch.no_grad():
+            w.div_(2.0)
+        with pytest.raises(AssertionError, match="outside of the") as error:
+            later.sum().backward()
+        return x * w, gradients, kept, [*errors, str(error.value)]
 
     compared(program, way, device)
 
@@ -592,6 +634,139 @@ def test_a_checkpoint_without_grad(way, reentrant, always):
         y = checkpoint(run, first.detach(), w, b, use_reentrant=reentrant)
     assert torch.equal(autofuse.unwrap(y), block(x, w, b).detach())
     assert autofuse.stats().kernels_launched
+
+
+def products(x, w, b):
+    """Chains between products."""
+    y = ((x * w + b).relu() * 0.5) @ w.t()
+    y = torch.where(y[:, :1] > 1.0, x / w, x * b) - w
+    return (y @ w.t())[:, :1] * x
+
+
+def policies(told):
+    """Of selective checkpoints: lists of ops, and functions; each is told of its own calls."""
+    mm, mul, relu = (getattr(torch.ops.aten, op) for op in ("mm", "mul", "relu"))
+
+    def some(context, op, *args, **kwargs):
+        shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
+        told.append((str(op), context.is_recompute, shapes))
+        save = op is mm.default or op is mul.Tensor and len(shapes) == 2
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return {
+        "products": [mm.default],
+        "pointwise": [mm.default, relu.default, mul.Tensor],
+        "nothing": [],
+        "a function": some,
+        "all": lambda *args, **kwargs: True,
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", policies([]))
+def test_a_selective_checkpoint_saves_and_asks_as_in_eager(policy, way, device, tier):
+    def program(x, w, b):
+        told = []
+        select = functools.partial(create_selective_checkpoint_contexts, policies(told)[policy])
+
+        def region(x, w, b):
+            y = checkpoint(products, x * w, w, b, use_reentrant=False, context_fn=select)
+            return checkpoint(products, y * 0.5, w, b, use_reentrant=False)
+
+        y = region(x * 2.0, w, b)
+        y = checkpoint(region, y, w, b, use_reentrant=False, context_fn=select)
+        y = checkpoint(region, y, w, b, use_reentrant=False)
+        return y * x, told
+
+    compared(program, way, device, steps=2)
+
+
+@pytest.mark.parametrize("way", ["eager", *WAYS])
+def test_a_selective_checkpoint_raises_what_it_raises_in_eager(way, tier):
+    """Where it is differentiated again, where it differs, and where what it keeps was written."""
+
+    def errors(first, w, b):
+        select = functools.partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]
+        )
+        options = {"use_reentrant": False, "context_fn": select}
+        said, runs = [], []
+
+        def differs(x, w):
+            runs.append(None)
+            y = x @ w.t()
+            return (y.sin() if len(runs) > 1 else y * y) * y
+
+        def written(x, w):
+            y = x @ w.t()
+            z = y * y.detach()
+            with torch.no_grad():
+                y.detach().mul_(2.0)
+            return z
+
+        y = checkpoint(products, first * w, w, b, **options)
+        y.sum().backward(retain_graph=True)
+        for function, loss in ((None, y), (differs, None), (written, None)):
+            try:
+                y = loss if function is None else checkpoint(function, first * w, w, **options)
+                y.sum().backward()
+                said.append("nothing")
+            except RuntimeError as error:
+                said.append(str(error))
+        return said
+
+    def run(way):
+        x, w, b = leaves("cpu")
+        if way == "fuse":
+            return autofuse.fuse(errors)(x, w, b)
+        return errors(autofuse.wrap(x) if way == "wrap" else x, w, b)
+
+    want = run("eager")
+    assert len({*want}) == 3, want
+    assert run(way) == want
+
+
+@REENTRANT
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("keep", [True, False], ids=["same numbers", "other numbers"])
+def test_a_sequence_of_checkpoints(keep, way, device, reentrant, tier):
+    def program(x, w, b):
+        steps = [
+            lambda x: x * w, lambda x: (x + b).relu() * x, lambda x: F.dropout(x * b, 0.5) * 2.0,
+            lambda x: x / w, lambda x: x * x - b,
+        ]  # fmt: skip
+        options = {"use_reentrant": reentrant, "preserve_rng_state": keep}
+        return checkpoint_sequential(steps, 3, x * 2.0, **options) * w, torch.rand(3)
+
+    compared(program, way, device, steps=2)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_run_writes_what_eagers_writes(way, early, tier):
+    """It ends with the last tensor that is needed: what is written after that is written once."""
+
+    def program(x, w, b):
+        count, mean = torch.zeros(()), torch.zeros(4, 6)
+
+        def counted(x, w, b):
+            count.add_(1.0)
+            y = block(x, w, b) * w
+            count.add_(1.0)
+            mean.mul_(0.5).add_(y.detach())
+            y = y + 1.0
+            count.add_(1.0)
+            return y
+
+        with set_checkpoint_early_stop(early):
+            y = checkpoint(counted, x * 2.0, w, b, use_reentrant=False)
+            z = checkpoint(counted, y, w, b, use_reentrant=False)
+            gradients = torch.autograd.grad(z.sum(), (x, w, b), retain_graph=True)
+        return z * x, gradients, count.item(), mean
+
+    compared(program, way, "cpu")
 
 
 class Cell(torch.nn.Module):

@@ -14,7 +14,16 @@ import torch
 
 from ..chain.meta import Meta, concrete_meta, likely_meta, make_meta, plain_meta
 from ..chain.shell import Tensor
-from ..chain.state import Chain, Node, Recorder, all_recorders, announced, is_alone, this_thread
+from ..chain.state import (
+    LATER,
+    Chain,
+    Node,
+    Recorder,
+    all_recorders,
+    announced,
+    is_alone,
+    this_thread,
+)
 from ..errors import StaleInputError
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import is_cast
@@ -193,6 +202,9 @@ def flush_readers(tensor: torch.Tensor, reason: str, others: bool = False) -> No
             continue
         chain = recorder.running or recorder.chain
         if (chain or recorder.reading) and recorder.ident != ident:
+            if chain.tip.told is LATER and recorder.thread == get_ident():
+                flush(recorder, reason)  # a hook may end a checkpoint's run before the write
+                continue
             with NoModes():
                 try:
                     extent = _extent(tensor)
