@@ -251,6 +251,19 @@ def test_default_dtype_is_that_of_recording():
     assert_same(z, torch.arange(3, dtype=torch.float64) / 2, None)
 
 
+@pytest.mark.parametrize("name", ["asarray", "tensor", "zeros"])
+def test_what_makes_tensors_makes_them_on_the_default_device(name):
+    """A function that stands in for one of torch's is one of those that the device is for."""
+    args = ((2,),) if name == "zeros" else ([1.0],)
+    with torch.device("meta"):
+        assert getattr(torch, name)(*args).device.type == "meta"
+        assert getattr(torch, name)(*args, device="cpu").device.type == "cpu"
+    if name == "asarray":
+        wrapped = autofuse.wrap(torch.ones(2)) * 2
+        with torch.device("meta"):
+            assert torch.asarray(wrapped).device.type == "meta"
+
+
 def test_inference_mode_is_that_of_recording():
     x = autofuse.wrap(torch.randn(3))
     with torch.inference_mode():

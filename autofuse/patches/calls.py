@@ -8,17 +8,23 @@ from types import ClassMethodDescriptorType
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from ..chain.shell import Tensor
 from ..chain.state import counts
-from ..dispatch.eager import run_default, run_eager
-from ..dispatch.nested import wrapped_in
+from ..dispatch.eager import lifted, run_default, run_eager
+from ..dispatch.nested import mapped, wrapped_in
 from ..dispatch.protocol import ask_overrides
 from ..grad.backward import nodes_exist
-from ..record.flush import flush_thread
+from ..record.flush import flush_thread, value_of
 from ..record.modes import close_thread, closed, regrade, reopen_thread
 from ..settings.config import config
-from ..torch_private import gpus_in_use, is_multithreading_enabled, set_multithreading_enabled
+from ..torch_private import (
+    function_modes,
+    gpus_in_use,
+    is_multithreading_enabled,
+    set_multithreading_enabled,
+)
 from .around import around, replace, unwrapping
 
 
@@ -75,7 +81,9 @@ def patch_calls() -> None:
     variable = torch.autograd.Variable.__new__  # C, which makes a plain tensor of any
     torch.autograd.Variable.__new__ = staticmethod(_asking(variable))  # type: ignore[assignment]
     for name in _MAKERS:
-        replace(torch, name, _asking(getattr(torch, name)))
+        function = getattr(torch, name)
+        replace(torch, name, _asking(function))
+        _device_constructors().add(function)  # which C names to modes
 
 
 # functions of C that make a tensor of others, and ask no class
@@ -92,9 +100,16 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
             True for _ in wrapped_in((*args, *kwargs.values()))
         ):
             return function(*args, **kwargs)
+        if function_modes():  # which torch asks; a default device has a say
+            args, kwargs = mapped((args, kwargs), _value)
+            return lifted(function(*args, **kwargs))
         return run_eager(function, args, kwargs)
 
     return call
+
+
+def _value(tensor: Any) -> Any:
+    return value_of(tensor) if tensor.__class__ is Tensor else tensor
 
 
 def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
