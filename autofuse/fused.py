@@ -34,6 +34,7 @@ from .record.flush import flush_thread
 from .record.policy import aside, contest_for, is_settled, kernel_news, measures
 from .settings.config import config
 from .supply.kernels import capturing, outstanding
+from .torch_private import NoModes, function_modes
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 is_grad_enabled, is_inference_mode_enabled = (
@@ -133,7 +134,10 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         device = -2  # none; -1 is a CPU
         for value in args:
             if value.__class__ is Plain:
-                size, device = value.numel().bit_length(), value.get_device()
+                if function_modes():
+                    size, device = _size_and_device(value)
+                else:
+                    size, device = value.numel().bit_length(), value.get_device()
                 break
             if not owner and isinstance(value, torch.nn.Module):
                 owner = id(value)
@@ -166,6 +170,12 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _size_and_device(tensor: torch.Tensor) -> tuple[int, int]:
+    """What tells sites apart, without a word to modes."""
+    with NoModes():
+        return tensor.numel().bit_length(), tensor.get_device()
+
+
 def _called(
     function: Callable[..., Any], args: Any, kwargs: Any, site: Site, contest: Contest | None
 ) -> Any:
@@ -177,9 +187,10 @@ def _called(
         result = call_fused(function, args, kwargs, site)
         if site.contest is None and site.device is not None:
             tensors = tensors_in([result])
-            if site.device.type == "cpu" and tensors:  # its host's time would not be all
-                site.device = _main_device(tensors)
-            site.contest = contest_for(site.device, any(x.requires_grad for x in tensors))
+            with NoModes():
+                if site.device.type == "cpu" and tensors:  # its host's time would not be all
+                    site.device = _main_device(tensors)
+                site.contest = contest_for(site.device, any(x.requires_grad for x in tensors))
         return result
     before = begun = None
     passes = _holds_wrapped([*args, *kwargs.values()])  # before the function puts any there
@@ -290,7 +301,8 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
             walk = _Walk(lent)
             walk.enter(others)
         if site.device is None and lent:
-            site.device = _main_device(lent)
+            with NoModes():
+                site.device = _main_device(lent)
         if walk is None or not walk.passes:
             before = mine.get("depth", 0)
             if lent:  # with nothing wrapped, fused calls inside are outermost

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 # --- torch functions and modes -------------------------------------------------------------------
 
@@ -23,6 +24,8 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how ma
 has_torch_function: Callable[[Any], bool] = torch._C._has_torch_function
 torch_functions_are_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # how many
+function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+_modes_are_told: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 InferenceMode = torch._C._InferenceMode
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no patch sees it
 # whether backward of this thread may run in others; the public class does it in 2 us
@@ -45,6 +48,27 @@ top_hooks: Callable[[], Hooks | None] = partial(
 )
 push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def looked_on() -> bool:
+    """Whether a mode of this thread is told of torch functions.
+
+    A default device is none: it is asked about functions that make tensors of nothing, alone.
+    """
+    if not _modes_are_told():
+        return False
+    return any(function_mode_at(k).__class__ is not DeviceContext for k in range(function_modes()))
+
+
+def functions_off() -> Any:
+    """What switches torch functions off around an op that is not recorded.
+
+    For a default device too, which takes 2 us to say nothing; but where hooks or dispatch modes run
+    in the middle of the op, for these may enter another one.
+    """
+    if not function_modes() or looked_on() or dispatch_modes() or top_hooks() is not None:
+        return NoTorchFunction()
+    return NoModes()
 
 
 def changes_results() -> bool:

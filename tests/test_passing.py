@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autofuse
+from autofuse.dispatch.protocol import HANDLERS
 from autofuse.hot import native
 from autofuse.record.flush import flush_all
 
@@ -334,6 +336,79 @@ def test_a_mode_is_told_of_what_eager_does_alone(name, kind, on):
                 assert told(autofuse.wrap) == expected
     finally:
         autofuse.config.always_fuse = False
+
+
+def test_a_default_device_is_asked_about_what_makes_tensors_alone(on, monkeypatch):
+    """Recording, passing, metadata and fused calls go on as without one."""
+    asked = []
+    answer = DeviceContext.__torch_function__
+
+    def ask(self, func, types, args=(), kwargs=None):
+        asked.append(func.__name__)
+        return answer(self, func, types, args, kwargs)
+
+    def program(x, i, m):
+        y = torch.abs(torch.add(x, 1.0)) * x + F.hardtanh(F.relu(x - 1.0))
+        z = y.sum() + torch.cat([y, x]).view(-1)[0] + F.layer_norm(y, (6,)).norm()
+        y.add_(1.0)
+        y[0] = z
+        return y * z + torch.zeros(6), torch.einsum("ij->j", y), y.shape, y.dtype, len(y), y.dim()
+
+    if not on:  # without machine code torch's functions ask modes before anybody
+
+        def program(x, i, m):
+            y = ((x + 1.0).abs() * x).clamp(-1, 1) + x
+            z = y.sum() + y.view(-1)[0] + y.softmax(-1)[0, 0]
+            y.add_(1.0)
+            y[0] = z
+            return y * z + torch.zeros(6), y.argmax(1), y.shape, y.dtype, len(y), y.dim()
+
+    want = outcome(program, "plain")
+    monkeypatch.setattr(DeviceContext, "__torch_function__", ask)
+    for kind in ("wrapped", "pending", "wrapped", "pending"):
+        with torch.device("cpu"):
+            x, i, m = operands(kind, False)
+            asked.clear()
+            result = program(x, i, m)
+            assert asked == ["zeros"]
+            assert autofuse.is_pending(result[0])
+        found = [facts(t, [])[:8] for t in flat(result)], [facts(t, [])[:8] for t in (x, i, m)]
+        assert found == ([fact[:8] for fact in want[0]], want[1])
+    fused = autofuse.fuse(lambda x: x * 2.0 + torch.ones(6))
+    x = torch.ones(4, 6)
+    with torch.device("cpu"):
+        for measure in (False, True):
+            monkeypatch.setattr(autofuse.config, "measure", measure)
+            asked.clear()
+            y = fused(x)
+            assert set(asked) <= {"ones"} and len(asked) == 1 and type(y) is torch.Tensor
+    autofuse.config.measure = False
+
+
+def test_no_default_device_is_missed(on):
+    """Functions that it is asked about have no handler; what hooks and modes do in the middle of an
+    op that is not recorded is under the devices that they choose themselves."""
+    assert not _device_constructors() & {*HANDLERS}
+    packed = []
+
+    def pack(tensor):
+        with torch.device("meta"):
+            packed.append(torch.empty(1).device.type)
+        return tensor
+
+    class Chooses(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            with torch.device("meta"):
+                packed.append(torch.empty(1).device.type)
+            return func(*args, **kwargs or {})
+
+    x = autofuse.wrap(torch.rand(3, 6, requires_grad=True))
+    with torch.device("cpu"):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            x.softmax(-1)
+        with Chooses():
+            x.sum()
+    assert len(packed) >= 2 and {*packed} == {"meta"}
 
 
 def test_metadata_asks_a_mode_as_a_plain_tensor_does(on):

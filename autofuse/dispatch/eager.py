@@ -23,8 +23,8 @@ from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
 from ..record.policy import skipped
 from ..torch_private import (
     NoModes,
-    NoTorchFunction,
     function_modes,
+    functions_off,
     has_torch_function,
 )
 from .nested import SIMPLE, flattened, mapped
@@ -67,7 +67,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
             and (not x or x[0].__class__ is int or _made_concrete(x, known))
         ):
             return run_any(func, known, args, kwargs)
-    with NoTorchFunction():
+    with functions_off():
         result = func(*args, **kwargs) if kwargs else func(*args)
     counts.eager[known.reason] += 1
     if first is not None:
@@ -99,7 +99,7 @@ def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     """Run an op of the table, on concrete operands, that the trie has found better off eager."""
     node.recorder.reading = False
     skipped(node)
-    with NoTorchFunction():
+    with functions_off():
         result = func(*operands)
     counts.eager[node.counted] += 1
     told = ask(result)
@@ -172,7 +172,7 @@ def run_any(
         for tensor in wrapped:
             tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
     if in_c:
-        with NoTorchFunction():
+        with functions_off():
             result = func(*args, **kwargs) if kwargs else func(*args)
         counts.eager[known.reason] += 1
         if first is not None:

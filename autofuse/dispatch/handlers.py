@@ -29,7 +29,7 @@ from ..record.numbers import follows
 from ..record.origins import keep
 from ..record.record import record, record_fresh, relieve
 from ..record.writes import flush_readers, record_inplace, record_write
-from ..torch_private import NoTorchFunction, autocast_is_on
+from ..torch_private import autocast_is_on, functions_off
 from .eager import (
     OURS,
     Handler,
@@ -316,7 +316,7 @@ def _write_now(func: Handler, known: Known, target: Any, args: Any, kwargs: Any)
         if not is_alone():
             flush_readers(target, known.name, others=True)
         flush_thread(known.name)
-        with NoTorchFunction():
+        with functions_off():
             result = func(target, *args, **kwargs)
         counts.eager[known.reason] += 1
     finally:

@@ -9,9 +9,8 @@ import torch
 
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
-from ..chain.state import this_thread
 from ..record.writes import pending_version
-from ..torch_private import NoTorchFunction, function_modes
+from ..torch_private import functions_off, looked_on
 from .eager import Handler, Plain, run_eager
 from .handlers import HOT, handle
 from .protocol import HANDLERS, OPTIONS
@@ -31,9 +30,9 @@ def _reading(base: Handler) -> Handler:
     """A handler that asks the tensor itself, pending or not."""
 
     def read(*args: Any, **kwargs: Any) -> Any:
-        if function_modes() and this_thread.closed:
+        if looked_on():
             return run_eager(base, args, kwargs)
-        with NoTorchFunction():
+        with functions_off():
             return base(*args, **kwargs)
 
     HOT.append(("asking", read, (base,)))
@@ -49,7 +48,7 @@ def install_metadata() -> None:
         setter = getattr(base, "__set__", None)
 
         def get(self: Any, getter: Handler = getter) -> Any:
-            with NoTorchFunction():
+            with functions_off():
                 return getter(self)
 
         def set_(self: Any, value: Any, setter: Any = setter) -> None:
@@ -80,7 +79,7 @@ def _from_meta(name: str, getter: Handler) -> Handler:
     read = operator.attrgetter(name)
 
     def get(self: Any) -> Any:
-        if function_modes() and this_thread.closed:  # which are told
+        if looked_on():  # which are told
             return getter(self)
         state = self._af
         if state.__class__ is Meta:

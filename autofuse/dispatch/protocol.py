@@ -14,7 +14,7 @@ from ..chain.shell import Tensor
 from ..chain.state import counts
 from ..errors import LostGradientError
 from ..record.flush import flush_tensor, flush_thread
-from ..torch_private import NoModes, function_modes
+from ..torch_private import NoModes, looked_on
 from .eager import OURS, Handler, released, run_any, run_eager
 from .nested import wrapped_in
 from .unrecorded import known_of
@@ -45,7 +45,7 @@ def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs:
     3 us less where no other class and no mode has a say. Another class is asked as if wrapped
     tensors were plain ones.
     """
-    if not function_modes():
+    if not looked_on():
         for x in relevant_args:
             if id(x.__class__) not in OURS and x is not None:  # an option that was not given
                 break

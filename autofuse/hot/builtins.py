@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from ..chain.shell import Tensor
 from .c import (
-    FUNCTION_MODES,
     FUNCTIONS_OFF,
     ITEMS,
     LISTED,
@@ -23,7 +22,7 @@ from .c import (
     call_pointer,
     load,
 )
-from .values import class_of, has_target, is_number, is_simple
+from .values import class_of, has_target, is_number, is_simple, looked_on
 from .write import is_quiet
 
 
@@ -69,7 +68,7 @@ def has_wrapped(x):
 
 def are_ours_alone(values, count):
     """Whether torch would ask autofuse about a function of these, and nobody else."""
-    if call_pointer(FUNCTIONS_OFF) & 255 != 0 or call_pointer(FUNCTION_MODES) != 0:
+    if call_pointer(FUNCTIONS_OFF) & 255 != 0 or looked_on() != 0:
         return 0
     if SKIPS_NEXT != 0:
         if call_pointer(SKIPS_NEXT) & 255 != 0:

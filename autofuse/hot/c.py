@@ -97,6 +97,8 @@ AF, CURRENT, OBSERVER, WORDS, EAGER, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALI
 # objects of `chain`, `record` and torch
 Plain: Any = GIVEN  # torch.Tensor
 Parameter: Any = GIVEN
+DeviceContext: Any = GIVEN  # the class of a default device, which is a mode
+function_mode_at: Any = GIVEN  # (position): a mode of torch functions
 Builtin: Any = GIVEN  # the class of functions of C
 Function: Any = GIVEN  # of Python
 local: Any = GIVEN

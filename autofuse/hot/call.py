@@ -9,7 +9,6 @@ from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
     DISPATCH_MODES,
-    FUNCTION_MODES,
     INPLACE,
     ITEMS,
     LAYOUT_CLOSURE,
@@ -54,15 +53,16 @@ from .record import are_watched, called, handed, number_chain, verdict_on
 from .values import (
     class_of,
     current_recorder,
+    functions_off,
     grad_mode,
     has_target,
     is_ours,
     is_simple,
+    looked_on,
     set_class,
     slot_of,
     state_of,
     switch_back,
-    switch_off,
     told,
 )
 
@@ -96,7 +96,7 @@ def ask_overrides(entry, function, args, count, names) -> object:
 
 def are_alone(tensors: tuple):
     """Whether nobody but autofuse has a say about a function of these."""
-    if call_pointer(FUNCTION_MODES) != 0:
+    if looked_on() != 0:
         return 0
     for x in tensors:
         if x is not None and is_ours(x) == 0:  # an option that was not given
@@ -130,7 +130,7 @@ def getting(entry, x: Tensor) -> object:
     """
     if entry[2] is True and class_of(state_of(x)) is Node:
         return 0
-    before = switch_off(1)
+    before = functions_off()
     result = tried(call_object(entry[0], x, entry[1]))
     switch_back(before)
     return result
@@ -138,9 +138,9 @@ def getting(entry, x: Tensor) -> object:
 
 def asking(entry, function, args, count, names) -> object:
     """A method of `dispatch.metadata`; entry: the method of torch's."""
-    if call_pointer(FUNCTION_MODES) != 0:
+    if looked_on() != 0:
         return 0
-    before = switch_off(1)
+    before = functions_off()
     result = tried(PyObject_Vectorcall(entry[0], args, count, names))
     switch_back(before)
     return result
@@ -287,7 +287,7 @@ def wrap(items, count):
 
 def are_modes_off():
     """Whether no mode has torch run Python in the middle of an op."""
-    return call_pointer(FUNCTION_MODES) == 0 and call_pointer(DISPATCH_MODES) == 0
+    return looked_on() == 0 and call_pointer(DISPATCH_MODES) == 0
 
 
 def is_only_thread():

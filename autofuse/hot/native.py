@@ -37,7 +37,7 @@ from ..kernel.llvm import processor
 from ..record import flush, numbers, origins, ranges, record, writes
 from ..run import cuda, words
 from ..settings.config import config, watch
-from ..torch_private import count_write
+from ..torch_private import DeviceContext, count_write, function_mode_at
 from . import builtins as _builtins
 from . import c, call, inputs, lend, values, write
 from . import flush as _flush
@@ -191,7 +191,8 @@ def _given() -> dict[str, Any]:
     """What the stages leave to be given."""
     return {
         "Plain": torch.Tensor,
-        "Parameter": torch.nn.Parameter, "Builtin": type(len), "Function": types.FunctionType,
+        "Parameter": torch.nn.Parameter, "DeviceContext": DeviceContext,
+        "function_mode_at": function_mode_at, "Builtin": type(len), "Function": types.FunctionType,
         "local": state.this_thread, "counts": state.counts, "flushes": state.counts.flushes,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,

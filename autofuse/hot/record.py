@@ -59,13 +59,13 @@ from .values import (
     autocast_mode,
     class_of,
     count_one,
+    functions_off,
     grad_mode,
     is_number,
     is_ours,
     recorder_of,
     set_class,
     switch_back,
-    switch_off,
 )
 
 
@@ -295,7 +295,7 @@ def are_watched():
 
 def called(function, reason, args, count, names) -> object:
     """What an eager function returns, with torch functions off; 0 after an error."""
-    before = switch_off(1)
+    before = functions_off()
     if class_of(function) is Builtin:  # what stands before it would find torch functions off
         result = tried(_PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names))
     elif function is getitem and count == 2 and names == 0 and is_ours(args[0]) != 0:

@@ -11,8 +11,10 @@ from .c import (
     AUTOCAST,
     COUNTER_OF,
     CURRENT,
+    DISPATCH_MODES,
     EMPTY,
     FAILED,
+    FUNCTION_MODES,
     FUNCTIONS_OFF,
     GRAD_MODE,
     LISTED,
@@ -22,6 +24,7 @@ from .c import (
     SWITCH_OFF,
     TENSOR_AT,
     VERSION_AT,
+    DeviceContext,
     Parameter,
     Plain,
     Py_DecRef,
@@ -44,6 +47,7 @@ from .c import (
     borrowed,
     call_object,
     call_pointer,
+    function_mode_at,
     is_foreign,
     load,
     load32,
@@ -82,6 +86,32 @@ def switch_off(state):
 def switch_back(before):
     """Let torch functions be off for whom they were off."""
     call_pointer(SWITCH_OFF, before)
+
+
+def looked_on():
+    """Whether a mode is told of torch functions: `torch_private.looked_on`."""
+    count = call_pointer(FUNCTION_MODES)
+    if count == 0 or call_pointer(FUNCTIONS_OFF) & 255 == 2:
+        return 0
+    for k in range(count):
+        number = PyLong_FromLong(k)
+        mode = tried(PyObject_CallOneArg(function_mode_at, number))
+        if mode == 0:
+            PyErr_Clear()
+            return 1
+        if class_of(mode) is not DeviceContext:
+            return 1
+    return 0
+
+
+def functions_off():
+    """Switch torch functions off around an op: `torch_private.functions_off`."""
+    if call_pointer(FUNCTION_MODES) == 0 or call_pointer(DISPATCH_MODES) != 0:
+        return switch_off(1)
+    recorder: Recorder = current_recorder()
+    if recorder == 0 or recorder is None or recorder.hooks is not None or looked_on() != 0:
+        return switch_off(1)
+    return switch_off(2)
 
 
 def told(getter, closure, tensor) -> object:

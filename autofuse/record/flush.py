@@ -275,7 +275,8 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             watch = hooks.flushing(recorder, chain, node, refcounts, reason)
         runner = (node.writers if writes else node.runners).get(refcounts)
         if runner is None:
-            runner = runner_for(recorder, node, refcounts, writes)
+            with NoModes():
+                runner = runner_for(recorder, node, refcounts, writes)
         if chain.tried is not None:
             credit(chain, runner.nodes, bool(runner.pieces))
         counts.flushes[reason] = counts.flushes.get(reason, 0) + 1

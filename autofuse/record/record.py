@@ -356,7 +356,8 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
         forget(recorder)
         return None
     metas = [node.meta for node in path if node.meta is not None]
-    node = extend(recorder, tip, op, key[1:], metas)
+    with NoModes():  # which have not to do with how it is found out what eager makes of it
+        node = extend(recorder, tip, op, key[1:], metas)
     reason = tip.reason
     if tip.told and not node.reason and node.meta is not None and node.meta.requires_grad:
         saves = saved_by(node) if tip.told is LATER else None
