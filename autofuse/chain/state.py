@@ -31,9 +31,9 @@ class Node:
 
     __slots__ = ("args", "autocast", "by_outputs", "cast", "common", "consts", "counted",
                  "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key", "likely",
-                 "limits", "long", "meta", "next", "op", "parent", "pinned_limit", "reason",
-                 "recent", "recorder", "relaxed", "returns", "runners", "saves", "shell", "skips",
-                 "told", "usual", "writers")  # fmt: skip
+                 "limits", "long", "looked_on", "meta", "next", "op", "parent",
+                 "pinned_limit", "reason", "recent", "recorder", "relaxed", "returns", "runners",
+                 "saves", "shell", "skips", "told", "usual", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -45,6 +45,9 @@ class Node:
         self.autocast: bool = False if parent is None else parent.autocast  # recorded under it
         # when hooks are told what autograd saves, AT_ONCE or LATER; then, what eager's node does
         self.told: str = "" if parent is None else parent.told
+        # under modes of torch functions: whoever is told of an op records it, and not before; keys
+        # have the op in a tuple, where the hot path never looks
+        self.looked_on: bool = False if parent is None else parent.looked_on
         self.saves: tuple[Ref, ...] = ()
         self.cast: torch.dtype | None = None  # of operands, which have to be cast before
         self.index: int = -1 if parent is None else parent.index + 1
@@ -175,9 +178,9 @@ class Recorder:
     """What one thread records on one device."""
 
     __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
-                 "hooks", "ident", "inference", "kind", "last_wait", "launches", "lock", "nowhere",
-                 "off", "reading", "release", "resting", "roots", "running", "runners", "size",
-                 "spare", "stream", "thread", "untold", "waits")  # fmt: skip
+                 "hooks", "ident", "inference", "kind", "last_wait", "launches", "lock",
+                 "looked_on", "nowhere", "off", "reading", "release", "resting", "roots", "running",
+                 "runners", "size", "spare", "stream", "thread", "untold", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
@@ -189,7 +192,7 @@ class Recorder:
         self.stream = stream_reader(device)
         enter_context(device)
         self.nowhere = Node(self, None, None)  # after which nothing is ever recorded
-        self.grad = self.inference = self.autocast = False
+        self.grad = self.inference = self.autocast = self.looked_on = False
         self.hooks: Hooks | None = None  # of saved tensors
         self.untold: list[Untold] = []
         self.resting = False  # records nothing until there is news of kernels; see `policy.rest`
@@ -214,20 +217,23 @@ class Recorder:
         False, with the chain left open, where something is pending.
         """
         grad, inference, autocast, hooks = self.grad, self.inference, self.autocast, self.hooks
+        looked_on = self.looked_on
         if self.thread == get_ident():  # another thread's modes are not those of its recorder
             grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             autocast = torch.is_autocast_enabled(self.device.type)
             hooks = top_hooks()
+            looked_on = this_thread.lookers > 0
         told = ""
         if hooks is not None:
             told = LATER if hasattr(hooks[0], TOLD_LATER) else AT_ONCE
-        modes = (grad, inference, autocast, told, torch.get_default_dtype(), config.recompute,
-                 config.always_fuse, config.relaxed, self.resting)  # fmt: skip
+        modes = (grad, inference, autocast, told, looked_on, torch.get_default_dtype(),
+                 config.recompute, config.always_fuse, config.relaxed, self.resting)  # fmt: skip
         root = self.roots.get(modes)
         if root is None:
             root = self.roots[modes] = Node(self, None, None, grad and not inference)
             root.autocast = autocast
             root.told = told
+            root.looked_on = looked_on
             root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
         closed = self.off or not config.enabled or torch.is_anomaly_enabled()
@@ -239,6 +245,7 @@ class Recorder:
             self.inference = inference
             self.autocast = autocast
             self.hooks = hooks
+            self.looked_on = looked_on
             self.home = home
             self.spare: Chain | None = None
             self.chain = chain
@@ -336,6 +343,7 @@ class _Local(threading.local):
 
     current: Recorder | None = None  # the one used last
     closed = 0
+    lookers = 0  # modes of torch functions that have been entered
     depth = 0  # fused calls on the stack
     recorders = _Recorders()
 

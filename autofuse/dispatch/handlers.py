@@ -29,7 +29,7 @@ from ..record.numbers import follows
 from ..record.origins import keep
 from ..record.record import record, record_fresh, relieve
 from ..record.writes import flush_readers, record_inplace, record_write
-from ..torch_private import autocast_is_on, functions_off
+from ..torch_private import autocast_is_on, functions_off, looked_on
 from .eager import (
     OURS,
     Handler,
@@ -202,7 +202,8 @@ _UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, Overflo
 
 def _chosen(choose: Handler, args: Any, kwargs: Any) -> Any:
     """What a chooser or a composite makes of a call; None where torch decides."""
-    if this_thread.closed:  # modes are told of what was called, and not of what it is made of
+    # modes are told of what was called, and not of what it is made of
+    if this_thread.closed or looked_on():
         return None
     try:
         return choose(*args, **kwargs)
@@ -280,6 +281,8 @@ def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
     known.reason = (known.name, "a write with nothing pending to fuse it with")
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if looked_on():
+            return run_eager(func, (self, *args), kwargs)
         settled = _is_concrete(self) if self.__class__ is Tensor else id(self.__class__) in OURS
         if settled:
             for x in args if not kwargs else (*args, *kwargs.values()):
@@ -358,6 +361,8 @@ def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handle
         if id(other.__class__) in OURS:
             shell = record(OPS[tensor_row], (other, self))
             return run_eager(forward, (other, self)) if shell is None else shell
+        if looked_on():
+            return run_eager(func, (self, other))
         if scalar is not None:
             return scalar(self, other)
         if this_thread.closed:
@@ -379,7 +384,7 @@ def _is_operand(args: Any, options: Any) -> bool:
 
 
 def _rpow(self: Any, /, *args: Any, **options: Any) -> Any:
-    if this_thread.closed or not _is_operand(args, options):
+    if this_thread.closed or not _is_operand(args, options) or looked_on():
         return run_eager(Plain.__rpow__, (self, *args), options)
     return torch.pow(args[0], self)
 
@@ -451,7 +456,7 @@ def _cast(dtype: torch.dtype, func: Handler) -> Handler:
     row = arithmetic.CASTS[dtype]
 
     def cast(self: Any, /, *args: Any, **options: Any) -> Any:
-        if args or options or this_thread.closed:
+        if args or options or this_thread.closed or looked_on():
             return run_eager(func, (self, *args), options)
         if self.__class__ is not Tensor or self.dtype is dtype:
             return self

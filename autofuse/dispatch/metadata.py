@@ -48,6 +48,8 @@ def install_metadata() -> None:
         setter = getattr(base, "__set__", None)
 
         def get(self: Any, getter: Handler = getter) -> Any:
+            if looked_on():
+                return getter(self)
             with functions_off():
                 return getter(self)
 
@@ -94,7 +96,7 @@ def _pending_grad(leaf: bool, concrete: Handler) -> Handler:
 
     def get(self: Any) -> bool:
         state = self._af
-        if state.recorder is not None and state.meta.requires_grad:
+        if state.recorder is not None and state.meta.requires_grad and not looked_on():
             return not leaf
         return concrete(self)
 

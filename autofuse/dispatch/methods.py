@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from types import FunctionType
 from typing import Any
 
 from ..chain.shell import Tensor
@@ -12,7 +11,7 @@ from ..torch_private import TensorBase
 from .eager import Handler, Plain, run_eager
 from .handlers import HOT, eagerly, handle, passing, unhandled
 from .protocol import HANDLERS, OPTIONS
-from .unrecorded import IN_C, LIKE_C, PASSED, known_of
+from .unrecorded import IN_C, LIKE_C, PASSED, asks_for_overrides, known_of
 
 
 def install_methods() -> None:
@@ -33,7 +32,9 @@ def install_methods() -> None:
     handle(Plain, "__setitem__", _setting(Plain.__setitem__))
     for name, func in vars(Plain).items():
         if name in _EXPORTS or not name.startswith("__"):
-            if _asks_for_overrides(func) and name not in Tensor.__dict__:
+            # in the middle of a flush it would find them switched off, and take a pending value for
+            # a tensor with memory
+            if asks_for_overrides(func) and name not in Tensor.__dict__:
                 handle(Plain, name, eagerly(func))
     if not made_no_sequence(Tensor):
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
@@ -44,14 +45,6 @@ _OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "_
               "__rmatmul__"}  # fmt: skip
 # not of operators: Python would ask a reflected one first that differs from a plain tensor's
 _EXPORTS = ("__reduce_ex__", "__deepcopy__", "__array__", "__dlpack__", "__dlpack_device__")
-
-
-def _asks_for_overrides(method: Any) -> bool:
-    """Whether it asks itself, in Python: in the middle of a flush it would find them switched off,
-    and take a pending value for a tensor with memory."""
-    return isinstance(method, FunctionType) and any(
-        name.startswith("has_torch_function") for name in method.__code__.co_names
-    )
 
 
 def _setting(func: Handler) -> Handler:

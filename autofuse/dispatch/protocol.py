@@ -16,7 +16,7 @@ from ..errors import LostGradientError
 from ..record.flush import flush_tensor, flush_thread
 from ..torch_private import NoModes, looked_on
 from .eager import OURS, Handler, released, run_any, run_eager
-from .nested import wrapped_in
+from .nested import SIMPLE, wrapped_in
 from .unrecorded import known_of
 
 HANDLERS: dict[Any, Handler] = {}  # torch function -> what to call instead, arguments by position
@@ -47,7 +47,7 @@ def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs:
     """
     if not looked_on():
         for x in relevant_args:
-            if id(x.__class__) not in OURS and x is not None:  # an option that was not given
+            if x.__class__ is not Tensor and id(x.__class__) not in SIMPLE:
                 break
         else:
             return torch_function(public_api, _ONLY, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ Plain = torch.Tensor
 IN_C = {type(torch.add), type(Plain.add), type(Plain.__getitem__),
          type(Plain.shape.__get__)}  # type: ignore[attr-defined]  # fmt: skip
 # functions that do, and that tell modes of what it has by their name
-_EXACT_CLASS = {"numpy", "_make_subclass", "as_subclass", "is_contiguous"}
+_EXACT_CLASS = {"numpy", "_make_subclass", "as_subclass", "is_contiguous", "__reduce_ex__"}
 # functions that stand between chains
 PASSED = set(
     "adaptive_avg_pool1d adaptive_avg_pool2d addbmm addmv addr all amax amin any argmax argmin "
@@ -46,12 +47,15 @@ TARGETS = {"out", "inplace"}  # keywords by which a function may write
 class Known:
     """What `run_eager` has to know of a function."""
 
-    __slots__ = ("in_c", "name", "own", "reason", "targets", "writes")
+    __slots__ = ("asks", "in_c", "name", "own", "reason", "targets", "writes")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.name = getattr(func, "__name__", "function")
         self.reason = (self.name, "not in the table")
         self.in_c = func in LIKE_C or (func.__class__ in IN_C and self.name not in _EXACT_CLASS)
+        # whether it tells modes of its call before it looks at its tensors
+        in_torch = func.__class__ in IN_C or asks_for_overrides(func)
+        self.asks = in_torch and self.name not in _EXACT_CLASS
         # torch's: what it reads is among its arguments
         self.own = self.in_c or func.__class__ in IN_C or _is_torch_own(func)
         # running statistics are written in training alone
@@ -76,6 +80,13 @@ def _is_torch_own(func: Callable[..., Any]) -> bool:
     """Whether it is a function of a module of torch, and not one made there for somebody."""
     package = (getattr(func, "__module__", None) or "").partition(".")[0]
     return package == "torch" and getattr(func, "__closure__", func) is None
+
+
+def asks_for_overrides(function: Any) -> bool:
+    """Whether it does so itself, in Python."""
+    return isinstance(function, FunctionType) and any(
+        name.startswith("has_torch_function") for name in function.__code__.co_names
+    )
 
 
 EXPORTS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage",

@@ -128,7 +128,7 @@ def getting(entry, x: Tensor) -> object:
 
     A shell says of itself what its value will say, but for those.
     """
-    if entry[2] is True and class_of(state_of(x)) is Node:
+    if looked_on() != 0 or (entry[2] is True and class_of(state_of(x)) is Node):
         return 0
     before = functions_off()
     result = tried(call_object(entry[0], x, entry[1]))
@@ -165,7 +165,7 @@ def passing(table, function, args, count, names) -> object:
 
 def is_everyday(recorder: Recorder, known: Known, args, count, names):
     """Whether Python has nothing to do for these arguments; pending ones are flushed."""
-    if are_watched() != 0:
+    if are_watched() != 0 or looked_on() != 0:
         return 0
     if int(recorder.ident) != PyThread_get_thread_ident():
         return 0

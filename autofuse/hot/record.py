@@ -63,6 +63,7 @@ from .values import (
     grad_mode,
     is_number,
     is_ours,
+    looked_on,
     recorder_of,
     set_class,
     switch_back,
@@ -221,7 +222,7 @@ def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
 
 def run_short(recorder: Recorder, func, node: Node, operands, count) -> object:
     """Run an op that the trie has found better off eager: `dispatch.eager.run_short`."""
-    if are_watched() != 0:
+    if are_watched() != 0 or looked_on() != 0:
         return 0
     if node.returns is not None and int(node.skips) >= SKIPS:
         return 0

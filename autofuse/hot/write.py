@@ -45,7 +45,16 @@ from .call import is_everyday, is_pending_elsewhere
 from .flush import flush_into, flush_now
 from .inputs import item_of, likely_meta
 from .record import are_watched, called, recorded
-from .values import address_of, class_of, current_recorder, grad_mode, is_ours, slot_of, state_of
+from .values import (
+    address_of,
+    class_of,
+    current_recorder,
+    grad_mode,
+    is_ours,
+    looked_on,
+    slot_of,
+    state_of,
+)
 
 
 def writing(entry, function, args, count, names) -> object:
@@ -151,6 +160,8 @@ def is_quiet():
 def is_free(recorder: Recorder):
     """Whether this thread may use it now, and may write without anybody else in its way."""
     if recorder is None or recorder == 0 or are_watched() != 0:
+        return 0
+    if looked_on() != 0:
         return 0
     if int(recorder.ident) != PyThread_get_thread_ident():
         return 0

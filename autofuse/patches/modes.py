@@ -12,23 +12,25 @@ import torch
 from ..chain.state import TOLD_LATER
 from ..inside import inside, whatever_interrupts
 from ..record.flush import flush_all, flush_thread
-from ..record.modes import regrade, reopen, reopen_all
+from ..record.modes import look_away, look_on, regrade, reopen, reopen_all
 from ..torch_private import set_grad_enabled
 from .around import around, closed_between
 
 
 def patch_modes() -> None:
-    """Inside these nothing is recorded: they see, or change, every single op.
+    """Inside most of these nothing is recorded: they see, or change, every single op.
 
-    A default device is a mode too, which enters itself another way: recording goes on inside.
+    Modes of torch functions are told of each before it is recorded. A default device is one, which
+    enters itself another way.
     """
     from torch._functorch import eager_transforms, vmap
     from torch.autograd import forward_ad
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    for owner in (TorchFunctionMode, TorchDispatchMode):
-        closed_between(owner, "__enter__", "__exit__", "mode")
+    closed_between(TorchDispatchMode, "__enter__", "__exit__", "mode")
+    around(TorchFunctionMode, "__enter__", look_on)
+    around(TorchFunctionMode, "__exit__", after=look_away)
     for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
         for kind in ("grad", "jvp", "vmap", "func"):
             start, end = f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting"

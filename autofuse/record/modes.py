@@ -83,6 +83,22 @@ def reopen_thread() -> None:
     reopen("reopen")
 
 
+def look_on() -> None:
+    """A mode of torch functions begins: what is recorded until `look_away` is told to it first."""
+    this_thread.lookers += 1
+    try:
+        reopen("mode")
+    except BaseException:
+        this_thread.lookers -= 1
+        raise
+
+
+def look_away() -> None:
+    """Undo one `look_on`."""
+    this_thread.lookers -= 1
+    reopen("mode")
+
+
 class closed(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     """Record nothing in this thread inside; a context manager and a decorator."""
 

@@ -39,6 +39,7 @@ from ..torch_private import (
     NoModes,
     address_of,
     autocast_is_on,
+    looked_on,
     raw_version_of,
     requires_grad_of,
 )
@@ -70,8 +71,11 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     if recorder.autocast is not (autocast_is_on() and is_autocast_enabled(recorder.device.type)):
         renew(recorder, "autocast")
         return record(op, operands)
+    if tip.looked_on and looked_on():  # eager PyTorch tells modes, and comes back without them
+        recorder.reading = False
+        return None
     slots = chain.slots
-    edge: list[Any] = [op]
+    edge: list[Any] = [(op,) if tip.looked_on else op]
     xs: list[torch.Tensor] = []  # new Inputs
     metas: list[Meta] = []
     consts: list[Any] = []

@@ -28,7 +28,7 @@ from ..errors import StaleInputError
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import is_cast
 from ..ops.row import Op
-from ..torch_private import NoModes, NoTorchFunction, address_of, raw_version_of
+from ..torch_private import NoModes, NoTorchFunction, address_of, looked_on, raw_version_of
 from .flush import flush
 from .record import record
 
@@ -182,6 +182,8 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
 def pending_version(tensor: Tensor) -> int:
     """The version counter that eager would show for `tensor`."""
     state = tensor._af
+    if looked_on():
+        return raw_version_of(tensor)
     if state.recorder is not None:
         chain = state.recorder.running or state.recorder.chain
         return (chain.bumps or {}).get(state.index, 0)
