@@ -4,6 +4,7 @@ What eager does on CUDA is asked of tensors without memory, which need no GPU.
 """
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -532,15 +533,16 @@ def test_weights_are_cast_as_often_as_in_eager(device, cached):
     assert autofuse.stats().ops_recorded > 20
 
 
+@pytest.mark.parametrize("cast", [{"cast_inputs": torch.float32}, {}], ids=["cast", "as they are"])
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_functions_with_casts_of_their_own(device, enabled):
-    """torch.amp.custom_fwd casts inputs and switches autocast off; custom_bwd has its state."""
+def test_functions_with_casts_of_their_own(device, enabled, cast):
+    """torch.amp.custom_fwd may cast inputs, and then switches autocast off; custom_bwd follows."""
     seen = []
 
     class Scaled(torch.autograd.Function):
         @staticmethod
-        @torch.amp.custom_fwd(device_type=device, cast_inputs=torch.float32)
+        @torch.amp.custom_fwd(device_type=device, **cast)
         def forward(ctx, x, w):
             seen.append((x.dtype, torch.is_autocast_enabled(device)))
             ctx.save_for_backward(x, w)
@@ -551,7 +553,7 @@ def test_functions_with_casts_of_their_own(device, enabled):
         def backward(ctx, gradient):
             x, w = ctx.saved_tensors
             seen.append((gradient.dtype, torch.is_autocast_enabled(device)))
-            return (gradient * 2 + x * 0).to(x.dtype), gradient * w.sign() * 0 + gradient
+            return (gradient * 2 + x * 0).to(x.dtype), (gradient * w.sign() * 0 + gradient).float()
 
     def step(x, w):
         x, w = x.clone(), w.clone()
@@ -617,6 +619,50 @@ def test_a_grad_scaler_does_what_it_does_in_eager(device, monkeypatch):
         got = train(fuse, wrap)
         for ours, theirs in zip(got, want, strict=True):
             assert_same(ours, theirs, None)
+
+
+REFUSED = {
+    "float32": lambda x, block: block("cpu", torch.float32),
+    "float64": lambda x, block: block("cpu", torch.float64),
+    "int32": lambda x, block: block("cpu", torch.int32),
+    "no dtype": lambda x, block: block("cpu", "bfloat16"),
+    "no device": lambda x, block: block("nothing", torch.bfloat16),
+    "no string": lambda x, block: block(torch.device("cpu"), torch.bfloat16),
+    "unsafe": lambda x, block: F.binary_cross_entropy(block("cpu", torch.bfloat16), x),
+    "two dtypes": lambda x, block: torch.mm(block("cpu", torch.bfloat16).float(), x.double().t()),
+    "inside": lambda x, block: block("cpu", torch.bfloat16)["nothing"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_what_autocast_refuses_is_said_and_done_as_in_eager(call, eager_tier):
+    """Dtypes that it does not know, of which it warns, doing nothing; errors in its block."""
+
+    def run(wrap):
+        x = wrap(torch.rand(3, 4))
+        before = x * 2.0
+
+        def block(*options):
+            with torch.autocast(*options):
+                return ((before + 1.0) * 0.25).abs() * torch.mm(x, x.t()).sum()
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                result = call(x * 0.5, block)
+            except Exception as error:
+                result = type(error).__name__, str(error)
+        assert not torch.is_autocast_enabled("cpu")
+        found = [result, before - 1.0, (x * 2).exp().dtype]
+        return [str(w.message) for w in said], [autofuse.unwrap(t) for t in found if t is not None]
+
+    torch.manual_seed(0)
+    want = run(lambda t: t)
+    assert want[0] or isinstance(want[1][0], tuple)
+    torch.manual_seed(0)
+    got = run(W)
+    assert got[0] == want[0]
+    assert_same(got[1], want[1], None)
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
