@@ -4,12 +4,15 @@ Each process runs every check of CHECKS and says what came of it; a test asks fo
 """
 
 import os
+import shutil
+import tempfile
 import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autofuse
 
@@ -163,10 +166,164 @@ def dtensor(device):
     assert torch.equal((local + 1).full_tensor(), (x[:1] * 2 + 1).expand(2, -1))
 
 
+# --- mixed precision and checkpoints; the same steps in eager PyTorch give the same bits ----------
+
+
+class Typical(nn.Module):
+    """What is written around the products of a model, exact on the CPU: [B, 8] to [B, 8]."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.full((8,), 0.75))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1.0
+        h = (self.up(x * self.scale) + 0.5).relu() * 0.5
+        return x + self.down(h * h + h).float() * self.scale - 0.25
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList([Typical(), Typical()])
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x * 2.0
+
+
+def _whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def steps_of(model, optimizer, device, wrap):
+    """Losses, gradients and parameters of three steps under autocast, whole, and the buffers."""
+    kind = torch.device(device).type
+    scaler = torch.amp.GradScaler(kind, init_scale=64.0)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = wrap((batch(device) * (step + 1)).requires_grad_())
+        with torch.autocast(kind, torch.bfloat16):
+            loss = (model(x).float() * 0.5 - 1.0).square().mean()
+        scaler.scale(loss).backward()
+        found += [_whole(autofuse.unwrap(loss)), *(_whole(p.grad) for p in model.parameters())]
+        scaler.step(optimizer)
+        scaler.update()
+    return [*found, *map(_whole, model.parameters()), *map(_whole, model.buffers())]
+
+
+def assert_same_bits(make, device):
+    """Models of `make`, whose argument says whether they are fused, trained with and without."""
+    results = []
+    for fused, wrap in ((False, lambda t: t), (False, W), (True, lambda t: t)):
+        autofuse.reset_stats()
+        torch.manual_seed(0)
+        model = make(fused)
+        results.append(steps_of(model, torch.optim.SGD(model.parameters(), 0.125), device, wrap))
+        assert (autofuse.stats().kernels_launched > 0) is (fused or wrap is W)
+    for got in results[1:]:
+        for ours, theirs in zip(got, results[0], strict=True):
+            assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+
+
+def _mixed_ddp(device, reentrant):
+    def make(fused):
+        model = Checkpointed(reentrant).to(device)
+        options = {"static_graph": True} if reentrant else {}
+        model = nn.parallel.DistributedDataParallel(model, **options)
+        return autofuse.fuse(model) if fused else model
+
+    assert_same_bits(make, device)
+
+
+def ddp_with_autocast_and_checkpoints(device):
+    _mixed_ddp(device, reentrant=False)
+
+
+def ddp_with_autocast_and_reentrant_checkpoints(device):
+    _mixed_ddp(device, reentrant=True)
+
+
+def _mixed_fsdp(device, fused, **options):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(torch.device(device).type, (2,))
+    model = Checkpointed(reentrant=False).to(device)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    model = fully_shard(model, mesh=mesh, **options)
+    return autofuse.fuse(model) if fused else model
+
+
+def fsdp_with_autocast_and_checkpoints(device):
+    assert_same_bits(lambda fused: _mixed_fsdp(device, fused), device)
+
+
+def fsdp_with_a_policy_of_mixed_precision(device):
+    """Parameters are gathered in bfloat16; gradients are reduced in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    # torch 2.9 casts what enters a block in a checkpoint's first run alone
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    assert_same_bits(lambda fused: _mixed_fsdp(device, fused, mp_policy=policy), device)
+
+
+def saved_and_loaded(device):
+    """torch.distributed.checkpoint of a sharded fused model: a new one goes on with its bits."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def going_on(fused, wrap, folder):
+        torch.manual_seed(0)
+        first = _mixed_fsdp(device, fused)
+        optimizer = torch.optim.SGD(first.parameters(), 0.125, momentum=0.5)
+        found = steps_of(first, optimizer, device, wrap)
+        names = ("model", "optimizer")
+        state = dict(zip(names, get_state_dict(first, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=folder)
+        found += steps_of(first, optimizer, device, wrap)
+        torch.manual_seed(1)
+        second = _mixed_fsdp(device, fused)
+        other = torch.optim.SGD(second.parameters(), 0.125, momentum=0.5)
+        state = dict(zip(names, get_state_dict(second, other), strict=True))
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            second, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        again = steps_of(second, other, device, wrap)
+        for ours, theirs in zip(again, found[-len(again) :], strict=True):
+            assert torch.equal(ours, theirs)
+        return found
+
+    folders = [None] * 3
+    if dist.get_rank() == 0:
+        folders = [tempfile.mkdtemp() for _ in folders]
+    dist.broadcast_object_list(folders)
+    ways = ((False, lambda t: t), (False, W), (True, lambda t: t))
+    try:
+        results = [going_on(*way, at) for way, at in zip(ways, folders, strict=True)]
+        for got in results[1:]:
+            for ours, theirs in zip(got, results[0], strict=True):
+                assert torch.equal(ours, theirs)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for folder in folders:
+                shutil.rmtree(folder)
+
+
 CHECKS = (
     collectives, functional_collectives, a_collective_writes_what_a_pending_op_reads, ddp_around,
     ddp_inside, ddp_over_fused_blocks, ddp_walks_the_graph_of_a_pending_result, fsdp_inside,
-    fsdp_around, fused_after_sharding, dtensor,
+    fsdp_around, fused_after_sharding, dtensor, ddp_with_autocast_and_checkpoints,
+    ddp_with_autocast_and_reentrant_checkpoints, fsdp_with_autocast_and_checkpoints,
+    fsdp_with_a_policy_of_mixed_precision, saved_and_loaded,
 )  # fmt: skip
 
 
