@@ -676,3 +676,59 @@ def test_autocast_of_another_device_begins_no_other_chain(enabled, monkeypatch):
         y = y + 1.0
     assert autofuse.is_pending(y) and (y * y).tolist() == [9.0] * 4
     assert autofuse.stats().kernels_launched == 1
+
+
+# --- what stands around the products of a model in bfloat16 ---------------------------------------
+
+
+def rms_norm(x, weight):
+    """As many models write it: in float32, and back."""
+    y = x.float()
+    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x) * weight
+
+
+def typical(x, norm, up, gate, down, bias, linear):
+    """A block with RMSNorm and SwiGLU in float32, and one with a bias and GELU, and residuals."""
+    h = rms_norm(x, norm)
+    gated, y = linear(h, gate), linear(h, up)
+    gated = gated.to(torch.float32)
+    y = gated * torch.sigmoid(gated) * y.to(dtype=torch.float32)
+    x = x + linear(y.to(x), down)
+    y = F.gelu(linear(x, up) + bias, approximate="tanh")
+    return x + linear(y, down) * 0.5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("mode", ["bfloat16", "autocast"])
+def test_there_is_one_kernel_between_two_products(mode, grad, device, monkeypatch):
+    """But for a norm, whose mean stands between two; backward reads its scale, of another shape."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    torch.manual_seed(0)
+    shapes = [(4, 8), (8,), (16, 8), (16, 8), (8, 16), (16,)]
+    given = [torch.rand(shape, device=device) - 0.25 for shape in shapes]
+    dtype = torch.float32 if mode == "autocast" else torch.bfloat16
+
+    def run(wrap):
+        xs = [t.to(dtype).requires_grad_(grad) for t in given]
+        kernels = []
+
+        def linear(x, w):
+            y = F.linear(x, w)
+            kernels.append(autofuse.stats().kernels_launched)
+            return y
+
+        autofuse.reset_stats()
+        with torch.autocast(device, torch.bfloat16, enabled=mode == "autocast"):
+            result = typical(wrap(xs[0]), *xs[1:], linear)
+        autofuse.materialize(result)
+        kernels.append(autofuse.stats().kernels_launched)
+        gradients = torch.autograd.grad(result.float().sum(), xs) if grad else ()
+        return [autofuse.unwrap(t).detach() for t in (result, *gradients)], kernels
+
+    want, _ = run(lambda t: t)
+    for _ in range(2):
+        got, kernels = run(autofuse.wrap)
+        assert_same(got, want, 5e-2)
+        between = [b - a for a, b in zip(kernels, kernels[1:], strict=False)]
+        assert kernels[0] == 2 + grad and between == [0, 1, 1, 1, 1], kernels

@@ -35,6 +35,58 @@ from support import (
     random_tensor,
 )
 
+# casts in every spelling, of a float32 `x`; `o` is a bfloat16 tensor beside it
+CASTS = {
+    "float": lambda x, o: x.bfloat16().float(), "half": lambda x, o: x.half(),
+    "bfloat16": lambda x, o: x.bfloat16(), "double": lambda x, o: torch.Tensor.double(x),
+    "to": lambda x, o: x.to(torch.bfloat16), "dtype=": lambda x, o: x.to(dtype=torch.bfloat16),
+    "device, dtype": lambda x, o: x.to(x.device, torch.bfloat16),
+    "a string": lambda x, o: x.to(x.device.type, torch.bfloat16),
+    "device=, dtype=": lambda x, o: x.to(device=o.device, dtype=torch.half),
+    "device, dtype=": lambda x, o: x.to(o.device, dtype=torch.half),
+    "dtype, device=": lambda x, o: x.to(None, torch.half),
+    "a tensor": lambda x, o: x.to(o), "a pending one": lambda x, o: x.to((x > 0).half()),
+    "a tensor, non_blocking": lambda x, o: x.to(o, True, False),
+    "non_blocking": lambda x, o: x.to(torch.half, non_blocking=True).to(torch.double, True),
+    "copy": lambda x, o: x.to(torch.half, copy=False).to(x.device, torch.float, False, False),
+    "type_as": lambda x, o: x.type_as(o), "type": lambda x, o: x.type(torch.half),
+    "type=": lambda x, o: x.type(dtype=torch.half), "int": lambda x, o: x.int().long().bool(),
+    "itself": lambda x, o: itself(x),
+}  # fmt: skip
+
+
+def itself(x):
+    same = x.to(x.device).to(device=x.device).to(x).float().to(x.dtype).to(x.device.type)
+    assert same is x
+    return same
+
+
+# the same as wrong calls, and with what is no cast alone
+OTHER_CASTS = {
+    "nothing": lambda x, o: x.to(), "twice": lambda x, o: x.to(o.dtype, dtype=o.dtype),
+    "five": lambda x, o: x.to(o.device, o.dtype, True, False, None),
+    "a name": lambda x, o: x.to(torch.half, name=1), "a wrong device": lambda x, o: x.to("nothing"),
+    "a tensor and a dtype": lambda x, o: x.to(o, dtype=torch.half),
+    "no flag": lambda x, o: x.to(torch.half, non_blocking=1),
+    "a copy": lambda x, o: x.to(torch.float32, copy=True), "meta": lambda x, o: x.to("meta").shape,
+    "format": lambda x, o: x.to(torch.half, memory_format=torch.contiguous_format),
+    "a class": lambda x, o: x.type("torch.HalfTensor"), "no dtype": lambda x, o: x.to(1.5),
+    "complex": lambda x, o: x.to(torch.complex64), "a layout": lambda x, o: x.to(o.to_sparse()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", [*CASTS, *OTHER_CASTS])
+def test_casts_in_every_spelling(call, device):
+    cast = (CASTS | OTHER_CASTS)[call]
+    x, o = torch.linspace(-2, 300, 24, device=device).t(), torch.ones(2, device=device).bfloat16()
+    assert_same_as_eager(lambda x, o: cast(x * 2.0, o), x, o)
+    if call in CASTS:
+        autofuse.reset_stats()
+        result = cast(autofuse.wrap(x) * 2.0, autofuse.wrap(o))
+        assert autofuse.is_pending(result) and not autofuse.stats().eager_ops
+
+
 RTOL = {torch.float32: 2e-6, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 

@@ -611,10 +611,44 @@ row("tanh_backward", "g y", "g * fma(-y, y, 1)", narrow="g * rnd(1 - rnd(y * y))
 
 @spelled()
 def to(input, *args, **options):
-    dtype = options.get("dtype") if not args else args[0]
-    plain = len(args) <= 1 and options.keys() <= {"dtype"} and bool(args) != bool(options)
-    row = CASTS.get(dtype) if plain and isinstance(dtype, torch.dtype) else None
-    return None if row is None else input if dtype is input.dtype else (row, (input,))
+    """A dtype, a device and a dtype, or another tensor; the device is that of `input`."""
+    dtype = args[0] if len(args) == 1 else None
+    if options or not isinstance(dtype, torch.dtype):
+        if args and isinstance(args[0], torch.Tensor):
+            other, *args = args
+            if other.layout is not input.layout or options.keys() & {"device", "dtype"}:
+                return None
+            args = (other.device, other.dtype, *args)
+        elif args and isinstance(args[0], torch.dtype):
+            args = (None, *args)
+        given = dict(zip(("device", "dtype", "non_blocking", "copy"), args, strict=False))
+        if len(given) < len(args) or given.keys() & options.keys():
+            return None
+        given |= options
+        device, dtype = given.pop("device", None), given.pop("dtype", None)
+        flag, copy = given.pop("non_blocking", False), given.pop("copy", False)
+        if flag.__class__ is not bool or copy is not False:
+            return None
+        if given or device is dtype is None or not is_same_device(device, input):
+            return None
+    row = CASTS.get(dtype)
+    if dtype is None or dtype is input.dtype:
+        return input if input.dtype in CASTS else None
+    return None if row is None else (row, (input,))
+
+
+def is_same_device(device, input):
+    """Whether `device`, as `to` takes it, is that of `input`, for certain."""
+    if device is None:
+        return True
+    if isinstance(device, str):
+        device = torch.device(device)
+    if not isinstance(device, torch.device) or device.type != input.device.type:
+        return False
+    index = input.device.index
+    return device.index == index or (
+        device.index is None and device.type == "cuda" and torch.cuda.current_device() == index
+    )
 
 
 @spelled("type")
