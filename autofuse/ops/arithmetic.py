@@ -631,9 +631,9 @@ def to(input, *args, **options):
             return None
         if given or device is dtype is None or not is_same_device(device, input):
             return None
-    row = CASTS.get(dtype)
     if dtype is None or dtype is input.dtype:
         return input if input.dtype in CASTS else None
+    row = CASTS.get(dtype)
     return None if row is None else (row, (input,))
 
 
