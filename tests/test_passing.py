@@ -17,6 +17,7 @@ import autofuse
 from autofuse.dispatch.protocol import HANDLERS
 from autofuse.hot import native
 from autofuse.record.flush import flush_all
+from support import assert_same
 
 NATIVE = [False, True] if native.active() else [False]
 
@@ -409,6 +410,37 @@ def test_no_default_device_is_missed(on):
         with Chooses():
             x.sum()
     assert len(packed) >= 2 and {*packed} == {"meta"}
+
+
+IN_PYTHON = {
+    "normalize": lambda x: F.normalize(x, dim=1),
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": lambda x: F.silu(x),
+    "softmax": lambda x: F.softmax(x, dim=-1),
+    "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "layer_norm": lambda x: F.layer_norm(x, (6,)),
+    "mse_loss": lambda x: F.mse_loss(x, x + 1.0),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x + 1.0, reduction="none"),
+    "einsum": lambda x: torch.einsum("ij,ij->i", x, x),
+    "norm": lambda x: torch.norm(x),
+    "split": lambda x: torch.split(x, 2),
+    "of another": lambda x: F.cosine_similarity(x, torch.ones(3, 6)),
+    "a method": lambda x: x.norm(dim=0),
+    "one that makes tensors": lambda x: torch.full_like(x, 2.0) + torch.ones(6),
+}
+
+
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_a_default_device_asks_functions_in_python_about_plain_tensors_too(name, on):
+    """Who answers for it has to call them without it, or it asks again."""
+    x = torch.rand(3, 6)
+    want = flat(IN_PYTHON[name](x))
+    for kind in (torch.clone, lambda x: autofuse.wrap(x.clone()), lambda x: autofuse.wrap(x) * 1.0):
+        with torch.device("cpu"):
+            got = flat(IN_PYTHON[name](kind(x)))
+        for ours, theirs in zip(got, want, strict=True):
+            assert_same(ours, theirs, 1e-6, name)
 
 
 def test_metadata_asks_a_mode_as_a_plain_tensor_does(on):

@@ -43,16 +43,14 @@ def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs:
     """`torch.overrides.handle_torch_function`, which torch's functions in Python call.
 
     3 us less where no other class and no mode has a say. Another class is asked as if wrapped
-    tensors were plain ones.
+    tensors were plain ones. A default device asks about plain ones as well: torch itself knows how
+    to call the function without it.
     """
-    if not looked_on():
+    if not looked_on() and any([x.__class__ is Tensor for x in relevant_args]):
         for x in relevant_args:
             if x.__class__ is not Tensor and id(x.__class__) not in SIMPLE:
-                break
-        else:
-            return torch_function(public_api, _ONLY, args, kwargs)
-        if any(x.__class__ is Tensor for x in relevant_args):
-            return run_any(public_api, known_of(public_api), args, kwargs)
+                return run_any(public_api, known_of(public_api), args, kwargs)
+        return torch_function(public_api, _ONLY, args, kwargs)
     return _ask_overrides(public_api, relevant_args, *args, **kwargs)
 
 

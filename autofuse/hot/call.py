@@ -95,13 +95,16 @@ def ask_overrides(entry, function, args, count, names) -> object:
 
 
 def are_alone(tensors: tuple):
-    """Whether nobody but autofuse has a say about a function of these."""
+    """Whether autofuse, and nobody else, has a say about a function of these."""
     if looked_on() != 0:
         return 0
+    wrapped = 0
     for x in tensors:
-        if x is not None and is_ours(x) == 0:  # an option that was not given
+        if class_of(x) is Tensor:
+            wrapped = 1
+        elif x is not None and is_ours(x) == 0:  # an option that was not given
             return 0
-    return 1
+    return wrapped
 
 
 def is_silent(names: tuple, values):

@@ -20,7 +20,7 @@ from ..dispatch.unrecorded import EXPORTS
 from ..lending import is_lent, others_lend
 from ..record.flush import flush_all, flush_tensor
 from ..record.writes import flush_readers
-from ..torch_private import TensorBase, looked_on, torch_functions_are_on
+from ..torch_private import TensorBase, function_modes, looked_on, torch_functions_are_on
 from .around import replace
 
 _PLAIN = set(map(id, (torch.Tensor, torch.nn.Parameter)))
@@ -144,7 +144,7 @@ def _asks_us(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             wrapped = True
         elif id(x.__class__) not in SIMPLE:
             return False
-    return wrapped and torch_functions_are_on() and not looked_on()
+    return wrapped and torch_functions_are_on() and not (function_modes() and looked_on())
 
 
 def _flush_readers_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
