@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import itertools
 import sys
 import threading
 import warnings
@@ -436,8 +438,10 @@ def test_a_default_device_asks_functions_in_python_about_plain_tensors_too(name,
     """Who answers for it has to call them without it, or it asks again."""
     x = torch.rand(3, 6)
     want = flat(IN_PYTHON[name](x))
-    for kind in (torch.clone, lambda x: autofuse.wrap(x.clone()), lambda x: autofuse.wrap(x) * 1.0):
-        with torch.device("cpu"):
+    kinds = (torch.clone, lambda x: autofuse.wrap(x.clone()), lambda x: autofuse.wrap(x) * 1.0)
+    hooks = functools.partial(torch.autograd.graph.saved_tensors_hooks, torch.detach, torch.detach)
+    for kind, within in itertools.product(kinds, (contextlib.nullcontext, hooks)):
+        with torch.device("cpu"), within():
             got = flat(IN_PYTHON[name](kind(x)))
         for ours, theirs in zip(got, want, strict=True):
             assert_same(ours, theirs, 1e-6, name)

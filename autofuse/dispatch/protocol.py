@@ -14,7 +14,7 @@ from ..chain.shell import Tensor
 from ..chain.state import counts
 from ..errors import LostGradientError
 from ..record.flush import flush_tensor, flush_thread
-from ..torch_private import NoModes, looked_on
+from ..torch_private import NoModes, looked_on, torch_functions_are_on
 from .eager import OURS, Handler, released, run_any, run_eager
 from .nested import SIMPLE, wrapped_in
 from .unrecorded import known_of
@@ -43,10 +43,11 @@ def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs:
     """`torch.overrides.handle_torch_function`, which torch's functions in Python call.
 
     3 us less where no other class and no mode has a say. Another class is asked as if wrapped
-    tensors were plain ones. A default device asks about plain ones as well: torch itself knows how
-    to call the function without it.
+    tensors were plain ones. A default device asks about plain ones as well, and where autofuse has
+    switched torch functions off: torch itself knows how to call the function without it.
     """
-    if not looked_on() and any([x.__class__ is Tensor for x in relevant_args]):
+    ours = torch_functions_are_on() and any([x.__class__ is Tensor for x in relevant_args])
+    if ours and not looked_on():
         for x in relevant_args:
             if x.__class__ is not Tensor and id(x.__class__) not in SIMPLE:
                 return run_any(public_api, known_of(public_api), args, kwargs)

@@ -9,6 +9,7 @@ from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
     DISPATCH_MODES,
+    FUNCTIONS_OFF,
     INPLACE,
     ITEMS,
     LAYOUT_CLOSURE,
@@ -96,7 +97,7 @@ def ask_overrides(entry, function, args, count, names) -> object:
 
 def are_alone(tensors: tuple):
     """Whether autofuse, and nobody else, has a say about a function of these."""
-    if looked_on() != 0:
+    if call_pointer(FUNCTIONS_OFF) & 255 != 0 or looked_on() != 0:
         return 0
     wrapped = 0
     for x in tensors:
