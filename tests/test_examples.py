@@ -36,6 +36,21 @@ def test_rnn_loop():
     assert "250 ops in 50 kernels" in out
 
 
+@pytest.mark.parametrize("drawn", [False, True])
+def test_wave(drawn, tmp_path):
+    """With matplotlib and without, which does not keep it from computing."""
+    if drawn:
+        pytest.importorskip("matplotlib", reason="draws with the extra '.[examples]'")
+    path = tmp_path / "wave.png"
+    few = ["--steps", "90", "--size", "120", "300", "--device", "cpu", "--out", str(path)]
+    script = ["-c", "import runpy, sys\n" + "sys.modules['matplotlib'] = None\n" * (not drawn)
+              + "sys.argv.pop(0), runpy.run_path(sys.argv[0], run_name='__main__')"]  # fmt: skip
+    out = run(*script, "examples/wave.py", *few)
+    recorded, launched = map(int, re.search(r"(\d+) ops recorded, (\d+)", out).groups())
+    assert "same bits" in out and recorded == 14 * launched > 0
+    assert path.exists() == drawn and ("no picture" in out) != drawn
+
+
 def test_how_it_works():
     out = run("examples/how_it_works.py")
     assert "v3 = tanh(v2)" in out and "4 ops, 1 kernel" in out and "compiled: 0, launched: 3" in out
@@ -91,4 +106,4 @@ def test_every_benchmark_has_a_test():
 def test_every_example_has_a_test():
     tests = Path(__file__).read_text()
     for path in (ROOT / "examples").glob("*.py"):
-        assert f'run("examples/{path.name}"' in tests
+        assert f'"examples/{path.name}"' in tests
