@@ -112,6 +112,19 @@ def test_a_chain_that_gains_less_than_it_costs_to_lead_there():
     assert not is_wrapped(run(program))
 
 
+def test_others_find_an_origin_that_has_begun(monkeypatch):
+    """Another thread, or a handler, asks whether the trial is over in the middle of that."""
+    begin, asked = origins.Origin.begin, []
+
+    def interrupted(origin, device):
+        asked.append(origins.trials.is_over())
+        begin(origin, device)
+
+    monkeypatch.setattr(origins.Origin, "begin", interrupted)
+    run(passed_on, autofuse.wrap(torch.randn(6, 6)))
+    assert asked
+
+
 def test_what_is_read_beside_wrapped_tensors_alone_is_wrapped():
     """Such an op passes on what it is given whatever becomes of this one."""
     x = torch.randn(6, 6)

@@ -95,8 +95,9 @@ class Trials:
         """The Origin at `key`, which `origins` may not have yet, in the trial that there is now."""
         entered = self.seen.get(key)
         if entered is None:
-            entered = self.seen[key] = origin or Origin()
-            entered.begin(device)
+            entered = origin or Origin()
+            entered.begin(device)  # before anybody can find it
+            self.seen[key] = entered
             self.left, self.weight = 0, 1
         return entered
 
