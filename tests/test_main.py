@@ -1,7 +1,9 @@
 """The command line but for `cache`, which test_cache.py has: what is printed, exit statuses."""
 
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,15 @@ def quick(place):
     place.setattr(diagnosis, "cuda_target", lambda target: "not asked")
     place.setattr("autofuse.__main__.self_test", lambda device: self_test(device, 0.01))
     return place
+
+
+def test_the_folder_of_a_clone_does_not_stand_for_the_package(tmp_path):
+    """Where somebody works beside a clone called autofuse, which is installed from there."""
+    clone = Path(__file__).parent.parent
+    (tmp_path / "autofuse").symlink_to(clone, target_is_directory=True)
+    command = [sys.executable, "-c", "import autofuse; print(autofuse.fuse)"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "function fuse" in done.stdout, done.stderr
 
 
 def test_without_a_command_all_are_named(capsys):
