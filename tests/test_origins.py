@@ -186,6 +186,7 @@ def test_a_program_changes_its_mind(again):
         return (((h * 0.5 + 1.0) * 2.0 - 1.0) * h + h) if fuses else h.sum(0)
 
     wants = [program(fuses) for fuses in (False, True)]
+    before = origins.trials.count
     for fuses in (False, True, False):
         ways = []
         for _ in range(3000):
@@ -193,7 +194,7 @@ def test_a_program_changes_its_mind(again):
             ways.append(is_wrapped(result))
             assert torch.allclose(autofuse.unwrap(result), autofuse.unwrap(wants[fuses]))
         assert sum(ways[-400:]) > 300 if fuses else sum(ways[-400:]) < 100
-    assert origins.trials.count > 8 and origins.trials.pause > 2 * origins.PAUSE
+    assert origins.trials.count > before + 5 and origins.trials.pause > 2 * origins.PAUSE
 
 
 def test_where_bits_may_differ_it_is_decided_once():
