@@ -10,7 +10,7 @@ _cache = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
 os.environ["AUTOFUSE_CACHE_DIR"] = _cache.name
 
 import autofuse  # noqa: E402
-from autofuse.record.modes import forget_all  # noqa: E402
+from autofuse.record.modes import forget_all, reopen_all  # noqa: E402
 from autofuse.supply import kernels  # noqa: E402
 from autofuse.supply.disk import DiskCache  # noqa: E402
 
@@ -19,6 +19,7 @@ if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
 
     trial.install()
 
+from support import NATIVE, TIERS  # noqa: E402
 
 LOCKS = {
     name: lock
@@ -64,3 +65,31 @@ def eager_tier(monkeypatch):
     yield
     assert autofuse.stats().kernels_launched == 0
     forget_all("test")
+
+
+@pytest.fixture(params=NATIVE, ids=lambda on: "native" if on else "python")
+def on(request):
+    """By machine code, where there is some, and by Python."""
+    before = autofuse.config.native
+    autofuse.config.native = request.param
+    yield request.param
+    autofuse.config.native = before
+
+
+@pytest.fixture(params=TIERS)
+def tier(request, monkeypatch):
+    """Chains run by kernels; as eager ops where that costs less; as eager ops until they are there.
+
+    In the last tier no kernel ever comes.
+    """
+    monkeypatch.setattr(autofuse.config, "always_fuse", request.param != "short")
+    if request.param == "waiting":
+        monkeypatch.setattr(autofuse.config, "compile", "background")
+        monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
+        reopen_all("test")
+    return request.param
+
+
+@pytest.fixture
+def always(monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)

@@ -13,6 +13,7 @@ import torch
 
 import autofuse
 from autofuse.dispatch.nested import mapped
+from autofuse.hot import native
 from autofuse.kernel.plan import Piece, make_pieces
 from autofuse.ops import autocast
 from autofuse.program.program import Output, Program
@@ -24,6 +25,9 @@ HAS_CUDA = torch.cuda.is_available()
 NO_GPU = "needs a CUDA device; torch.cuda.is_available() is False here"
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason=NO_GPU)
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
+
+NATIVE = [False, True] if native.active() else [False]  # what `config.native` may be
+TIERS = ["kernels", "short", "waiting"]  # see the fixture
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

@@ -20,26 +20,6 @@ from support import DEVICES, assert_same, elsewhere
 COUNT = int(os.environ.get("AUTOFUSE_TEST_ORDERS", "20"))
 SEED = int(os.environ.get("AUTOFUSE_TEST_SEED", "20261122"))
 SHAPE = (6, 40)
-TIERS = ["kernels", "short", "waiting"]
-
-
-@pytest.fixture(params=TIERS)
-def tier(request, monkeypatch):
-    """Chains run by kernels; as eager ops where that costs less; as eager ops until they are there.
-
-    In the last tier no kernel ever comes.
-    """
-    monkeypatch.setattr(autofuse.config, "always_fuse", request.param != "short")
-    if request.param == "waiting":
-        monkeypatch.setattr(autofuse.config, "compile", "background")
-        monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
-        autofuse.record.modes.reopen_all("test")
-    return request.param
-
-
-@pytest.fixture
-def always(monkeypatch):
-    monkeypatch.setattr(autofuse.config, "always_fuse", True)
 
 
 @pytest.fixture(params=[True, False], ids=["native", "python"])

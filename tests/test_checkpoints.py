@@ -30,22 +30,6 @@ from support import DEVICES, assert_same
 WAYS = ["fuse", "wrap"]
 
 
-@pytest.fixture(params=["kernels", "short", "waiting"])
-def tier(request, monkeypatch):
-    """Chains run by kernels; as eager ops where that costs less; as eager ops for want of them."""
-    monkeypatch.setattr(autofuse.config, "always_fuse", request.param != "short")
-    if request.param == "waiting":
-        monkeypatch.setattr(autofuse.config, "compile", "background")
-        monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
-        autofuse.record.modes.reopen_all("test")
-    return request.param
-
-
-@pytest.fixture
-def always(monkeypatch):
-    monkeypatch.setattr(autofuse.config, "always_fuse", True)
-
-
 def leaves(device, count=3, shape=(4, 6)):
     generator = torch.Generator().manual_seed(3)
     made = [(torch.rand(shape, generator=generator) + 0.5).to(device) for _ in range(count)]

@@ -11,11 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 import autofuse
 import cases
-from autofuse.hot import native
-from support import DEVICES, assert_same
+from support import DEVICES, NATIVE, assert_same
 
 W = autofuse.wrap
-NATIVE = [False, True] if native.active() else [False]
 
 
 @pytest.fixture(params=NATIVE, ids=lambda on: "native" if on else "python", autouse=True)

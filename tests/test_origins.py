@@ -12,18 +12,7 @@ import torch.nn.functional as F
 
 import autofuse
 from autofuse.chain.state import counts
-from autofuse.hot import native
 from autofuse.record import contest, origins, policy
-
-NATIVE = [False, True] if native.active() else [False]
-
-
-@pytest.fixture(params=NATIVE, ids=lambda on: "native" if on else "python")
-def on(request):
-    before = autofuse.config.native
-    autofuse.config.native = request.param
-    yield request.param
-    autofuse.config.native = before
 
 
 @pytest.fixture(autouse=True)

@@ -17,19 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autofuse
 from autofuse.dispatch.protocol import HANDLERS
-from autofuse.hot import native
 from autofuse.record.flush import flush_all
-from support import assert_same
-
-NATIVE = [False, True] if native.active() else [False]
-
-
-@pytest.fixture(params=NATIVE, ids=lambda on: "native" if on else "python")
-def on(request):
-    before = autofuse.config.native
-    autofuse.config.native = request.param
-    yield request.param
-    autofuse.config.native = before
+from support import NATIVE, assert_same
 
 
 def set_item(x, i, value):
