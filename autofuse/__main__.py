@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .cli.attempt import attempt
 from .cli.diagnose import OPS, SHAPE, facts, self_test
 from .ops.coverage import coverage, look_up
 from .settings.config import SETTINGS, Setting, config, nearest
@@ -222,6 +223,30 @@ def add_settings(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=show_settings)
 
 
+# --- try -----------------------------------------------------------------------------------------
+
+
+def show_attempt(args: argparse.Namespace) -> int:
+    if not args.module and args.script is None:
+        print("give a script, or -m and a module", file=sys.stderr)
+        return 2
+    program = ["-m", *args.module] if args.module else [args.script, *args.args]
+    return attempt(program, args.timeout, args.once)
+
+
+def add_try(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "run a program as it is and with its modules fused, and compare"
+    parser = commands.add_parser("try", help=text, description=text)
+    parser.add_argument("--once", action="store_true", help="run it fused alone")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS",
+                        help="for each run (default: 600)")  # fmt: skip
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[],
+                        metavar="MODULE", help="a module and its arguments")  # fmt: skip
+    parser.add_argument("script", nargs="?", help="a script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(run=show_attempt)
+
+
 # --- all of them ---------------------------------------------------------------------------------
 
 
@@ -238,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.set_defaults(run=lambda args: show_help(parser))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (add_report, add_coverage, add_settings, add_cache):
+    for add in (add_report, add_try, add_coverage, add_settings, add_cache):
         add(commands)
     args = parser.parse_args(argv)
     return args.run(args)
