@@ -1,31 +1,53 @@
-"""The failures that autofuse itself reports, one class per failure. Imports nothing of autofuse."""
+"""The failures that autofuse itself reports, one class per failure. Imports nothing of autofuse.
+
+The first paragraph of a class says what happened, the second what to do; docs/troubleshooting.md
+has them as a table. What eager PyTorch would raise is raised by torch, at the same line.
+"""
 
 import sys
 from contextlib import suppress
 
 
 class AutofuseError(RuntimeError):
-    """Base class of every error that autofuse raises on its own account."""
+    """Base class of every error that autofuse raises on its own account.
+
+    Catch the class below it that you expect.
+    """
 
 
 class StaleInputError(AutofuseError):
-    """An Input of a pending chain was modified behind autofuse's back before the chain ran."""
+    """An Input of a pending chain was modified behind autofuse's back before the chain ran.
+
+    Call `autofuse.materialize(result)` before the write, or write through the wrapped tensor.
+    """
 
 
 class LostGradientError(AutofuseError):
-    """C++ code took a pending value that requires grad where autograd cannot follow."""
+    """C++ code took a pending value that requires grad where autograd cannot follow.
+
+    Call `autofuse.materialize(tensor)` before handing it over.
+    """
 
 
 class KernelError(AutofuseError):
-    """A kernel could not be compiled, loaded or launched; the chain then runs as eager ops."""
+    """A kernel could not be compiled, loaded or launched; the chain then runs as eager ops.
+
+    Seen only as a message on stderr; `python -m autofuse report` says what is amiss.
+    """
 
 
 class ColdKernelError(AutofuseError):
-    """A kernel would have to be compiled inside `no_compile` or while a CUDA graph is captured."""
+    """A kernel would have to be compiled inside `no_compile` or while a CUDA graph is captured.
+
+    Run the code once before, with the same dtypes and layouts, and call `autofuse.wait()`.
+    """
 
 
 class MismatchError(AutofuseError):
-    """Check mode has found that a kernel computes something else than eager PyTorch."""
+    """Check mode has found that a kernel computes something else than eager PyTorch.
+
+    Report it with the code in the message; meanwhile run these lines in `autofuse.disabled()`.
+    """
 
 
 class BuildError(Exception):

@@ -11,6 +11,7 @@ import torch
 from test_structure import FILES
 
 import autofuse
+from autofuse import errors
 from autofuse.__main__ import main, markdown
 from autofuse.settings.config import SETTINGS
 
@@ -125,6 +126,24 @@ def test_messages_are_those_of_the_source():
             assert piece.strip(" ;:") in source, message
 
 
+def table_of_exceptions():
+    """The one of troubleshooting.md, from the docstrings, without what is caught inside."""
+    rows = ["| | what happened | what to do |", "|---|---|---|"]
+    for name, error in vars(errors).items():
+        ours = isinstance(error, type) and issubclass(error, errors.AutofuseError)
+        if ours and "caught inside" not in error.__doc__:
+            cells = (" ".join(part.split()) for part in error.__doc__.split("\n\n"))
+            rows.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_table_of_exceptions():
+    between = PAGES["troubleshooting.md"].split("<!-- exceptions -->\n")[1]
+    assert between.split("<!-- /exceptions -->")[0] == table_of_exceptions()
+    raised = set(re.findall(r"raise (\w+Error)\(", SOURCE)) & set(vars(errors))
+    assert raised <= set(re.findall(r"`(\w+)` \|", between)) | {"NotReadyError", "BuildError"}
+
+
 # what is named
 
 
@@ -193,3 +212,18 @@ def test_every_page_is_found_from_each_beginning():
         assert {name for name in named if (DOCS / name).exists()} == pages, beginning
     menu = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(menu) == sorted({*pages, "index.md"})
+
+
+# what is said in more than one place
+
+
+def test_versions_are_the_same_everywhere():
+    project = (ROOT / "pyproject.toml").read_text()
+    (version,) = re.findall(r'^version = "(.*)"', project, re.M)
+    assert version == autofuse.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}, " in (ROOT / "CHANGELOG.md").read_text()
+    pythons = re.findall(r":: Python :: (3\.\d+)", project)
+    run = set(re.findall(r"\b(3\.1\d) torch", (ROOT / ".ci" / "run").read_text()))
+    assert set(pythons) == run and f'>={pythons[0]}"' in project
+    assert f"Python {pythons[0]} to {pythons[-1]}" in PAGES["install.md"]
