@@ -221,7 +221,7 @@ def _in_backward(t):
 def _full(t):
     forget_all("test")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autofuse.record.flush, "run_ops", _raise)
+        patch.setattr(autofuse.record.failures, "run_ops", _raise)
         patch.setattr(autofuse.record.flush, "runner_for", _raise)
         autofuse.materialize(t * 3)
 

@@ -100,7 +100,7 @@ def test_out_of_memory_is_torchs_error_and_nothing_is_lost(device, monkeypatch):
         raise error
 
     recorder = autofuse.chain.state.recorder_for(x.device)
-    monkeypatch.setattr(autofuse.record.flush, "run_ops", full)
+    monkeypatch.setattr(autofuse.record.failures, "run_ops", full)
     monkeypatch.setattr(autofuse.record.flush, "runner_for", lambda *args: _Full(full))
     with pytest.raises(torch.OutOfMemoryError):
         autofuse.materialize(y)
@@ -117,7 +117,7 @@ def test_a_write_that_ran_out_of_memory_is_not_made_up_for_later(device, monkeyp
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(autofuse.record.flush, "run_ops", full)
+    monkeypatch.setattr(autofuse.record.failures, "run_ops", full)
     monkeypatch.setattr(autofuse.record.flush, "runner_for", lambda *args: _Full(full))
     with pytest.raises(torch.OutOfMemoryError):
         autofuse.wrap(memory).add_(y)
@@ -150,7 +150,7 @@ def test_a_write_whose_kernel_fails_counts_once(device, monkeypatch, capsys, wra
     with monkeypatch.context() as patch:
         patch.setattr(cpu.CpuRunner, "_write", staticmethod(broken))
         patch.setattr(cpu.CpuRunner, "_loop", staticmethod(broken))
-        patch.setattr(autofuse.record.flush, "run_ops", full)
+        patch.setattr(autofuse.record.failures, "run_ops", full)
         with pytest.raises(torch.OutOfMemoryError):
             target.add_(w * 2.0)
     assert x._version == version and x.tolist() == value
@@ -234,3 +234,38 @@ def test_launch_error_in_backward(device, monkeypatch, capsys):
                 monkeypatch.setattr(runner, "_compute", broken)
     check_gradients(device)
     assert "no launch today" in capsys.readouterr().err
+
+
+def ended(make, device, wrap=lambda x: x):
+    """A view that a write to its base has ended."""
+    base = wrap(torch.arange(6.0, device=device).reshape(2, 3).requires_grad_()) * 1
+    with torch.set_grad_enabled(make != "no_grad"):
+        view = base[0] if make == "no_grad" else getattr(torch, make)(base, 1)[0]
+    base.mul_(torch.full((3,), 2.0, device=device, requires_grad=True))
+    return view
+
+
+@pytest.mark.parametrize("make", ["split", "unbind", "no_grad"])
+@pytest.mark.parametrize("tier", ["now", "background"])
+def test_what_autograd_refuses_ends_with_its_values(device, monkeypatch, make, tier):
+    """A chain that it can never differentiate is not tried again; the rest of it is computed."""
+    monkeypatch.setattr(autofuse.config, "compile", tier)
+    with pytest.raises(RuntimeError) as wanted:
+        ended(make, device) * 2
+    p = torch.arange(3.0, device=device, requires_grad=True)
+    before = autofuse.wrap(p) * 3 + 1
+    view = ended(make, device, autofuse.wrap)
+    for _ in range(2):
+        kept = autofuse.wrap(p) * 5 + 1
+        with pytest.raises(RuntimeError) as raised:
+            after = (view * 2 + 1).sigmoid()
+            after.sum()
+        assert str(raised.value) == str(wanted.value)
+        with pytest.raises(RuntimeError):
+            after.sum()  # again, and only there
+        assert_same(kept, p * 5 + 1, None)
+        kept.sum().backward()
+        assert torch.equal(p.grad, torch.full_like(p, 5.0))
+        p.grad = None
+    assert_same(before, p * 3 + 1, None)
+    assert (autofuse.wrap(torch.ones(3, device=device)) * 2).tolist() == [2.0] * 3

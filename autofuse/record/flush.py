@@ -36,7 +36,7 @@ import torch
 from .. import hooks
 from ..chain.liveness import HELD_HERE
 from ..chain.meta import UNKNOWN
-from ..chain.shell import Held, Lost, Tensor, plain_alias, set_attribute
+from ..chain.shell import Held, Lost, Tensor, plain_alias
 from ..chain.state import (
     LATER,
     TOLD_LATER,
@@ -48,7 +48,7 @@ from ..chain.state import (
     counts,
     this_thread,
 )
-from ..errors import ColdKernelError, NotReadyError, StaleInputError, warn_once
+from ..errors import ColdKernelError
 from ..inside import (
     being_inside,
     in_another_thread,
@@ -58,12 +58,13 @@ from ..inside import (
     patience,
     whatever_interrupts,
 )
-from ..run.eager import replayed, run_ops
+from ..run.eager import replayed
 from ..run.runner import Runner
 from ..run.settle import WRITING, settle, write_out
 from ..supply import kernels as compiling
 from ..supply.load import enter_context
 from ..torch_private import InferenceMode, NoModes, changes_results, detach, set_grad_enabled
+from .failures import is_lost, lose, recover
 from .numbers import is_next
 from .origins import credit
 from .ways import runner_for
@@ -297,13 +298,13 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             if watch is not None:
                 watch.failed(error)
             counted = True
-            if _is_lost(runner, error):
-                _lose(chain, runner, error)
+            if is_lost(runner, error):
+                lose(chain, runner, error)
                 raise
             if own:
-                _recover(chain, runner, error)
+                recover(chain, runner, error)
             else:  # no name for it here, which would be a cycle with the error's traceback
-                without_modes(partial(_recover, runner=runner, error=error), recorder, chain)
+                without_modes(partial(recover, runner=runner, error=error), recorder, chain)
         let_go(chain)
     except BaseException as error:
         if watch is not None:
@@ -416,37 +417,6 @@ def without_modes(run: Callable[[Chain], None], recorder: Recorder, chain: Chain
             run(chain)
 
     in_another_thread(alone)  # until it ends, for the chain is that thread's
-
-
-def _is_lost(runner: Runner, error: Exception) -> bool:
-    """Whether a run has failed in such a way that nothing can compute its chain any more."""
-    cold = isinstance(error, ColdKernelError) and not runner.kernels  # in the middle of a capture
-    return cold or isinstance(error, StaleInputError)
-
-
-def _lose(chain: Chain, runner: Runner, error: Exception) -> None:
-    """Say that the live-outs are lost."""
-    chain.values = {}  # nobody computes them any more
-    for owner in runner.owners:
-        set_attribute(chain[owner.index], "_af", Lost(error))
-        owner.shell = None
-    chain.clear()
-    chain.values = None
-
-
-def _recover(chain: Chain, runner: Runner, error: Exception) -> None:
-    """After a failed run: compute the live-outs without the kernel."""
-    try:
-        run_ops(chain, runner)
-    except Exception as failure:  # nothing is lost: the next flush tries again
-        raise failure from error
-    counts.forgotten["ops_recorded"] += len(runner.nodes)
-    counts.forgotten["live_outs_stored"] += len(runner.live)
-    if isinstance(error, NotReadyError):
-        counts.forgotten["eager_flushes"] += 1
-        return
-    counts.replays += 1
-    warn_once(f"autofuse: a chain runs as eager ops because its kernel failed: {error!r}")
 
 
 def flush_tensor(tensor: Tensor, reason: str) -> None:
