@@ -8,6 +8,7 @@ import torch
 
 from .chain.meta import UNKNOWN, Meta
 from .chain.shell import Tensor, alias
+from .chain.state import counts
 from .dispatch import install as _install  # noqa: F401 - puts what dispatch defines on the class
 from .dispatch.nested import wrapped_in
 from .record.flush import flush, flush_tensor, value_of
@@ -34,6 +35,7 @@ def wrap(t: torch.Tensor) -> Tensor:
         if not wrappable(t):
             refusal = _refusal(t)
             raise TypeError(f"autofuse.wrap takes dense tensors of the CPU or CUDA, and {refusal}")
+        counts.in_use = True
         if t.requires_grad and type(t) is torch.Tensor:
             t.__class__ = Tensor
             return t  # type: ignore[return-value]

@@ -159,6 +159,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         if site is not None and contest is not None and (decided or not measures()):
             return call_fused(function, args, kwargs, site)
         if site is None:
+            _state.counts.in_use = True
             if len(sites) >= _MOST_SITES:
                 sites.clear()
             site = sites.setdefault(key, Site())

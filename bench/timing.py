@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+import autofuse
 from machine import machine as machine  # for the heads of the scripts
 
 ROUNDS = 7
@@ -51,6 +52,20 @@ class Call:
         if self.finish is not None:
             self.finish(result)
         synchronize(device)
+
+
+def in_thread(place: str, call: Callable[[], object]) -> Callable[[], object]:
+    """`call` with this `config.backward_thread`: "engine" is what it is without autofuse."""
+    settings = vars(autofuse.config)  # assigning to a field would end every chain
+
+    def run() -> object:
+        settings["backward_thread"] = place
+        try:
+            return call()
+        finally:
+            settings["backward_thread"] = "auto"
+
+    return run
 
 
 @dataclass(slots=True)

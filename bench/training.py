@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autofuse
-from timing import interleaved, machine, synchronize
+from timing import in_thread, interleaved, machine, synchronize
 
 BATCH, HIDDEN, STEPS = 64, 256, 50
 
@@ -226,20 +226,6 @@ def stepper(
     return both if backward else forward
 
 
-def in_thread(place: str, call: Callable[[], object]) -> Callable[[], object]:
-    """`call` with this `backward_thread`."""
-    settings = vars(autofuse.config)  # assigning to a field would end every chain
-
-    def run() -> object:
-        settings["backward_thread"] = place
-        try:
-            return call()
-        finally:
-            settings["backward_thread"] = "auto"
-
-    return run
-
-
 def measure(
     name: str,
     device: str,
@@ -271,10 +257,14 @@ def measure(
     per = STEPS if "cell" in name else 1
     both = {label: stepper(model, inputs, True, autocast) for label, model in variants.items()}
     for what, backward in (("forward", False), ("forward + backward", True)):
-        calls = {k: stepper(model, inputs, backward, autocast) for k, model in variants.items()}
+        steps_of = {k: stepper(model, inputs, backward, autocast) for k, model in variants.items()}
+        calls = {
+            label: in_thread("auto" if label == "autofuse" else "engine", call)
+            for label, call in steps_of.items()
+        }
         if threads and backward:
-            calls["eager, caller"] = in_thread("caller", calls["eager"])
-            calls["autofuse, engine"] = in_thread("engine", calls["autofuse"])
+            calls["eager, caller"] = in_thread("caller", steps_of["eager"])
+            calls["autofuse, engine"] = in_thread("engine", steps_of["autofuse"])
         series = interleaved(calls, device, rounds, max(3, steps // per))
         for times in series.values():
             times.times = [us / per for us in times.times]

@@ -73,6 +73,7 @@ class Run:
         self._feeds, self._grad, self._wrapped = start.feeds, row.grad, peer in ("autofuse", ALL)
         self.result: Any = None  # of the last step
         self._measures = peer not in (EVERY, ALL)
+        self._thread = "engine" if peer == "eager" else "auto"  # where PyTorch runs backward
         self._numbers = _random_state(device)
         if peer.startswith("autofuse.fuse"):
             self.step = autofuse.fuse(self.step)
@@ -91,6 +92,7 @@ class Run:
     def advance(self, steps: int) -> None:
         """So many steps, computed to their end where somebody reads their results."""
         autofuse.config.measure = self._measures
+        vars(autofuse.config)["backward_thread"] = self._thread  # set by name, it ends every chain
         with torch.set_grad_enabled(self._grad):
             for _ in range(steps):
                 self.result = result = self.step(*self.state)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import autofuse
-from autofuse.grad import backward
+from autofuse.chain.state import counts
 from autofuse.patches import calls
 from support import DEVICES, needs_cuda
 
@@ -29,11 +29,11 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch):
-    """The process seems to use one, a CPU's nodes stand in for its, and no nodes are there yet."""
+    """The process seems to use one, a CPU's nodes stand in for its, and nothing was wrapped yet."""
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     monkeypatch.setattr(autofuse.config, "backward_thread", "auto")
     monkeypatch.setattr(calls, "gpus_in_use", lambda: 1)
-    monkeypatch.setattr(backward, "_held_by_nodes", object())
+    monkeypatch.setattr(counts, "in_use", False)
     yield
     assert torch.autograd.is_multithreading_enabled()
 
@@ -106,16 +106,31 @@ def fused(device):
     return y.sum(), seen
 
 
-def test_nodes_are_known_while_there_are_some(device):
-    x = torch.ones(8, device=device, requires_grad=True)
-    y = autofuse.wrap(x) * 2.0
-    assert not backward.nodes_exist()
-    total = y.sum()
-    for _ in range(2):
-        assert backward.nodes_exist()
-        total.backward(retain_graph=True)
-    del y, total
-    assert not backward.nodes_exist()
+def test_it_is_the_caller_from_the_first_wrapped_tensor_or_fused_call_on(device, monkeypatch):
+    function = autofuse.fuse(lambda x: x @ x)
+    for use in (autofuse.wrap, function):
+        monkeypatch.setattr(counts, "in_use", False)
+        x, places = torch.ones(8, 8, device=device, requires_grad=True), []
+        for _ in range(2):
+            y, seen = x @ x, []
+            y.register_hook(look(seen))
+            y.sum().backward()
+            places.append(seen[0][1])  # whether others may get it
+            use(torch.ones(8, 8, device=device))
+        assert places == [True, False]
+
+
+def test_a_call_that_is_left_as_it_is_has_the_thread_of_a_fused_one(device, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", False)
+    monkeypatch.setattr(autofuse.config, "measure", True)
+    function = autofuse.fuse(lambda x: (x * 2.0).tanh() * x)
+    x, places = torch.ones(8, device=device, requires_grad=True), []
+    for _ in range(200):
+        y, seen = function(x), []
+        y.register_hook(look(seen))
+        y.sum().backward()
+        places.append(seen[0][1])
+    assert places == [False] * 200
 
 
 @pytest.mark.parametrize("gpus", [0, 2])

@@ -380,6 +380,7 @@ class Counts:
         self.eager: Counter[tuple[str, str]] = Counter()
         self.replays = self.backwards = 0
         self.trials = 0  # results that were on trial, see `record.origins`
+        self.in_use = False  # something was wrapped, or a fused function called
         self.forgotten: Counter[str] = Counter()  # totals of runners that are gone
 
 

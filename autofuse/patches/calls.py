@@ -15,7 +15,6 @@ from ..chain.state import counts
 from ..dispatch.eager import lifted, run_default, run_eager
 from ..dispatch.nested import mapped, wrapped_in
 from ..dispatch.protocol import ask_overrides
-from ..grad.backward import nodes_exist
 from ..record.flush import flush_thread, value_of
 from ..record.modes import close_thread, closed, regrade, reopen_thread
 from ..settings.config import config
@@ -115,6 +114,7 @@ def _value(tensor: Any) -> Any:
 def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     """`run_backward` in the thread that `config.backward_thread` says.
 
+    That is the same for a fused call and for one that a contest leaves as it is.
     With multithreading off torch's engine queues the nodes of GPUs where it queues those of CPUs,
     for the thread that calls it (engine.cpp, `ready_queue`). All else is the same in its threads
     and here: of the nodes that are ready the one with the highest number runs, on its forward's
@@ -128,7 +128,7 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         counts.backwards += 1
         place = config.backward_thread
-        if place == "auto" and not (nodes_exist() and _needs_no_threads()):
+        if place == "auto" and not (counts.in_use and _needs_no_threads()):
             place = "engine"
         if place == "engine" or not is_multithreading_enabled():  # where the program says so
             return run_backward(*args, **kwargs)

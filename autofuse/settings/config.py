@@ -93,9 +93,9 @@ class Config:
     backward_thread: Literal["auto", "engine", "caller"] = _row("auto", """
         where backward runs on CUDA. `engine`: in PyTorch's own threads. `caller`: in the thread
         that called it, of plain tensors too, which saves handing each node to another core;
-        gradients have the same bits where one device computes them. `auto`: like `caller` while
-        any graph has a fused chain, the process uses one GPU and `torch.distributed` is not
-        initialized; otherwise like `engine`""")
+        gradients have the same bits where one device computes them. `auto`: like `caller` once
+        the process has wrapped a tensor or called a fused function, while it uses one GPU and
+        `torch.distributed` is not initialized; otherwise like `engine`""")
     always_fuse: bool = _row(False, """
         fuse chains of one op, and short ones on the CPU and under grad, though eager ops cost less
         """)
