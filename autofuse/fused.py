@@ -197,10 +197,13 @@ def _called(
     passes = _holds_wrapped([*args, *kwargs.values()])  # before the function puts any there
     if is_paused() or (site.device is not None and capturing(site.device)):
         way = FUSED  # a graph goes on with it, so that it is not left to what is just measured
+        contest.skip()
     elif contest.costs is None and outstanding():
         way = PLAIN  # until kernels are there fused calls run op by op, and cost more
+        contest.skip()
     else:
-        before, begun = kernel_news(), contest.begin(_state.counts.backwards)
+        before = kernel_news()
+        begun = contest.begin(_state.counts.backwards, before)
         way = contest.way
     if loans and _would_record(args, kwargs):
         way = FUSED

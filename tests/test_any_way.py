@@ -35,7 +35,10 @@ class Drawn:
     left = property(lambda self: self.drawn.randrange(2), lambda self, value: None)
     costs = property(lambda self: self.drawn.choice((None, (1.0, 1.0))))
 
-    def begin(self, step: int) -> None:
+    def skip(self) -> None:
+        """Nothing was begun."""
+
+    def begin(self, step: int, news: object) -> None:
         """Nothing is measured."""
 
     def end(self, begun: None, way: int, settled: bool) -> None:

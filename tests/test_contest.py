@@ -36,7 +36,7 @@ class Machine:
         self.now += self.costs[way] * self.random.lognormvariate(0.0, self.noise)
 
 
-def play(contest, machine, calls, settled=lambda k: True, step=lambda k: 0):
+def play(contest, machine, calls, settled=lambda k: True, step=lambda k: 0, news=None):
     """The ways of so many calls."""
     ways = []
     for k in range(calls):
@@ -45,7 +45,7 @@ def play(contest, machine, calls, settled=lambda k: True, step=lambda k: 0):
             ways.append(contest.way)
             machine.run(contest.way)
             continue
-        begun = contest.begin(step(k))
+        begun = contest.begin(step(k), news)
         way = contest.way
         ways.append(way)
         machine.run(way)
@@ -215,6 +215,32 @@ def test_steps_count_with_what_lies_between_calls(calls):
             break
     assert contest.way == PLAIN
     assert contest.costs == pytest.approx((105.0 * calls, 60.0 * calls))
+
+
+def test_steps_in_which_something_is_prepared_do_not_count():
+    """After the call: a kernel for backward, or results on trial in another fused call."""
+    machine = Machine(5.0, 10.0)
+    contest = Contest(machine, steps=True)
+    for step in range(200):
+        news = min(step, 40)
+        play(contest, machine, 1, step=lambda k, step=step: step, news=news)
+        machine.now += 500.0 if news == step else 50.0
+    assert contest.left and contest.costs == pytest.approx((55.0, 60.0))
+
+
+def test_a_step_with_calls_that_go_another_way_does_not_count():
+    machine = Machine(5.0, 10.0)
+    contest = Contest(machine, steps=True)
+    for step in range(200):
+        if step % 2 and not contest.left:
+            for _ in range(50):
+                contest.skip()
+                machine.run(PLAIN)
+        play(contest, machine, 1, step=lambda k, step=step: step // 2)
+    assert contest.left == 0 and contest.costs is None
+    for step in range(200, 300):
+        play(contest, machine, 1, step=lambda k, step=step: step)
+    assert contest.left and contest.costs == pytest.approx((5.0, 10.0))
 
 
 def test_steps_of_many_calls_are_steps_from_the_second_on():

@@ -92,8 +92,8 @@ def is_paused() -> bool:
 class Contest:
     """The ways of one place that calls come by; asked before and told after each."""
 
-    __slots__ = ("_calls", "_clock", "_counted", "_done", "_most", "_once", "_owed", "_pause",
-                 "_settled", "_spans", "_start", "_step", "_waits", "costs", "left",
+    __slots__ = ("_calls", "_clock", "_counted", "_done", "_most", "_news", "_once", "_owed",
+                 "_pause", "_settled", "_spans", "_start", "_step", "_waits", "costs", "left",
                  "way")  # fmt: skip
 
     def __init__(self, clock: Clock, steps: bool = False, once: bool = False) -> None:
@@ -116,19 +116,25 @@ class Contest:
         self._waits = self._counted = 0
         self._owed = 1  # spans that do not count yet
         self._start: Any = None
-        self._settled = True
+        self._settled, self._news = True, None
 
     def keep_fused(self) -> None:
         """Never go the other way again."""
         self.way, self.left, self.costs = FUSED, sys.maxsize, None
         self._begin_anew()
 
-    def begin(self, step: int) -> Any:
+    def skip(self) -> None:
+        """A call goes a way that this does not choose: the step that it is in does not count."""
+        self._start = None
+
+    def begin(self, step: int, news: Any = None) -> Any:
         """A call begins, in this step: gives what `end` is to be told, None if nothing.
 
         What `way` is then is the call's; other threads may change it while it runs.
 
         step: a number that changes where a new step begins, such as that of backwards so far.
+        news: something else whenever something was prepared that steps need, in whatever part of
+        them: in one that it changes in, not all was there.
         """
         if self._most and step != self._step:
             if self._calls > self._most:  # there are steps all the same, with so many calls
@@ -149,8 +155,8 @@ class Contest:
         else:
             mark = self._clock.mark()
             if self._start is not None:
-                self._count(self._start, mark, self.way, self._settled)
-            self._start, self._settled = mark, True
+                self._count(self._start, mark, self.way, self._settled and news == self._news)
+            self._start, self._settled, self._news = mark, True, news
         return None
 
     def end(self, begun: Any, way: int, settled: bool) -> None:
