@@ -44,6 +44,7 @@ from .unrecorded import TARGETS, Known, known_of
 
 # (function of `hot`, the one here that it stands for, what it is given of that)
 HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
+RECORDING: list[Handler] = []  # torch functions and methods whose handlers may record
 _OPERANDS = set(map(id, (int, float, bool, Plain, Parameter)))  # classes, of ops in the table
 
 
@@ -419,6 +420,7 @@ def install_ops() -> None:
     for name, (tensor_row, scalar_row) in operators.REFLECTED_OPERATORS.items():
         handle(Plain, name, _reflected(tensor_row, scalar_row, getattr(Plain, name)))
     handle(Plain, "__rpow__", _rpow)
+    RECORDING.extend(HANDLERS)
     handle(Plain, "__hash__", Plain.__hash__)
 
 

@@ -53,6 +53,13 @@ class Flush:
     eager: str = ""  # why it ran as eager ops, if it did
     raised: bool = False
     us: float = 0.0
+    sources: tuple[Source, ...] = ()  # of these kernels
+    kept: Ints = ()  # indices of the values that were stored for a backward alone
+    unstored: int = 0  # bytes of those that got no memory
+    # for a Report alone: lines of the program that recorded the ops, and us by which a kernel costs
+    # less than them, as far as `record.policy` knows
+    lines: tuple[Position | None, ...] = ()
+    gain: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +204,11 @@ class _Watch:
             flush.raised, flush.eager = True, ""
         elif not flush.eager:
             flush.eager = _why_eager(runner)
-            flush.kernels = 0 if flush.eager else len(runner.kernels)
+            if not flush.eager:
+                flush.sources = tuple([kernel.source for kernel in runner.kernels])
+                flush.kept = tuple(index for index in runner.live if index not in flush.live)
+                flush.unstored = runner.elided_bytes if runner.elides else 0
+            flush.kernels = len(flush.sources)
         if flush.eager in (WAITS, REFUSED):
             flush.outcome = "hard miss"
         try:

@@ -6,9 +6,11 @@ shape and who held it.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..chain.liveness import DEAD
@@ -16,13 +18,16 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, all_recorders
 from ..fused import Site, call_fused
 from ..lines import user_position
+from ..record.policy import gain_of
 from ..run.runner import Runner
 from ..supply.load import target_of
-from . import counters, events, reads
+from . import counters, events, reads, recorded
+from .advice import advice_on
 from .events import Flush, Lookup, Observer, spelled
 from .findings import Findings, KernelUse, LiveOut, Sync
 from .holders import ARGUMENT, holders
-from .text import advice_on, lines_of, summary
+from .page import document, fragment
+from .text import lines_of, summary
 
 
 class Report(Observer, Findings):
@@ -40,6 +45,8 @@ class Report(Observer, Findings):
     ops_eager: ops that ran as plain PyTorch, by (op, reason).
     pending: ops that were recorded inside and had not run at its end.
     result: of the function that was explained.
+
+    In a notebook it is a page, and `html` writes that to a file.
     """
 
     def __init__(self) -> None:
@@ -57,12 +64,14 @@ class Report(Observer, Findings):
         self._runs = {runner: runner.runs for runner in _runners()}
         self._totals = counters.summed()
         reads.watch(self.read)
+        recorded.watch()
         events.add(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.open = False
         events.remove(self)
+        recorded.unwatch()
         reads.unwatch(self.read)
         since = counters.summed()
         since.subtract(self._totals)
@@ -80,6 +89,8 @@ class Report(Observer, Findings):
     # --- events ---
 
     def flushing(self, flush: Flush, chain: Chain, refcounts: Sequence[int], node: Node) -> None:
+        path = node.path()
+        flush.lines, flush.gain = recorded.lines_of(path), gain_of(path)
         self.flushes.append(flush)
         shells = [chain[index] for index in flush.live]
         held = self._holders(flush, shells, refcounts, node)
@@ -98,6 +109,7 @@ class Report(Observer, Findings):
 
     def ran_eagerly(self, name: str, reason: str) -> None:
         self.ops_eager[name, reason] += 1
+        self.eager_lines[user_position(), name, reason] += 1
         if name in reads.SYNCS:
             self.read(name)
 
@@ -122,8 +134,21 @@ class Report(Observer, Findings):
 
     @property
     def advice(self) -> list[str]:
-        """What would help, in plain words."""
-        return advice_on(self)
+        """What would help, in plain words; first what is known to gain most."""
+        return [one.text for one in advice_on(self)]
+
+    def html(self, path: str | os.PathLike[str]) -> Path:
+        """Write it as one page for a browser; where that is.
+
+        Nothing is loaded from elsewhere: source, chains and the text of kernels are in the file.
+        """
+        place = Path(path)
+        place.write_text(document(self), encoding="utf-8", errors="backslashreplace")
+        return place
+
+    def _repr_html_(self) -> str:
+        """The same inside a page, such as a notebook's."""
+        return fragment(self, f"autofuse-{id(self):x}-")
 
     def __str__(self) -> str:
         return "\n".join(lines_of(self))

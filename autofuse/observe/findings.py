@@ -75,6 +75,8 @@ class Findings:
         self.lookups: list[Lookup] = []
         self.kernels: list[KernelUse] = []
         self.ops_eager: Counter[tuple[str, str]] = Counter()
+        # what ran as plain PyTorch where it was called, without chains: (line, op, reason)
+        self.eager_lines: Counter[tuple[Position | None, str, str]] = Counter()
         self.launches = self.bytes_saved = self.values_elided = self.pending = 0
         self.open = False
 
@@ -92,6 +94,11 @@ class Findings:
             if not reason.startswith(ASIDE) and reason != STAYS:
                 seen[op] += count
         return seen
+
+    def eager_for(self, reason: str) -> Counter[tuple[str, str]]:
+        """What of `ops_eager` ran so for a reason that begins like this."""
+        counted = list(self.ops_eager.items())
+        return Counter({which: n for which, n in counted if which[1].startswith(reason)})
 
     @property
     def chains(self) -> list[int]:

@@ -54,6 +54,8 @@ _GRAD_US = {
 _ARITHMETIC_US, _FUNCTION_US = 0.05, 1.0
 _FUNCTIONS_US = {"sigmoid": 0.22, "silu": 0.23, "rsqrt": 0.23, "sqrt": 0.38, "gelu": 0.47,
                  "exp": 0.65, "tanh": 2.2}  # fmt: skip
+# what memory moves in 1 us; of a CPU, by what arithmetic on three tensors of float32 takes
+_BYTES_PER_US = {"cuda": 4e6, "cpu": 12 * 1000 / _ARITHMETIC_US}
 # A chain that costs less as the ops it is runs as these (`ways.ShortRunner`), TRIES times. Then
 # another node stands for its first (`make_eager`), whose op is run at once (`dispatch.eager`) and
 # not recorded any more, SKIPS times: longer chains may begin so by then (`skipped`). Once one
@@ -95,6 +97,16 @@ def _work(nodes: list[Node]) -> float:
     return total
 
 
+def us_recorded(ops: int, device_type: str) -> float:
+    """us by which so many recorded ops cost less than eager ones on wrapped tensors."""
+    return (_OP_US[device_type] - _RECORDED_US) * ops
+
+
+def us_moved(nbytes: int, device_type: str) -> float:
+    """us that memory takes to move so many bytes."""
+    return nbytes / _BYTES_PER_US[device_type]
+
+
 def make_eager(node: Node, reason: str) -> None:
     """Let the op of `node`, where a chain begins with it, run as eager PyTorch for a while."""
     tip = node.parent
@@ -134,7 +146,7 @@ def rest(recorder: Recorder) -> None:
 def pays(nodes: list[Node], outline: Outline) -> bool:
     """Whether fusing a chain under grad costs less than running its ops, forward and backward.
 
-    A GPU moves 4 MB in 1 us beside that, three tensors for an op, of which fusing saves two.
+    A GPU moves memory beside that, three tensors for an op, of which fusing saves two.
     """
     if config.always_fuse:
         return True
@@ -151,7 +163,8 @@ def pays(nodes: list[Node], outline: Outline) -> bool:
                 here = sum(isinstance(tree, _KERNELS) for tree in ast.walk(use.rule))
                 kernels += here
                 eager += costs.gradient + costs.kernel * here
-            traffic += 3 * (1 + kernels) * segment.meta_of(index).nbytes / 4e6
+            moved = 3 * (1 + kernels) * segment.meta_of(index).nbytes
+            traffic += moved / _BYTES_PER_US["cuda"]
     if device_type == "cpu":
         work = _work(nodes)
         return fused + work / 2 < eager + work
