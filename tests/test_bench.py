@@ -5,15 +5,18 @@ import functools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autofuse
@@ -30,6 +33,7 @@ import programs
 import regimes
 import run
 import tables
+import timeline
 import training
 from results import Cell, Results, load
 from timing import Call
@@ -547,6 +551,73 @@ def test_regimes_runs(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("-bound") == 2 * len(regimes.SWEEPS) * 3
     ElementTree.parse(tmp_path / "r.svg")
+
+
+# timeline
+
+
+class Event:
+    """What torch.profiler knows of one range."""
+
+    def __init__(self, name, begin, end, device=DeviceType.CPU, children=()):
+        self.name, self.device_type, self.cpu_children = name, device, list(children)
+        self.time_range = SimpleNamespace(start=begin, end=end)
+
+
+def profile_of_a_turn():
+    inside = [Event("aten::matmul", 110, 130), Event("autofuse: add, tanh", 130, 140),
+              Event("cudaDeviceSynchronize", 140, 180)]  # fmt: skip
+    on_device = [
+        Event("sm90_xmma_gemm_f32", 125, 150, DeviceType.CUDA),
+        Event("af_add_tanh", 150, 170, DeviceType.CUDA),
+        Event("autofuse: add, tanh", 150, 170, DeviceType.CUDA),  # the range, repeated
+        Event("later", 300, 310, DeviceType.CUDA),
+    ]
+    return [Event(timeline.TURN, 100, 190, children=inside), *inside, *on_device]
+
+
+def test_a_turn_is_read_from_a_profile():
+    (turn,) = timeline.turns_of("fused", profile_of_a_turn())
+    assert [(span.begin, span.end, span.kind) for span in turn.host] == [
+        (10, 30, "matmul"), (30, 40, "fused"), (40, 80, "wait"),
+    ]  # fmt: skip
+    assert [(span.name, span.kind) for span in turn.device] == [
+        ("sm90_xmma_gemm_f32", "matmul"), ("af_add_tanh", "fused"),
+    ]  # fmt: skip
+    assert turn.us == 80
+    assert timeline.Span("void at::native::vectorized_elementwise_kernel", 0, 1).kind == "eager"
+    assert timeline.heading(turn) == "fused: 80 us, 2 kernels"
+
+
+def test_the_timeline_is_drawn():
+    turns = timeline.turns_of("a < b", profile_of_a_turn())
+    text = timeline.draw(turns, ["caption & more"])
+    root = ElementTree.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    drawn = [one for one in root.iter(f"{space}rect") if one.get("class") in timeline.KINDS]
+    assert len(drawn) == 5 + 3  # spans, and the legend
+    right = max(float(one.get("x")) + float(one.get("width")) for one in drawn[:5])
+    assert right <= timeline.WIDTH - timeline.RIGHT
+    said = [one.text for one in root.iter(f"{space}text")]
+    assert "caption & more" in said and "a < b: 80 us, 2 kernels" in said
+    for longest in (3.0, 80.0, 999.0, 30_000.0):
+        assert 3 <= longest / timeline.tick(longest) <= 10
+
+
+def test_timeline_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(timeline, "SHAPE", (16, 16))
+    monkeypatch.setattr(timeline, "TURNS", 3)
+    path = tmp_path / "t.svg"
+    before = autofuse.config.compile, autofuse.config.measure
+    try:
+        timeline.main(["--device", "cpu", "--steps", "2", "--svg", str(path)])
+    finally:
+        autofuse.config.compile, autofuse.config.measure = before
+    ElementTree.parse(path)
+    names = re.findall("<title>(.*?): [0-9.]+ us</title>", path.read_text())
+    assert sum(name.startswith("autofuse: af_add_sigmoid") for name in names) == 2
+    assert names.count("aten::matmul") == 4 and names.count("aten::tanh") == 2
+    assert "eager: " in capsys.readouterr().out
 
 
 def test_every_sweep_makes_the_batch_that_is_asked_for():
