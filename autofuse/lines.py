@@ -44,9 +44,19 @@ def user_position(in_file: bool = False) -> Position | None:
 
 
 def shown(position: Position | None) -> str:
-    """`position` as people read it: `train.py:57`, relative where the file is below here."""
+    """`position` as people read it: `train.py:57`, `Cell In[3]:2`."""
     if position is None:
         return "a thread of torch's"
     name, line = position
-    here = os.getcwd() + os.sep
-    return f"{name.removeprefix(here)}:{line}"
+    return f"{named(name)}:{line}"
+
+
+def named(file: str) -> str:
+    """A file as people call it, relative if it is below here; a notebook's cell by its number."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and not os.path.exists(file):  # a cell is compiled as a file of no place
+        compiler = getattr(ipython.get_ipython(), "compile", None)
+        called = getattr(compiler, "format_code_name", lambda _: None)(file)
+        if called:
+            return " ".join(called)
+    return file.removeprefix(os.getcwd() + os.sep)

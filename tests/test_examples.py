@@ -1,5 +1,6 @@
 """The examples and the benchmark run as a user would run them."""
 
+import json
 import os
 import re
 import subprocess
@@ -63,6 +64,39 @@ def test_foreign_model():
     assert "ops seen" in out and "modeling_llama.py" in out and "little to gain" in out
 
 
+def test_explain_notebook(tmp_path, monkeypatch):
+    """From top to bottom, with the page of a report in it; it is kept without outputs."""
+    nbclient = pytest.importorskip("nbclient", reason="runs notebooks with '.[notebook]'")
+    pytest.importorskip("ipykernel", reason="runs notebooks with '.[notebook]'")
+    import nbformat
+
+    text = (ROOT / "examples/explain.ipynb").read_text()
+    notebook = nbformat.reads(text, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    kernel = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+              "display_name": "tests", "language": "python"}  # fmt: skip
+    place = tmp_path / "kernels" / "tests"
+    place.mkdir(parents=True)
+    (place / "kernel.json").write_text(json.dumps(kernel))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="tests")
+    client.execute(cwd=str(tmp_path))
+    outputs = [output for cell in cells for output in cell.outputs]
+    shown = [output.data for output in outputs if "data" in output]
+    with_look, without = (data["text/html"] for data in shown if "text/html" in data)
+    assert (
+        "waits 40: highest = max(highest, price.max().item())" in with_look
+        and "Cell In[2]" in with_look
+    )
+    assert "reads a value every step (40 times)" in with_look and "ipykernel" not in with_look
+    assert "waits 40" not in without and "every step" not in without
+    said = "".join(output.get("text", "") for output in outputs)
+    assert "without: 20 kernels, median chain 32 ops, 0 reads" in said and "def af_" in said
+
+
 def test_cold_start():
     out = run("bench/cold_start.py", "--device", "cpu", "--processes", "1", "--seconds", "0")
     assert len(re.findall(r"first 5 \d", out)) == 6 and out.count("import s") == 4
@@ -106,5 +140,5 @@ def test_every_benchmark_has_a_test():
 
 def test_every_example_has_a_test():
     tests = Path(__file__).read_text()
-    for path in (ROOT / "examples").glob("*.py"):
+    for path in (ROOT / "examples").glob("*.[pi]*"):
         assert f'"examples/{path.name}"' in tests

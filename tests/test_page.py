@@ -5,9 +5,11 @@ import html.parser
 import inspect
 import linecache
 import re
+import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -313,6 +315,20 @@ def test_lines_between_are_left_out(tmp_path):
     assert name == str(path)
     assert [line.number for line in lines] == [1, 2, 3, 4, 5, 49, 50, 51, 52, 53, 54, 55]
     assert [line.number for line in lines if line.text is None] == [5]
+
+
+def test_cells_of_notebooks_have_their_numbers(report, monkeypatch):
+    """In what is printed, too; a file that is there keeps its name."""
+    cells = {flush.position[0]: ("Cell", "In[3]") for flush in report.flushes}
+    compiler = SimpleNamespace(format_code_name=cells.get)
+    shell = SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert "Cell In" not in page.document(report)
+    cells["/tmp/ipykernel_7/8.py"] = "Cell", "In[4]"
+    report.flushes[0].position = "/tmp/ipykernel_7/8.py", 2
+    assert "at Cell In[4]:2" in page.document(report) and "at Cell In[4]:2" in str(report)
+    shell.compile = None  # of another program that has IPython
+    assert "at /tmp/ipykernel_7/8.py:2" in str(report)
 
 
 def many(report, count):

@@ -6,13 +6,12 @@ Knows neither how it is drawn nor who reads it; looks into source files, and now
 from __future__ import annotations
 
 import linecache
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..kernel.source import Source
-from ..lines import Position, shown
+from ..lines import Position
 from ..record.origins import STAYS
 from .events import Flush
 from .findings import Findings
@@ -91,19 +90,6 @@ def _listing(name: str, counted: dict[int, Tally]) -> Iterable[Line]:
         line = text[number - 1].rstrip("\n") if number <= len(text) else ""
         yield Line(number, line, counted.get(number))
         last = number
-
-
-def named(name: str) -> str:
-    """A file as people call it; a cell of a notebook by its number."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    called = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(name)
-    return " ".join(called) if called else shown((name, 0)).removesuffix(":0")
-
-
-def placed(position: Position | None) -> str:
-    """A line as people call it: `train.py:57`."""
-    return shown(position) if position is None else f"{named(position[0])}:{position[1]}"
 
 
 def groups(flushes: Iterable[Flush]) -> list[Group]:

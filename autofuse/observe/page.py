@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 from ..kernel.source import Source
+from ..lines import named, shown
 from .advice import advice_on
 from .events import Flush, spelled
 from .findings import Findings, KernelUse
-from .listing import Group, Line, Tally, groups, listings, named, placed, tallies, texts
+from .listing import Group, Line, Tally, groups, listings, tallies, texts
 from .spelling import listed, plural, sized
 from .style import PAGE, STYLE
 from .text import summary
@@ -127,11 +128,11 @@ def _sources(counted: Mapping[tuple[str, int], Tally]) -> str:
         if left <= 0:
             parts.append(f"<p>{escape(named(name))} is left out: this page is long enough.</p>")
             continue
-        shown, left = lines[:left], left - len(lines)
+        few, left = lines[:left], left - len(lines)
         parts.append(f"<h3>{escape(named(name))}</h3>")
-        parts.append(f'<ol class="source">{"".join(map(_line, shown))}</ol>')
-        if len(shown) < len(lines):
-            parts.append(f"<p>{plural(len(lines) - len(shown), 'line')} more are left out.</p>")
+        parts.append(f'<ol class="source">{"".join(map(_line, few))}</ol>')
+        if len(few) < len(lines):
+            parts.append(f"<p>{plural(len(lines) - len(few), 'line')} more are left out.</p>")
     return "".join(parts)
 
 
@@ -180,14 +181,14 @@ def _chains(found: list[Group], prefix: str) -> str:
     if not found:
         return "<p>No chain ran.</p>"
     first = texts(found)
-    shown = found[:MOST_CHAINS]
+    few = found[:MOST_CHAINS]
     parts = [
         '<p class="faint">Each block is a chain, as often as it ran; ops with a thick edge are '
         "those whose values got memory. Open one for what it reads and for its kernel.</p>",
-        *(_chain(number, group, first, prefix) for number, group in enumerate(shown)),
+        *(_chain(number, group, first, prefix) for number, group in enumerate(few)),
     ]
-    if len(found) > len(shown):
-        others = found[len(shown) :]
+    if len(found) > len(few):
+        others = found[len(few) :]
         ran = sum(group.count for group in others)
         parts.append(f"<p>{plural(len(others), 'other chain')}, run {ran:,} times, are left out: "
                      "this page is long enough.</p>")  # fmt: skip
@@ -228,16 +229,16 @@ def _told(group: Group) -> str:
     saved = f", {sized(group.saved)} never got memory" if group.saved else ""
     return (
         f"{plural(len(flush.ops), 'op')}: {ran}{times}{saved}; "
-        f"ended by {flush.reason} at {placed(flush.position)}"
+        f"ended by {flush.reason} at {shown(flush.position)}"
     )
 
 
 def _facts(group: Group) -> Iterable[tuple[str, str]]:
     flush = group.flush
-    lines = Counter(placed(line) for line in flush.lines if line is not None)
+    lines = Counter(shown(line) for line in flush.lines if line is not None)
     if lines:
         yield "recorded at", ", ".join(f"{line} ({plural(n, 'op')})" for line, n in lines.items())
-    yield "ended by", f"{flush.reason} at {placed(flush.position)}"
+    yield "ended by", f"{flush.reason} at {shown(flush.position)}"
     yield "on", str(flush.device)
     yield "reads", listed([spelled(meta) for meta in flush.inputs])
     for name, which in (("stores", flush.live), ("keeps for backward", flush.kept)):
