@@ -227,3 +227,23 @@ def test_versions_are_the_same_everywhere():
     run = set(re.findall(r"\b(3\.1\d) torch", (ROOT / ".ci" / "run").read_text()))
     assert set(pythons) == run and f'>={pythons[0]}"' in project
     assert f"Python {pythons[0]} to {pythons[-1]}" in PAGES["install.md"]
+
+
+def test_the_table_of_versions_is_what_ci_runs():
+    """Rows of install.md that are said to be run by it: Python, torch, which tests, which ways."""
+    ci = (ROOT / ".ci" / "run").read_text()
+    (oldest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    jobs = re.findall(r"(?:^|\s)(3\.\d+) torch(?:==(\S+))?((?: AUTOFUSE_NATIVE=[01])*)", ci)
+    rows = re.findall(
+        r"^\| (3\.\d+)\.\d+ \| ([\d.]+), [^|]* \| [\d.]+ \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$",
+        PAGES["install.md"], re.M,
+    )  # fmt: skip
+    few = {"four": 4}[re.search(r"\(the\nfirst (\w+) by `.ci/run`", PAGES["install.md"]).group(1)]
+    assert len(jobs) == few and [row[0] for row in rows[:few]] == [job[0] for job in jobs]
+    for (python, torch_, native, tests, result), (_, wanted, ways) in zip(rows, jobs, strict=False):
+        pinned = wanted.replace("$oldest", oldest)
+        assert not pinned or torch_ == pinned or torch_ == f"{pinned}.0", python
+        assert tests == ("of the hot path" if ways else "all"), python
+        assert (native == "none") == (ways.split() == ["AUTOFUSE_NATIVE=0"]), python
+        counts = re.findall(r"[\d,]+", result)
+        assert len(counts) == max(1, len(ways.split())) and result.endswith(" passed"), python

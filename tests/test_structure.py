@@ -117,6 +117,29 @@ def test_pure_modules_know_no_torch_and_no_compiler():
         assert "import torch" not in text and "numba" not in text.split('"""', 2)[2]
 
 
+def test_numba_is_named_where_it_compiles_and_nowhere_else():
+    """Its import, in one function; the emitter is given a builder of llvmlite's, and no more."""
+
+    def imported(text):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                yield from (name.name for name in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield node.module
+
+    by = {
+        name
+        for name, path in FILES.items()
+        if any(module.split(".")[0] == "numba" for module in imported(path.read_text()))
+    }
+    assert by == {"kernel.cuda", "cli.diagnose"}
+    for name in ("source", "plan", "text", "lower", "emit", "targets", "llvm", "polynomials"):
+        tree = ast.parse(FILES[f"kernel.{name}"].read_text())
+        named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not [one for one in named if "numba" in one.lower() or one == "cgutils"], name
+
+
 def test_every_module_says_what_it_owns():
     for path in FILES.values():
         docstring = ast.get_docstring(ast.parse(path.read_text()))

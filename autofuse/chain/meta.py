@@ -36,8 +36,8 @@ class Meta:
 
     __slots__ = ("checks", "device", "dtype", "flat", "inference", "keys", "nbytes", "ndim",
                  "requires_grad", "shape", "spec", "stride", "ungraded")  # fmt: skip
-    recorder = None  # a concrete tensor belongs to no chain
-    index = -1
+    recorder: None = None  # a concrete tensor belongs to no chain
+    index: int = -1
 
     def __init__(
         self,
@@ -48,18 +48,20 @@ class Meta:
         requires_grad: bool,
         inference: bool,
     ) -> None:
-        self.dtype, self.shape, self.stride = dtype, shape, stride
-        self.device = same_device(device)
-        self.requires_grad, self.inference = requires_grad, inference
-        self.ndim = len(shape)
-        self.flat = stride == contiguous(shape)
-        self.nbytes = dtype.itemsize * math.prod(shape)
-        self.spec = Spec(CODES[dtype], tuple(shape), tuple(stride))
+        self.dtype: torch.dtype = dtype
+        self.shape: Ints = shape
+        self.stride: Ints = stride
+        self.device: torch.device = same_device(device)
+        self.requires_grad: bool = requires_grad
+        self.inference: bool = inference
+        self.ndim: int = len(shape)
+        self.flat: bool = stride == contiguous(shape)
+        self.nbytes: int = dtype.itemsize * math.prod(shape)
+        self.spec: Spec = Spec(CODES[dtype], tuple(shape), tuple(stride))
         self.ungraded: Meta | None = None  # the same of a result made under no_grad, once needed
         self.checks: dict[type, Check | None] = {}  # tests for this content, see `_check`
-        self.keys = (
-            -1
-        )  # torch's dispatch keys of such tensors, once there is a test; `hot` has its own
+        # torch's dispatch keys of such tensors, once there is a test; `hot` has its own
+        self.keys: int = -1
 
 
 class Unknown:

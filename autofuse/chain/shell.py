@@ -68,7 +68,8 @@ class Tensor(torch.Tensor):
     """
 
     _af: Any = UNKNOWN  # a trie Node while pending; a Meta or UNKNOWN when concrete
-    __dlpack_c_exchange_api__ = _Absent()  # C functions that read memory; __dlpack__ asks for it
+    # C functions that read memory; __dlpack__ asks for it
+    __dlpack_c_exchange_api__: Any = _Absent()
 
     def __setattr__(self, name: str, value: object) -> None:
         # an attribute of the user's must not stay on a shell that is used again

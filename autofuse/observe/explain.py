@@ -30,7 +30,7 @@ from .page import document, fragment
 from .text import lines_of, summary
 
 
-class Report(Observer, Findings):
+class Report(Findings):
     """What `explain` found; a context manager around the region it is about.
 
     Covers the whole process, as `stats` does, while it is open. `print` it.
@@ -38,7 +38,7 @@ class Report(Observer, Findings):
     flushes: every run of a chain: its ops, Inputs, reason, position, microseconds.
     stored: the values that were written to memory, and who held them.
     syncs: the reads that made the host wait.
-    looked_up_kernels: kernels that were needed or arrived: hit, soft miss or hard miss.
+    lookups: kernels that were needed or arrived: hit, soft miss or hard miss.
     kernels: what was launched, with text, PTX, and bytes; known when the region has ended.
     launches, bytes_saved, values_elided: kernels launched; dead intermediates that never got
         memory, and their bytes.
@@ -51,7 +51,7 @@ class Report(Observer, Findings):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: dict[object, tuple[str, ...]] = {}  # by place and trie node: gc takes 20 ms
+        self._witness: _Witness | None = None  # while it is open
         self._runs: dict[Runner, int] = {}  # before the region
         self._totals: Counter[str] = Counter()
 
@@ -60,77 +60,31 @@ class Report(Observer, Findings):
     def __enter__(self) -> Report:
         if self.open or self.flushes or self._runs:
             raise RuntimeError("this report is about another region; call autofuse.explain() again")
-        self.open = True
+        self._begin()
         self._runs = {runner: runner.runs for runner in _runners()}
         self._totals = counters.summed()
-        reads.watch(self.read)
+        self._witness = witness = _Witness(self)
+        reads.watch(witness.read)
         recorded.watch()
-        events.add(self)
+        events.add(witness)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.open = False
-        events.remove(self)
+        witness, self._witness = self._witness, None
+        assert witness is not None
+        events.remove(witness)
         recorded.unwatch()
-        reads.unwatch(self.read)
+        reads.unwatch(witness.read)
         since = counters.summed()
         since.subtract(self._totals)
-        self.launches, self.bytes_saved = since["kernels_launched"], since["bytes_elided"]
-        self.values_elided = since["nodes_elided"]
-        self.pending = sum(len(recorder.chain) for recorder in all_recorders)
         used: Counter[KernelUse] = Counter()
         for runner in _runners():
             runs = runner.runs - self._runs.get(runner, 0)
             if runs > 0:
                 used.update(dict.fromkeys(_uses(runner), runs))
-        self.kernels = [replace(use, launches=runs) for use, runs in used.most_common()]
-        self._runs, self._held = {}, {}
-
-    # --- events ---
-
-    def flushing(self, flush: Flush, chain: Chain, refcounts: Sequence[int], node: Node) -> None:
-        path = node.path()
-        flush.lines, flush.gain = recorded.lines_of(path), gain_of(path)
-        self.flushes.append(flush)
-        shells = [chain[index] for index in flush.live]
-        held = self._holders(flush, shells, refcounts, node)
-        for index, who in zip(flush.live, held, strict=True):
-            op, meta, last = flush.ops[index], flush.values[index], index == len(flush.ops) - 1
-            out = LiveOut(op, spelled(meta), meta.nbytes, flush.position, who, last)
-            self.stored.append(out)
-
-    def flushed(self, flush: Flush) -> None:
-        if flush.eager:
-            for op in flush.ops:
-                self.ops_eager[op, flush.eager] += 1
-
-    def looked_up(self, lookup: Lookup) -> None:
-        self.lookups.append(lookup)
-
-    def ran_eagerly(self, name: str, reason: str) -> None:
-        self.ops_eager[name, reason] += 1
-        self.eager_lines[user_position(), name, reason] += 1
-        if name in reads.SYNCS:
-            self.read(name)
-
-    def read(self, name: str) -> None:
-        """Note a read that makes the host wait."""
-        position = user_position()
-        self.syncs.append(Sync(name.strip("_"), position, reads.said(name, position)))
-
-    def _holders(
-        self, flush: Flush, shells: list[Tensor], refcounts: Sequence[int], node: Node
-    ) -> list[tuple[str, ...]]:
-        """Who holds each of the live `shells` of a chain that ends with `node`."""
-        keys = [(flush.position, node, index) for index in flush.live]
-        if not all(key in self._held for key in keys):
-            counts = [refcounts[index] - DEAD for index in flush.live]
-            found = holders(shells, counts)
-            if flush.reason == "fuse":  # the outermost fused call has just returned it
-                found = [("the result of the call",) if who == (ARGUMENT,) else who
-                         for who in found]  # fmt: skip
-            self._held.update(zip(keys, found, strict=True))
-        return [self._held[key] for key in keys]
+        kernels = [replace(use, launches=runs) for use, runs in used.most_common()]
+        self._runs = {}
+        self._end(since, kernels, sum(len(recorder.chain) for recorder in all_recorders))
 
     @property
     def advice(self) -> list[str]:
@@ -155,6 +109,58 @@ class Report(Observer, Findings):
 
     def __repr__(self) -> str:
         return f"<autofuse report: {summary(self)}>"
+
+
+class _Witness(Observer):
+    """Tells a Report what runs."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.held: dict[object, tuple[str, ...]] = {}  # by place and trie node: gc takes 20 ms
+
+    def flushing(self, flush: Flush, chain: Chain, refcounts: Sequence[int], node: Node) -> None:
+        path = node.path()
+        flush.lines, flush.gain = recorded.lines_of(path), gain_of(path)
+        self.report.flushes.append(flush)
+        shells = [chain[index] for index in flush.live]
+        held = self._holders(flush, shells, refcounts, node)
+        for index, who in zip(flush.live, held, strict=True):
+            op, meta, last = flush.ops[index], flush.values[index], index == len(flush.ops) - 1
+            out = LiveOut(op, spelled(meta), meta.nbytes, flush.position, who, last)
+            self.report.stored.append(out)
+
+    def flushed(self, flush: Flush) -> None:
+        if flush.eager:
+            for op in flush.ops:
+                self.report.ops_eager[op, flush.eager] += 1
+
+    def looked_up(self, lookup: Lookup) -> None:
+        self.report.lookups.append(lookup)
+
+    def ran_eagerly(self, name: str, reason: str) -> None:
+        self.report.ops_eager[name, reason] += 1
+        self.report.eager_lines[user_position(), name, reason] += 1
+        if name in reads.SYNCS:
+            self.read(name)
+
+    def read(self, name: str) -> None:
+        """Note a read that makes the host wait."""
+        position = user_position()
+        self.report.syncs.append(Sync(name.strip("_"), position, reads.said(name, position)))
+
+    def _holders(
+        self, flush: Flush, shells: list[Tensor], refcounts: Sequence[int], node: Node
+    ) -> list[tuple[str, ...]]:
+        """Who holds each of the live `shells` of a chain that ends with `node`."""
+        keys = [(flush.position, node, index) for index in flush.live]
+        if not all(key in self.held for key in keys):
+            counts = [refcounts[index] - DEAD for index in flush.live]
+            found = holders(shells, counts)
+            if flush.reason == "fuse":  # the outermost fused call has just returned it
+                found = [("the result of the call",) if who == (ARGUMENT,) else who
+                         for who in found]  # fmt: skip
+            self.held.update(zip(keys, found, strict=True))
+        return [self.held[key] for key in keys]
 
 
 def explain(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Report:

@@ -77,8 +77,22 @@ class Findings:
         self.ops_eager: Counter[tuple[str, str]] = Counter()
         # what ran as plain PyTorch where it was called, without chains: (line, op, reason)
         self.eager_lines: Counter[tuple[Position | None, str, str]] = Counter()
-        self.launches = self.bytes_saved = self.values_elided = self.pending = 0
+        self.launches: int = 0
+        self.bytes_saved: int = 0
+        self.values_elided: int = 0
+        self.pending: int = 0
+        self.open: bool = False
+
+    def _begin(self) -> None:
+        """The region begins."""
+        self.open = True
+
+    def _end(self, totals: Counter[str], kernels: list[KernelUse], pending: int) -> None:
+        """It has ended, and this is what it came to; totals: as `counters.summed` has them."""
         self.open = False
+        self.launches, self.bytes_saved = totals["kernels_launched"], totals["bytes_elided"]
+        self.values_elided = totals["nodes_elided"]
+        self.kernels, self.pending = kernels, pending
 
     @property
     def ops_fused(self) -> Counter[str]:

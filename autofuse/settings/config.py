@@ -216,4 +216,4 @@ def changed(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-config = Config(**{k: v for k, v in read(os.environ).items() if _BY_NAME[k].field})
+config: Config = Config(**{k: v for k, v in read(os.environ).items() if _BY_NAME[k].field})
