@@ -86,6 +86,47 @@ def test_a_run_that_takes_too_long_is_ended(place, capfd):
     assert "plain: not done after 0.2 s" in capfd.readouterr().err
 
 
+def test_a_program_that_does_not_repeat_itself(place, capfd):
+    """It is run as it is once more, and fusing is not blamed."""
+    (place / "chance.py").write_text("import time, torch; print(time.time_ns())")
+    assert main(["try", "chance.py"]) == 0
+    said, asides = capfd.readouterr()
+    assert "outputs differ: runs it as it is once more" in asides
+    assert re.search(r"^again +\S+ s, exit status 0$", said, re.M)
+    assert "differs, but so it does between two runs of the program as it is" in said
+
+
+def test_a_script_that_is_not_there(place, capsys):
+    assert main(["try", "other.py", "--steps", "1"]) == 2
+    assert capsys.readouterr().err == "autofuse try: there is no file 'other.py' here\n"
+
+
+def test_its_own_help_and_wrong_arguments(place, capfd):
+    """Of a program that asks argparse, which leaves by SystemExit."""
+    assert main(["try", "model.py", "--help"]) == 0
+    said = capfd.readouterr().out
+    assert "output    the same" in said and "no module of torch.nn was called" in said
+    assert main(["try", "model.py", "--bogus"]) == 2
+    said, asides = capfd.readouterr()
+    assert "unrecognized arguments: --bogus" in asides
+    assert asides.endswith("the program fails by itself\n") and "fused" not in said
+
+
+def test_a_package(place, capfd):
+    """Its modules import each other, and its arguments are its own."""
+    package = place / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "model.py").write_text("def answer():\n    return 42\n")
+    (package / "__main__.py").write_text(
+        "import sys, torch\nfrom .model import answer\n"
+        "print(answer(), sys.argv[1:], __name__, torch.nn.Tanh()(torch.ones(2)).shape)"
+    )
+    assert main(["try", "-m", "package", "--alpha", "3"]) == 0
+    expected = len("42 ['--alpha', '3'] __main__ torch.Size([2])") + 1
+    assert f"output    the same, {expected} bytes on stdout" in capfd.readouterr().out
+
+
 def test_interrupted(place):
     """By Ctrl-C: the program is gone, and nothing is left of it."""
     command = [sys.executable, "-m", "autofuse", "try", "model.py", "--then", "wait"]
@@ -125,6 +166,8 @@ COUNTS = {"ops_recorded": 12, "kernels_launched": 3, "kernels_compiled": 1, "ker
         (ran(), ran(**COUNTS, calls=1), 0, ["1.00 of the plain run's: no different",
             "3 launched for 12 ops recorded; 1 compiled in this run, 0 loaded", "the same, 2 bytes",
             "advice    none"]),
+        (ran(b"0.1\n"), ran(b"0.2\n", **COUNTS, cuda=False), 1, ["instead of '0.1'; on a CPU "]),
+        (ran(b"0.1\n"), ran(b"0.2\n", **COUNTS, cuda=True), 1, ["is '0.2' instead of '0.1'\n"]),
         (ran(), ran(seconds=0.5, **COUNTS), 0, ["0.50 of the plain run's: faster"]),
         (ran(seconds=0.1), ran(seconds=0.9, **COUNTS), 0, ["9.00 of the plain run's: too short"]),
         (ran(), ran(seconds=2.0, **COUNTS), 0, ["2.00 of the plain run's: slower"]),

@@ -61,7 +61,8 @@ class Clock:
     def facts(self) -> dict[str, Any]:
         self.close()
         seconds = self.now() - self.begun - self.left_out
-        return {"seconds": seconds, "calls": self.calls, "advice": self.advice}
+        cuda = torch.cuda.is_initialized()
+        return {"seconds": seconds, "calls": self.calls, "advice": self.advice, "cuda": cuda}
 
 
 def watched(call: Any, clock: Clock, explain: Any) -> Any:
