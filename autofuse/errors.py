@@ -1,5 +1,8 @@
 """The failures that autofuse itself reports, one class per failure. Imports nothing of autofuse.
 
+A message has three lines: what happened with which op at which line of the program, the cause, and
+the cure.
+
 The first paragraph of a class says what happened, the second what to do; docs/troubleshooting.md
 has them as a table. What eager PyTorch would raise is raised by torch, at the same line.
 """
@@ -42,11 +45,16 @@ class ColdKernelError(AutofuseError):
     Run the code once before, with the same dtypes and layouts, and call `autofuse.wait()`.
     """
 
+    def __init__(self, message: str, source: str = "") -> None:
+        super().__init__(message)
+        self.source: str = source  # the kernel's text
+
 
 class MismatchError(AutofuseError):
     """Check mode has found that a kernel computes something else than eager PyTorch.
 
-    Report it with the code in the message; meanwhile run these lines in `autofuse.disabled()`.
+    Report it with the program that the message names; meanwhile run these lines in
+    `autofuse.disabled()`.
     """
 
 

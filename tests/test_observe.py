@@ -334,6 +334,11 @@ def fresh_trie():
         modes.forget(recorder)
 
 
+def code_of(message):
+    """The program that the message of a MismatchError names."""
+    return Path(re.search(r"report it with (\S+\.py) ", message).group(1)).read_text()
+
+
 def test_a_broken_kernel_is_caught(settings, broken, fresh_trie, tmp_path):
     settings(check=True, dump_dir=str(tmp_path))
     x, y = torch.randn(4, 6), torch.randn(6)
@@ -346,7 +351,7 @@ def test_a_broken_kernel_is_caught(settings, broken, fresh_trie, tmp_path):
     assert "the result of op 1, add, differs in" in message and "of 24 elements" in message
     assert "mul, add over float32[4, 6], float32[6]" in message
     assert "run those lines inside autofuse.disabled()" in message
-    program = message.partition("\n\n")[2]
+    program = code_of(message)
     space: dict = {}
     exec(program, space)
     assert torch.equal(space["results"][0], x * y + 1.5)  # eager's
@@ -365,7 +370,7 @@ def test_a_broken_write_is_caught_and_its_inputs_saved(settings, broken, fresh_t
     with pytest.raises(autofuse.MismatchError) as caught:
         w.add_(w * 3.0)
     space: dict = {}
-    exec(str(caught.value).partition("\n\n")[2], space)
+    exec(code_of(str(caught.value)), space)
     assert torch.equal(space["results"][-1], before + before * 3.0)
 
 
@@ -410,12 +415,12 @@ def test_a_broken_backward_is_caught(settings, monkeypatch, fresh_trie, tmp_path
     line = line_of("y.sum().backward()", test_a_broken_backward_is_caught)
     assert f"{HERE}:{line}" in message and "of 24 elements, first at [" in message
     assert message.startswith("gradient 0, for Input 1, differs in")
-    assert "A kernel on cpu for the backward of mul, sub, sin, mul, cos over float32[4, 6], " in (
+    assert "a kernel on cpu for the backward of mul, sub, sin, mul, cos over float32[4, 6], " in (
         message
     )
     assert "run those lines inside autofuse.disabled()" in message
     space: dict = {}
-    exec(message.partition("\n\n")[2], space)
+    exec(code_of(message), space)
     for ours, eager in zip(space["results"], space["saved"]["eager"], strict=True):
         assert torch.equal(ours, eager)
     z = (x * p - 1.5).sin() * p

@@ -13,6 +13,7 @@ from torch import is_grad_enabled
 from ..chain.shell import Tensor
 from ..chain.state import counts
 from ..errors import LostGradientError
+from ..lines import shown, user_position
 from ..record.flush import flush_tensor, flush_thread
 from ..torch_private import NoModes, looked_on, torch_functions_are_on
 from .eager import OURS, Handler, released, run_any, run_eager
@@ -71,8 +72,11 @@ def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
         if tensor._af.recorder is not None:
             if tensor._af.meta.requires_grad and is_grad_enabled() and name not in _CONSTANT:
                 raise LostGradientError(
-                    f"C++ code calls {name} on a pending tensor that requires grad; call "
-                    "autofuse.materialize(tensor) before handing it over"
+                    f"C++ code calls {name} on a pending tensor that requires grad, at "
+                    f"{shown(user_position())}.\n"
+                    "Cause: the graph of a pending value is made when it is computed, which is too "
+                    "late where autograd is at work already.\n"
+                    "Call autofuse.materialize(tensor) before handing it over."
                 )
             flush_tensor(tensor, "C++")
     if func._schema.is_mutable:

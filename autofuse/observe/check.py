@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import cycle, repeat
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -378,10 +379,14 @@ def _message(case: _Case, got: list[torch.Tensor], found: str) -> str:
         'fused = saved["fused"]  # what the kernel gave',
         "",
     ]
+    code = Path(path).with_suffix(".py")
+    code.write_text("\n".join(program))
     return (
-        f"{found}. A kernel on {case.recorder.device} {case.about()}, computes something else than "
-        "eager PyTorch. Please report it with this code and the file that it reads; until then run "
-        "those lines inside autofuse.disabled().\n\n" + "\n".join(program)
+        f"{found}.\n"
+        f"Cause: a kernel on {case.recorder.device} {case.about()}, computes something else than "
+        "eager PyTorch.\n"
+        f"Please report it with {code} and the file that it reads; until then run those lines "
+        "inside autofuse.disabled()."
     )
 
 

@@ -15,6 +15,7 @@ from ..chain.meta import Meta
 from ..chain.state import Chain, Node
 from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
+from ..lines import shown, user_position
 from ..program.program import COPY, NEW, WRITE, Output
 from ..supply.load import Kernel
 from ..torch_private import NoModes, address_of, version_of
@@ -93,9 +94,11 @@ def _stale(tip: Node, position: int, before: int, now: int) -> str:
     meta = tip.inputs[position]
     what = f"version {before} -> {now}" if before != now else "its memory was replaced"
     return (
-        f"an Input of shape {meta.shape} was modified in place ({what}) after {name!r} "
-        "recorded a read of it and before the recorded ops ran. Call "
-        "autofuse.materialize(result) before the write, or write through the wrapped tensor."
+        f"an Input of shape {meta.shape} was modified in place ({what}) after {name!r} recorded a "
+        f"read of it, and before the recorded ops ran at {shown(user_position())}.\n"
+        "Cause: autofuse does not see every write through a plain tensor, such as those of C++ "
+        "extensions and of `out=`.\n"
+        "Call autofuse.materialize(result) before the write, or write through the wrapped tensor."
     )
 
 

@@ -24,7 +24,7 @@ from ..inside import BusyError, inside, is_foreign, is_owned, patience
 from ..kernel.plan import Plan
 from ..kernel.source import Source, difference, nearest
 from ..kernel.text import source_of
-from ..lines import Position, user_position
+from ..lines import Position, shown, user_position
 from ..progress import progress
 from ..settings.config import config, watch
 from .disk import DiskCache
@@ -170,7 +170,7 @@ def _looked_up(wanted: Wanted, counted: bool) -> tuple[Kernel | None, str]:
     if binary is not None:
         return _publish(request, binary, built=False), _SOFT
     if _forbidden:
-        raise ColdKernelError(_cold(request, "no_compile() is active"))
+        raise _cold(request, "no_compile() is active")
     if not known:
         if len(_requests) >= 4 * config.max_kernels:
             for key, old in list(_requests.items()):  # a finalizer may look up others meanwhile
@@ -213,7 +213,7 @@ def _advance(request: Request, counted: bool) -> tuple[Kernel | None, str]:
         return None, _HARD
     if compiler is None:
         if capturing(request.device):
-            raise ColdKernelError(_cold(request, "a CUDA graph is being captured"))
+            raise _cold(request, "a CUDA graph is being captured")
         return _compile_now(request)
     if due:
         _submit(request, compiler)
@@ -401,17 +401,16 @@ class no_compile:  # noqa: N801 - used like a function
             _forbidden -= 1
 
 
-def _cold(request: Request, why: str) -> str:
-    """What is said of a kernel that may not be compiled."""
-    known = [kernel.source for kernel in kernels()]
-    like = nearest(request.source, known)
-    text = f"no kernel for {request.source.name} in memory or on disk, and {why}."
+def _cold(request: Request, why: str) -> ColdKernelError:
+    """What is raised for a kernel that may not be compiled."""
+    source, where = request.source, shown(user_position())
+    text = f"no kernel for {source.name}, which is needed at {where}, and {why}.\n"
+    like = nearest(source, [kernel.source for kernel in kernels()])
+    text += "Cause: it is neither in memory nor on disk"
     if like is not None:
-        text += f" The nearest known one is {like.name}; here: {difference(like, request.source)}."
-    return (
-        f"{text} Run the chain {config.compile_after} times before and call autofuse.wait()."
-        f"\n{request.source.text}"
-    )
+        text += f"; the nearest known one is {like.name}, here: {difference(like, source)}"
+    text += f".\nRun the chain {config.compile_after} times before and call autofuse.wait()."
+    return ColdKernelError(text, source.text)
 
 
 def kernels() -> list[Kernel]:
