@@ -86,6 +86,31 @@ def test_a_run_that_takes_too_long_is_ended(place, capfd):
     assert "plain: not done after 0.2 s" in capfd.readouterr().err
 
 
+def test_only_the_outermost_calls_are_fused(monkeypatch):
+    """As where the model alone is fused; the modules in it pay nothing."""
+    import torch
+
+    monkeypatch.setattr(sys, "path", ["its own folder, which it takes away", *sys.path])
+    from autofuse.cli.child import Clock, watched
+
+    told = []
+    plain = torch.nn.Module.__call__
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Tanh()))
+
+    def fused(module, *args):
+        told.append(module)
+        return plain(module, *args)
+
+    clock = Clock()
+    monkeypatch.setattr(torch.nn.Module, "__call__", watched(plain, fused, clock, None))
+    for _ in range(3):
+        model(torch.ones(2))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3))
+    model(torch.ones(2))
+    assert told == [model] * 5 and clock.calls == 5 and clock.depth == 0
+
+
 def test_a_program_that_does_not_repeat_itself(place, capfd):
     """It is run as it is once more, and fusing is not blamed."""
     (place / "chance.py").write_text("import time, torch; print(time.time_ns())")
@@ -168,6 +193,8 @@ COUNTS = {"ops_recorded": 12, "kernels_launched": 3, "kernels_compiled": 1, "ker
             "advice    none"]),
         (ran(b"0.1\n"), ran(b"0.2\n", **COUNTS, cuda=False), 1, ["instead of '0.1'; on a CPU "]),
         (ran(b"0.1\n"), ran(b"0.2\n", **COUNTS, cuda=True), 1, ["is '0.2' instead of '0.1'\n"]),
+        (ran(seconds=1.8), ran(seconds=2.0, **COUNTS), 0, ["1.11 of the plain run's: no different"]),
+        (ran(seconds=18.0), ran(seconds=20.0, **COUNTS), 0, ["1.11 of the plain run's: slower"]),
         (ran(), ran(seconds=0.5, **COUNTS), 0, ["0.50 of the plain run's: faster"]),
         (ran(seconds=0.1), ran(seconds=0.9, **COUNTS), 0, ["9.00 of the plain run's: too short"]),
         (ran(), ran(seconds=2.0, **COUNTS), 0, ["2.00 of the plain run's: slower"]),

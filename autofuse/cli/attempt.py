@@ -21,7 +21,9 @@ _LINKED = {"__pycache__", "node_modules"}
 _CHILD = Path(__file__).with_name("child.py")
 NO_FILE, MISSED, INTERRUPTED = 2, 124, 130  # exit statuses, as Python and shells have them
 PLAIN, FUSED, AGAIN = "plain", "fused", "again"  # the runs, the last as the first
-_NOISE = 0.03  # of the time: less is no difference between two runs
+# less is no difference between two runs: of the time, and seconds, as first calls take, which
+# measure both ways
+_NOISE, _FIRST = 0.05, 0.2
 _SHORT = 1.0  # seconds, of which first calls and compiles are too much
 _MOST = 5  # files and pieces of advice that are named
 
@@ -176,7 +178,7 @@ def _compared(runs: dict[str, Run]) -> int:
         ratio = fused.seconds / max(plain.seconds, 1e-9)
         if max(plain.seconds, fused.seconds) < _SHORT:
             word = "too short to tell"
-        elif abs(ratio - 1) <= _NOISE:
+        elif abs(ratio - 1) <= _NOISE or abs(fused.seconds - plain.seconds) <= _FIRST:
             word = "no different"
         else:
             word = "faster" if ratio < 1 else "slower"

@@ -65,13 +65,15 @@ class Clock:
         return {"seconds": seconds, "calls": self.calls, "advice": self.advice, "cuda": cuda}
 
 
-def watched(call: Any, clock: Clock, explain: Any) -> Any:
-    """`torch.nn.Module.__call__`, of which `clock` learns."""
+def watched(plain: Any, call: Any, clock: Clock, explain: Any) -> Any:
+    """`torch.nn.Module.__call__`, which is `plain`: the outermost by `call`, of which `clock`
+    learns."""
 
-    @functools.wraps(call)
+    @functools.wraps(plain)
     def outermost(*args: Any, **kwargs: Any) -> Any:
-        if not clock.depth:
-            clock.entered(explain)
+        if clock.depth:  # 2 us less, which whoever fuses the model alone does not pay either
+            return plain(*args, **kwargs)
+        clock.entered(explain)
         clock.depth += 1
         try:
             return call(*args, **kwargs)
@@ -96,14 +98,14 @@ def run(program: list[str]) -> None:
 def main(way: str, place: str, *program: str) -> None:
     explain: Any = None
     counters: Any = None
-    call = torch.nn.Module.__call__
+    plain = call = torch.nn.Module.__call__
     if way == "fused":
         import autofuse
 
         explain, counters = autofuse.explain, autofuse.stats
-        call = autofuse.fuse(call)
+        call = autofuse.fuse(plain)
     clock = Clock()
-    torch.nn.Module.__call__ = watched(call, clock, explain)
+    torch.nn.Module.__call__ = watched(plain, call, clock, explain)
     try:
         run(list(program))
     finally:
