@@ -186,7 +186,7 @@ def draw(turns: Sequence[Turn], caption: Sequence[str]) -> str:
     for line in caption:
         y += 18
         parts.append(f'<text class="faint" x="{LEFT}" y="{y}">{escape(line)}</text>')
-    title = escape("; ".join(map(heading, turns)))
+    title = escape(summary(turns))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 10}" '
         f'width="{WIDTH}" height="{y + 10}" role="img"><title>{title}</title>'
@@ -196,8 +196,14 @@ def draw(turns: Sequence[Turn], caption: Sequence[str]) -> str:
     )
 
 
+def summary(turns: Sequence[Turn]) -> str:
+    """What a picture shows, for who does not see it."""
+    return "; ".join(map(heading, turns))
+
+
 def heading(turn: Turn) -> str:
-    where = f", {len(turn.device)} kernels" if turn.device else ""
+    kernels = [span for span in turn.device if not span.name.startswith(("Memcpy", "Memset"))]
+    where = f", {len(kernels)} kernels" if turn.device else ""
     return f"{turn.way}: {turn.us:.0f} us{where}"
 
 
@@ -262,7 +268,8 @@ def main(argv: list[str] | None = None) -> None:
     args.svg.write_text(draw(turns, caption))
     for turn in turns:
         print(f"{heading(turn)} with the profiler, {plain[turn.way]:.1f} us without")
-    print(f"{args.svg.name} written")
+    print(f"{args.svg.name} written; with its text, in a page:")
+    print(f"![One loop on a timeline: {summary(turns)}]({args.svg.name})")
 
 
 if __name__ == "__main__":

@@ -617,7 +617,8 @@ def test_timeline_runs(tmp_path, capsys, monkeypatch):
     names = re.findall("<title>(.*?): [0-9.]+ us</title>", path.read_text())
     assert sum(name.startswith("autofuse: af_add_sigmoid") for name in names) == 2
     assert names.count("aten::matmul") == 4 and names.count("aten::tanh") == 2
-    assert "eager: " in capsys.readouterr().out
+    title = re.search("<title>(.*?)</title>", path.read_text()).group(1)
+    assert title.startswith("eager: ") and f": {title}](t.svg)" in capsys.readouterr().out
 
 
 def test_every_sweep_makes_the_batch_that_is_asked_for():

@@ -2,7 +2,10 @@
 
 import re
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from results import DIRECTORY, load
@@ -59,3 +62,15 @@ def test_the_text_has_the_figures_of_the_results():
         r"median (\S+), .* (\d+) of (\d+) over ([\d.]+);", line
     ).groups()
     assert said.groups() == (all_, median, limit, few)
+
+
+def test_the_picture_is_told_by_its_own_figures():
+    """The text of the timeline in place of the picture; a GPU has to have drawn that."""
+    picture = ROOT / "docs" / "timeline.svg"
+    if not picture.exists():
+        pytest.skip("bench/timeline.py draws it, on a GPU")
+    root = ElementTree.fromstring(picture.read_text())
+    drawn = root.find("{http://www.w3.org/2000/svg}title").text
+    assert "kernels" in drawn and not drawn.startswith("eager: 0")
+    (told,) = re.findall(r"^!\[([^]]*)\]\(docs/timeline\.svg\)$", README, re.M)
+    assert told.endswith(drawn)
