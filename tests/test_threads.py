@@ -19,7 +19,7 @@ import autofuse
 from autofuse import inside
 from autofuse.chain import state
 from autofuse.hot import trial
-from autofuse.observe import events, findings, text
+from autofuse.observe import advice, events, findings, listing, page, text
 from autofuse.patches import install as boundaries
 from autofuse.patches import memory
 from autofuse.record import flush as flushing
@@ -681,7 +681,7 @@ def test_a_report_that_grows_while_it_is_read(device):
     w = autofuse.wrap(torch.ones(4, device=device))
     with autofuse.explain() as report:
         names = iter(range(10**6))
-        grow = lambda: report.ran_eagerly(f"op{next(names)}", "new")  # noqa: E731
+        grow = lambda: report._witness.ran_eagerly(f"op{next(names)}", "new")  # noqa: E731
         for _ in range(4):
             w.sum()
             grow()
@@ -691,6 +691,27 @@ def test_a_report_that_grows_while_it_is_read(device):
                 print(report.ops_seen, report)
             finally:
                 sys.settrace(None)
+
+
+@pytest.mark.parametrize("module", [listing, page, advice, findings])
+def test_a_report_that_grows_while_its_page_is_made(device, module):
+    w = autofuse.wrap(torch.ones(4, device=device))
+    with autofuse.explain() as report:
+        names = iter(range(3000))  # each makes the page longer
+
+        def grow():
+            name = next(names, None)
+            if name is not None:
+                report._witness.ran_eagerly(f"op{name}", "new")
+
+        for _ in range(4):
+            (w * 2 + 1).sum()
+            grow()
+        sys.settrace(at_every_line(module, grow))
+        try:
+            assert "so far" in report._repr_html_()
+        finally:
+            sys.settrace(None)
 
 
 def test_requests_that_are_forgotten_while_others_are(device, monkeypatch, capsys):

@@ -58,7 +58,7 @@ def tallies(report: Findings) -> dict[Position, Tally]:
                 found[line].eager[op, flush.eager] += 1
             elif line is not None:
                 found[line].recorded[op] += 1
-    for (line, op, reason), count in report.eager_lines.items():
+    for (line, op, reason), count in list(report.eager_lines.items()):  # others add some
         if line is not None and reason != STAYS:  # of an op that is counted already
             found[line].eager[op, reason] += count
     for sync in report.syncs:
