@@ -176,9 +176,12 @@ def test_a_handler_may_wait_for_a_thread_that_needs_a_value(settings, name):
     """As one that formats a pending tensor does, while another thread has the handler's lock."""
     done, main = [], threading.current_thread()
 
+    class Unlocked(contextlib.nullcontext):
+        acquire = release = lambda self: None
+
     class Waiting(logging.Handler):
         def createLock(self):  # noqa: N802 - logging's name
-            self.lock = None
+            self.lock = Unlocked()
 
         def emit(self, record):
             if threading.current_thread() is main and not autofuse.is_pending(x):
