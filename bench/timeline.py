@@ -253,6 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--svg", type=Path, default=DEFAULT)
+    parser.add_argument("--commit", default="", help="for the caption; git is asked if not given")
     args = parser.parse_args(argv)
     calls = ways(args.device, args.steps)
     series = timing.interleaved(calls, args.device, rounds=9, iterations=100)
@@ -263,7 +264,8 @@ def main(argv: list[str] | None = None) -> None:
         f"{args.steps} steps of a recurrent loop on {size} float32, a matmul and nine pointwise "
         "ops each; seen by torch.profiler, which takes time itself.",
         f"Without it: eager {plain['eager']:.0f} us, fused {plain['fused']:.0f} us. "
-        f"{machine.machine(args.device)}, commit {machine.head_commit()}",
+        f"{machine.machine(args.device)}, "
+        f"commit {args.commit or machine.head_commit()}",
     ]
     args.svg.write_text(draw(turns, caption))
     for turn in turns:
