@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-import autofuse
 from machine import machine as machine  # for the heads of the scripts
 
 ROUNDS = 7
@@ -56,6 +55,8 @@ class Call:
 
 def in_thread(place: str, call: Callable[[], object]) -> Callable[[], object]:
     """`call` with this `config.backward_thread`: "engine" is what it is without autofuse."""
+    import autofuse  # not above: `alone` measures eager in a process that never imports it
+
     settings = vars(autofuse.config)  # assigning to a field would end every chain
 
     def run() -> object:
