@@ -1,0 +1,130 @@
+"""Division: how torch's CUDA kernels divide a reduction among threads, and so in which order it adds.
+
+Pure integer arithmetic, over sizes, strides in elements and addresses in bytes; knows nothing of
+torch tensors or of code. The rules are those of torch 2.10 to 2.13: `setReduceConfig` of
+aten/src/ATen/native/cuda/Reduce.cuh, `host_softmax` of SoftMax.cu, `LayerNormKernelImplInternal` of
+layer_norm_kernel.cu.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .source import Ints
+
+WARP = 32
+_THREADS = 512  # of a block of the reduce kernel, at most
+_VECTORISED = 128  # elements of a reduction from which its kernel reads vectors
+_SOFTMAX_THREADS = 1024  # of a block of a softmax kernel that gives a row one
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What each thread (x, y) of each block (x, y) of torch's reduce kernel takes."""
+
+    block: tuple[int, int]  # threads
+    grid: tuple[int, int]  # blocks; the second: that share one result
+    vec: int  # neighbouring elements that a thread reads at once, to a slot each; 1 for not so
+    results: int  # neighbouring results that a thread makes at once
+    inputs: Ints  # by how many elements the index of thread x, thread y, block y is multiplied
+    outputs: Ints  # ...of results, that of thread x and thread y
+    step_in: int  # elements that all threads of a result take at once
+    step_out: int  # results of a block
+
+    @property
+    def across(self) -> tuple[int, int]:
+        """How many threads, x and y, make one result together."""
+        x, y = self.block
+        return (x if self.inputs[0] else 1, y if self.inputs[1] else 1)
+
+
+def vector_of(op: str, itemsize: int) -> int:
+    """Neighbouring elements that torch's kernel for `op` reads at once, where it reads vectors."""
+    return 8 if itemsize == 2 and op in ("sum", "mean") else 4
+
+
+@lru_cache(maxsize=4096)
+def division_of(
+    results: int,
+    elements: int,
+    strides: tuple[int, int],
+    address: int,
+    itemsize: int,
+    vec: int,
+    processors: int,
+    threads_per_processor: int,
+) -> Division:
+    """How torch divides `results` reductions of `elements` each.
+
+    strides: between the elements of one reduction, and between reductions, in elements. address:
+    where the input begins, in bytes. vec: `vector_of` the op. Both kinds of dimension have been
+    coalesced to one.
+    """
+    inner, outer = strides
+    fastest = results == 1 or (elements > 1 and inner < outer)
+    stride = inner if fastest else outer
+    first, second = (elements, results) if fastest else (results, elements)
+    vectorised, together = False, 1
+    if stride == 1:
+        if fastest and first >= _VECTORISED:
+            vectorised = True
+            first //= vec
+        elif not fastest:
+            together = 4
+            while any(number % together for number in (address // itemsize, results, inner)):
+                together //= 2
+            first //= together
+    most = _THREADS // together
+    x, y = _threads(first, most), _threads(second, most)
+    width = min(x, WARP)
+    height = min(y, most // width)
+    width = min(x, most // height)
+    inputs, outputs = [0, 0, 0], [0, 0]
+    step_in = step_out = 1
+    if fastest:
+        inputs[0], step_in = step_in, step_in * width
+    else:
+        outputs[0], step_out = step_out, step_out * width
+    if -(-elements // step_in) >= min(16 * height, 256):
+        inputs[1], step_in = step_in, step_in * height
+    else:
+        outputs[1], step_out = step_out, step_out * height
+    wanted = processors * (threads_per_processor // (width * height))
+    blocks = -(-(results // together) // step_out)
+    each, shared = -(-elements // step_in), 1
+    if inputs[1] and each >= 256 and blocks <= wanted:
+        shared = max(min(-(-wanted // blocks), -(-each // 16)), -(-each // 256))
+        if shared > 1:
+            inputs[2], step_in = step_in, step_in * shared
+    return Division(
+        (width, height), (blocks, shared), vec if vectorised else 1, together,
+        tuple(inputs), tuple(outputs), step_in, step_out,
+    )  # fmt: skip
+
+
+def _threads(count: int, most: int) -> int:
+    """The largest power of two that neither `count` nor `most` is below."""
+    return min(1 << (count.bit_length() - 1) if count else 1, most)
+
+
+def softmax_threads(columns: int) -> int:
+    """Threads that torch's softmax for short rows gives a row."""
+    return min(WARP, 1 << (columns - 1).bit_length())
+
+
+def softmax_kernel(columns: int, itemsize: int) -> str:
+    """Which of torch's softmax kernels takes contiguous rows: by a warp ("warp"), by a block that
+    keeps them in registers ("block"), or one whose order depends on addresses ("").
+    """
+    if columns <= 2048 and columns * itemsize <= 8192:
+        return "warp"
+    return "block" if -(-columns // _SOFTMAX_THREADS) < 10 else ""
+
+
+def norm_kernel(columns: int) -> str:
+    """Which of torch's layer_norm kernels takes rows of float32, float16 or bfloat16.
+
+    By vectors ("vectors"), where all operands are aligned to four elements, or not ("elements").
+    """
+    return "vectors" if columns % 4 == 0 and columns <= 1 << 24 else "elements"
