@@ -17,8 +17,10 @@ from weakref import ref
 import torch
 
 from .. import hooks
+from ..layout import Ints
 from ..ops.row import Op
-from ..program.program import Output, Program, Ref, Step
+from ..ops.reductions import Reduction
+from ..program.program import Output, Program, Reduced, Ref, Step
 from ..settings.config import config
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
@@ -29,11 +31,11 @@ from .shell import Tensor
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "autocast", "by_outputs", "cast", "common", "consts", "counted",
+    __slots__ = ("args", "autocast", "by_outputs", "cast", "common", "consts", "counted", "cut",
                  "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key", "likely",
                  "limits", "long", "looked_on", "meta", "next", "op", "parent",
-                 "pinned_limit", "reason", "recent", "recorder", "relaxed", "returns", "runners",
-                 "saves", "shell", "skips", "told", "usual", "writers")  # fmt: skip
+                 "pinned_limit", "reason", "recent", "recorder", "relaxed", "returns", "rows",
+                 "runners", "saves", "shell", "skips", "told", "usual", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -50,6 +52,9 @@ class Node:
         self.looked_on: bool = False if parent is None else parent.looked_on
         self.saves: tuple[Ref, ...] = ()
         self.cast: torch.dtype | None = None  # of operands, which have to be cast before
+        self.cut = False  # it does not go with the rows of the chain, which has to be flushed
+        # what the rows of the chain are, once one is reduced: their shape, the threads of each
+        self.rows: tuple[Ints, int] | None = None if parent is None else parent.rows
         self.index: int = -1 if parent is None else parent.index + 1
         self.args: tuple[Ref, ...] = ()
         self.common = ""
@@ -97,7 +102,8 @@ class Node:
         steps = []
         for node in self.path():
             assert node.op is not None and node.meta is not None
-            steps.append(Step(node.op, node.args, node.common, node.meta.spec))
+            kind = Reduced if isinstance(node.op, Reduction) else Step
+            steps.append(kind(node.op, node.args, node.common, node.meta.spec))
         inputs = tuple(meta.spec for meta in self.inputs)
         return Program(tuple(steps), inputs, self.consts, outputs, self.relaxed)
 

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
+from ..ops.reductions import Reduction
 from ..ops.row import Op
 from ..settings.config import config
-from .infer import infer
+from ..supply.load import processors_of
+from .infer import Inferred, infer
 from .meta import Meta
+from .rowwise import RowsOf, goes_along, infer_rows, unverified
 from .state import Node, Recorder
 
 
@@ -33,10 +36,15 @@ def extend(
     recorder: Recorder, tip: Node, op: Op, operands: Sequence[int | Meta | type], metas: list[Meta]
 ) -> Node:
     """The node for `op` after `tip`; not yet an edge of it. operands, metas: see `infer`."""
-    found = infer(
-        op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode, tip.relaxed,
-        tip.autocast,
-    )  # fmt: skip
+    rows = tip.rows
+    if isinstance(op, Reduction):
+        reduced = _reduced(recorder, tip, op, operands, metas)
+        found, rows = (reduced, rows) if isinstance(reduced, str) else reduced
+    else:
+        found = infer(
+            op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode,
+            tip.relaxed, tip.autocast,
+        )  # fmt: skip
     if isinstance(found, str):
         return eager_node(recorder, tip, op, found)
     if isinstance(found, torch.dtype):
@@ -50,4 +58,20 @@ def extend(
     largest = max((meta.nbytes for meta in node.inputs), default=0)
     node.pinned_limit = max(config.pinned_bytes, 2 * largest)
     node.holds_grad |= found.meta.requires_grad
+    node.rows = rows
+    if tip.rows is not None and not goes_along(tip, node):
+        node = eager_node(recorder, tip, op, "")
+        node.cut = True
     return node
+
+
+def _reduced(
+    recorder: Recorder, tip: Node, op: Reduction, operands: Sequence[int | Meta | type],
+    metas: list[Meta],
+) -> tuple[Inferred, RowsOf] | str:  # fmt: skip
+    device = recorder.device
+    if device.type == "cuda":
+        reason = unverified(torch.__version__, torch.cuda.get_device_capability(device))
+        if reason:
+            return reason
+    return infer_rows(op, operands, metas, tip, device, processors_of(device))

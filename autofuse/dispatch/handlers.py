@@ -23,6 +23,7 @@ from ..chain.state import counts, is_alone, this_thread, writing
 from ..ops import arithmetic, operators
 from ..ops import row as rows
 from ..ops.autocast import COMPOSITES
+from ..ops.reductions import REDUCTIONS
 from ..ops.row import OPS, Op
 from ..record.flush import flush_thread
 from ..record.numbers import follows
@@ -251,6 +252,18 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
     return call
 
 
+def _reducing(choose: Handler, func: Handler) -> Handler:
+    """A handler for reductions, of which `choose` knows those that go into a chain."""
+    rest = passing(func)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = _chosen(choose, args, kwargs)
+        shell = None if chosen is None else record(*chosen)
+        return rest(*args, **kwargs) if shell is None else shell
+
+    return call
+
+
 def _write(chosen: Any, target: Any) -> bool:
     """Record what was chosen as a write to `target`, if that can be."""
     if chosen.__class__ is not tuple or id(target.__class__) not in OURS:
@@ -405,6 +418,9 @@ def install_ops() -> None:
     for name, choose in choices.items():
         _install(name, choose)
         _install(name + "_", choose, inplace=True)
+    for name, choose in REDUCTIONS.items():
+        for place, func in unhandled(name):
+            handle(place, name, _reducing(choose, func))
     for name, compose in rows.COMPOSITES.items():
         for place, func in unhandled(name):
             handle(place, name, _composite(compose, func))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
-from ..kernel.source import THREADS_PER_BLOCK
 from ..run.settle import WRITING
 from ..run.words import (
     ARGUMENTS,
@@ -98,11 +97,12 @@ def sent(words, at, consts, stream):
     for _ in range(pieces):
         entry = at[0]
         blocks = at[1]
-        parameters = at[2]
-        slot = at[3]
+        threads = at[2]
+        parameters = at[3]
+        slot = at[4]
         bits = 0
-        operands = at[4]
-        at += 40
+        operands = at[5]
+        at += 48
         for _ in range(operands):  # pointers: which, and 15 if the kernel moves 16 bytes at a time
             pointer = pointers[at[0]]
             bits = bits | (pointer & at[1])
@@ -132,7 +132,7 @@ def sent(words, at, consts, stream):
             return 0
         # the launch may wait for room in the device's queue
         thread = PyEval_SaveThread()
-        error = call_pointer(words[LAUNCH], entry, blocks, 1, 1, THREADS_PER_BLOCK, 1, 1, 0,
+        error = call_pointer(words[LAUNCH], entry, blocks, 1, 1, threads, 1, 1, 0,
                              stream, parameters, 0)  # fmt: skip
         PyEval_RestoreThread(thread)
         if error & 0xFFFFFFFF != 0:

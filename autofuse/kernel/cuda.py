@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import BuildError
 from .emit import emit_cuda
+from .row_emit import emit_rows
 from .source import Parameters, Source
 
 
@@ -33,7 +34,8 @@ def compile_ptx(source: Source, target: str) -> str:
     names = ", ".join(f"p{k}" for k in range(len(signature)))
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        emit_cuda(source, builder, capability, list(args))
+        emit = emit_cuda if source.rows is None else emit_rows
+        emit(source, builder, capability, list(args))
         return context.get_dummy_value()
 
     space: dict[str, Any] = {"generate": generate, "void": types.void}
@@ -46,6 +48,8 @@ def compile_ptx(source: Source, target: str) -> str:
         raise BuildError(f"numba produced no kernel for {source.name}")
     ptx = ptx.replace(found.group(1), source.name)
     ptx = re.sub(r"\.common \.global .*NumbaEnv.*\n", "", ptx)
+    if source.rows is not None:  # or registers might not do for a large block
+        ptx = re.sub(r"(\.visible \.entry [^{]*\))", rf"\1\n.maxntid {source.rows.block}, 1, 1", ptx)
     if source.relaxed:
         return ptx
     # ptxas may contract a plain mul with an add across ops; NVVM has contracted what it should

@@ -8,6 +8,7 @@ that equal Plans share one kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .. import layout
 from ..layout import Ints
@@ -63,7 +64,7 @@ class Plan:
 class Piece:
     """One kernel of a flush: its Plan, and what stands for its parameters in this program."""
 
-    plan: Plan
+    plan: Any  # a Plan, or a `rows.RowPlan`
     loads: tuple[Ref, ...]  # ~k: Input k; k: the output of step k, stored by an earlier piece
     consts: Ints  # which of the chain's Consts
     stores: Ints  # steps
@@ -131,7 +132,7 @@ def _make_piece(program: Program, outs: list[int], stored: set[int], device: str
     # from here on in the order of a kernel's parameters
     walks = walks[len(results) :] + walks[: len(results)]
     operands = [
-        Operand(spec.code, _axes(walk)) for spec, walk in zip(reads + results, walks, strict=True)
+        Operand(spec.code, axes_of(walk)) for spec, walk in zip(reads + results, walks, strict=True)
     ]
     plan = Plan(
         device=device,
@@ -168,7 +169,7 @@ def unvectorised(piece: Piece) -> Piece:
     return replace(piece, plan=replace(plan, lanes=1), numbers=tuple(numbers))
 
 
-def _axes(walk: Ints) -> Ints:
+def axes_of(walk: Ints) -> Ints:
     """How an operand with these strides goes along each axis."""
     axes = [STRIDED if stride else BROADCAST for stride in walk]
     if walk[-1] == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 Ints = tuple[int, ...]
 BROADCAST, UNIT, STRIDED = 0, 1, 2  # how an operand walks one axis of the loop
@@ -31,6 +32,76 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One element function of a row kernel, in the order of the text, and what it is given."""
+
+    reads: Ints  # loads of the kernel as k, values of the row as ~k
+    consts: Ints  # scalars of the kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How the threads of a row go through its elements."""
+
+    vec: int  # neighbouring elements that a thread takes at once
+    held: int  # how often, where all that it reads stays in registers; else 0
+    full: bool  # that often exactly: no thread takes less
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A reduction in a row kernel: a pass over each row, which gives values of the row."""
+
+    op: str
+    kernel: str  # of torch, whose order it follows; see `kernel.division`
+    across: tuple[int, int]  # threads x and y that make a result together
+    walk: Walk
+    uneven: bool  # vectors do not begin where rows do
+    eps: int  # scalar of the kernel, -1 for none
+    part: Part  # gives the operand
+    after: tuple[Part, ...]  # each gives another value of the row
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What makes a kernel one over rows, the last axis of its loop: stages, then the stores."""
+
+    threads: int  # of a row
+    together: int  # rows of a block
+    stages: tuple[Stage, ...]
+    walk: Walk  # of what is stored
+    columns: Part | None  # gives what the first stores take
+    values: Ints  # of the row, for the other stores
+    aligned: tuple[bool, ...]  # of each operand: whether vectors of it can be moved as such
+
+    @property
+    def block(self) -> int:
+        """Threads of a block."""
+        return self.threads * self.together
+
+    @staticmethod
+    def of(fields: dict[str, Any]) -> Rows:
+        """From what `asdict` and JSON have made of one."""
+
+        def part(fields: dict[str, Any]) -> Part:
+            return Part(tuple(fields["reads"]), tuple(fields["consts"]))
+
+        stages = [
+            Stage(**{
+                **stage, "across": tuple(stage["across"]), "walk": Walk(**stage["walk"]),
+                "part": part(stage["part"]), "after": tuple(map(part, stage["after"])),
+            })
+            for stage in fields["stages"]
+        ]  # fmt: skip
+        columns = fields["columns"]
+        return Rows(**{
+            **fields, "stages": tuple(stages), "walk": Walk(**fields["walk"]),
+            "columns": None if columns is None else part(columns),
+            "values": tuple(fields["values"]), "aligned": tuple(fields["aligned"]),
+        })  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """One kernel; equal for equal kernels."""
 
@@ -44,6 +115,7 @@ class Source:
     lanes: int  # neighbouring elements per thread, moved by 16-byte accesses where over 1
     wide: bool  # 64-bit index arithmetic
     relaxed: bool  # ops contract with each other
+    rows: Rows | None = None  # of a row kernel, whose text has several functions
 
     def to_json(self) -> str:
         """As JSON; the same text for equal Sources."""
@@ -55,7 +127,8 @@ class Source:
         fields = json.loads(text)
         for name in ("loads", "stores"):
             fields[name] = tuple(Operand(o["code"], tuple(o["axes"])) for o in fields[name])
-        return Source(**{**fields, "consts": tuple(fields["consts"])})
+        rows = None if fields["rows"] is None else Rows.of(fields["rows"])
+        return Source(**{**fields, "consts": tuple(fields["consts"]), "rows": rows})
 
     def ops(self) -> list[str]:
         """The names of the ops, which stand behind the statements that begin them."""
@@ -109,6 +182,8 @@ def difference(a: Source, b: Source) -> str:
         found.append(f"scalars are ({', '.join(b.consts)}), not ({', '.join(a.consts)})")
     if a.lanes != b.lanes or a.wide != b.wide or a.relaxed != b.relaxed:
         found.append("other vector width, index width or arithmetic")
+    if a.rows != b.rows:
+        found.append("rows are reduced by other threads")
     if not found and a != b:
         found.append("the same ops on other operands")
     return "; ".join(found)

@@ -58,7 +58,7 @@ class Cuda:
         values = [arg.ir for arg in args]
         if name in self.APPROXIMATE:
             places = ", ".join(f"${k}" for k in range(len(values) + 1))
-            return self._ptx(f"{self.APPROXIMATE[name]}.f32 {places};", F32, *values)
+            return self.ptx(f"{self.APPROXIMATE[name]}.f32 {places};", F32, *values)
         if name in self.ROUNDED:
             symbol = f"{'f' if code == 'f32' else 'd'}{name}_rn"
         else:
@@ -75,19 +75,19 @@ class Cuda:
         LLVM's own would let it make use of a divisor not being 0.
         """
         if a.type == I32:
-            return self._ptx(f"{name}.s32 $0, $1, $2;", I32, a, b)
+            return self.ptx(f"{name}.s32 $0, $1, $2;", I32, a, b)
         builder = self.builder
         high = builder.lshr(builder.or_(a, b), I64(32))
         with builder.if_else(builder.icmp_unsigned("==", high, I64(0))) as (then, otherwise):
             with then:
                 words = (builder.trunc(x, I32) for x in (a, b))
-                short = self._ptx(f"{name}.u32 $0, $1, $2;", I32, *words)
+                short = self.ptx(f"{name}.u32 $0, $1, $2;", I32, *words)
                 short = builder.zext(short, I64), builder.block
             with otherwise:
-                long = self._ptx(f"{name}.s64 $0, $1, $2;", I64, a, b), builder.block
+                long = self.ptx(f"{name}.s64 $0, $1, $2;", I64, a, b), builder.block
         return joined(builder, short, long)
 
-    def _ptx(self, text: str, result: ir.Type, *args: Any) -> Any:
+    def ptx(self, text: str, result: ir.Type, *args: Any) -> Any:
         """A PTX instruction, of which LLVM knows nothing; $0 is its result."""
         registers = [_REGISTERS[kind] for kind in (result, *(x.type for x in args))]
         signature = ir.FunctionType(result, [x.type for x in args])
@@ -118,7 +118,7 @@ class Cuda:
         if self.capability < (8, 0):
             return Value(_round_bf16(builder, value), "f32")
         # one F2FP instruction; the scalar conversion compiles to two slower ones
-        word = self._ptx("cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", I32, value)
+        word = self.ptx("cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", I32, value)
         return Value(builder.bitcast(word, F32), "f32")
 
     def pairs(self, code: str) -> bool:
@@ -127,7 +127,7 @@ class Cuda:
 
     def round_pair(self, low: Any, high: Any, code: str) -> Any:
         """Two float32 values rounded to `code`, as one word."""
-        return self._ptx(f"cvt.rn.{code}x2.f32 $0, $2, $1;", I32, low, high)
+        return self.ptx(f"cvt.rn.{code}x2.f32 $0, $2, $1;", I32, low, high)
 
     def pair(self, name: str, a: Any, b: Any, code: str) -> Any:
         """add, sub or mul of two pairs, with the bits that float32 gives once it is rounded.
@@ -138,14 +138,14 @@ class Cuda:
         halves = (ONES[code], ONES[code] | 1 << 15, 1 << 15)
         one, minus_one, minus_zero = (I32(half << 16 | half) for half in halves)
         args = {"add": (a, one, b), "sub": (b, minus_one, a), "mul": (a, b, minus_zero)}[name]
-        return self._ptx(f"fma.rn.{code}x2 $0, $1, $2, $3;", I32, *args)
+        return self.ptx(f"fma.rn.{code}x2 $0, $1, $2, $3;", I32, *args)
 
     def to_half(self, value: Any) -> Any:
-        return self._ptx("cvt.rn.f16.f32 $0, $1;", I16, value)
+        return self.ptx("cvt.rn.f16.f32 $0, $1;", I16, value)
 
     def from_half(self, bits: Any) -> Any:
         # LLVM's own fpext would be looked through: copysign would then see the sign of a NaN
-        return self._ptx("cvt.f32.f16 $0, $1;", F32, bits)
+        return self.ptx("cvt.f32.f16 $0, $1;", F32, bits)
 
     def pointer_to(self, pointee: ir.Type) -> ir.Type:
         return pointee.as_pointer(1)  # global memory

@@ -62,6 +62,9 @@ def render(plan: Plan, target: str = "") -> str:
         text += _statements(plan, index, line, target)
     results = []
     for line, operand in plan.stores:
+        if line < 0:  # what was read, which is what a row kernel reduces then
+            results.append(f"x{~line}")
+            continue
         free = _code(plan, line) != operand.code
         results.append(f"r{line}" if free else f"v{line}")
         if free:

@@ -218,7 +218,7 @@ def plain(name: str, params: str, expr: str, *aliases: str, **columns: object) -
     return made
 
 
-def _registrar(table: dict[str, Any]) -> Callable[..., Callable[[Any], Any]]:
+def registrar(table: dict[str, Any]) -> Callable[..., Callable[[Any], Any]]:
     """A decorator that enters a function under the names given, or under its own."""
 
     def named(*names: str) -> Callable[[Any], Any]:
@@ -232,8 +232,8 @@ def _registrar(table: dict[str, Any]) -> Callable[..., Callable[[Any], Any]]:
     return named
 
 
-spelled = _registrar(SPELLINGS)  # a chooser
-composite = _registrar(COMPOSITES)  # what stands for functions that PyTorch composes
+spelled = registrar(SPELLINGS)  # a chooser
+composite = registrar(COMPOSITES)  # what stands for functions that PyTorch composes
 
 
 def since(*version: int) -> bool:

@@ -30,7 +30,12 @@ class Pointwise:
     out: Spec
 
 
-Step = Pointwise  # of which a view or a reduction will be another kind
+@dataclass(frozen=True, slots=True)
+class Reduced(Pointwise):
+    """A step that computes its result from rows of its first operand; its op is a `Reduction`."""
+
+
+Step = Pointwise  # of which a view will be another kind
 
 # kinds of Outputs
 NEW = "new"  # memory of its own, for a shell that somebody holds

@@ -143,6 +143,9 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         if node.cast is not None:
             recorder.reading = False
             return _record_cast(op, operands, node.cast, recorder.device)
+        if node.cut:
+            flush(recorder, "rows")
+            return record(op, operands)
         shell = _shell_of(node)
     if on_host and node.meta is not None and not node.meta.shape:
         return refuse(recorder, op, "0-d tensors on two devices, which promote each other")

@@ -10,7 +10,8 @@ from ..errors import ColdKernelError, KernelError
 from ..grad.backward import Graph
 from ..grad.segments import Outline, outline_of
 from ..inside import is_foreign
-from ..kernel.plan import Piece, make_pieces
+from ..kernel.plan import Piece
+from ..kernel.rows import RowPlan, make_pieces
 from ..program.program import COPY, NEW, STORED, WRITE, Output
 from ..run.devices import runner_class
 from ..run.eager import EagerRunner
@@ -18,6 +19,7 @@ from ..run.runner import FailedRunner, Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
 from ..supply.kernels import Order
+from ..supply.load import processors_of
 from .policy import TRIES, is_short, make_eager, pays, rest
 from .ranges import annotated, open_ranges
 
@@ -101,9 +103,11 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
             graph.attach_to(alone)
             return alone
     nodes[0].long = True
-    pieces = make_pieces(node.program(computed), device.type)
+    pieces = make_pieces(node.program(computed), device.type, processors_of(device))
     if computed[-1:] and computed[-1].kind == WRITE:
-        if not pieces or node.index not in pieces[-1].stores:  # not by what runs last
+        end = pieces[-1] if pieces else None  # what runs last
+        # rows are read by more threads than write them
+        if end is None or node.index not in end.stores or isinstance(end.plan, RowPlan):
             *others, last = computed
             computed = (*others, Output(last.step, COPY))
     return WaitingRunner(node, computed, pieces, graph).ready()

@@ -18,8 +18,9 @@ import torch
 
 from ..chain.shell import Tensor
 from ..errors import KernelError, NotReadyError
-from ..kernel.plan import UNIT, Piece, unvectorised
-from ..kernel.source import THREADS_PER_BLOCK, Parameters
+from ..kernel.plan import Piece, unvectorised
+from ..kernel.rows import RowPlan, launch_of
+from ..kernel.source import UNIT, Parameters
 from ..program.program import Ref
 from ..supply.kernels import Order
 from ..supply.load import Kernel, enter_context
@@ -65,10 +66,8 @@ class Slots:
             struct.Struct("<" + "".join(_FORMATS[code] for code in part)).pack_into
             for part in (self.formats, codes[varying:])
         )
-        count = piece.numel if piece.plan.rank == 1 else piece.numel // piece.plan.lanes
+        count, self.blocks, self.threads = launch_of(piece)
         pack_fixed(self.buffer, 8 * varying, count, *piece.numbers)
-        groups = -(-piece.numel // piece.plan.lanes)
-        self.blocks = -(-groups // THREADS_PER_BLOCK)
 
     def pack_wide(self, *values: Any) -> None:
         """As `pack`, for a Python number beyond float32: infinity, as torch's conversion gives."""
@@ -96,7 +95,10 @@ def launcher() -> Callable[..., int]:
 
 
 class Unaligned:
-    """Pieces for pointers that are not 16-byte aligned: one element per thread."""
+    """Pieces for pointers that are not 16-byte aligned: one element per thread.
+
+    Rows that begin elsewhere torch may reduce in another order.
+    """
 
     def __init__(self, pieces: tuple[Piece, ...], device: torch.device) -> None:
         self.pieces, self.device = pieces, device
@@ -106,6 +108,8 @@ class Unaligned:
     def __call__(self, k: int, *values: Any) -> tuple[int, int, int]:
         """Kernel, blocks and parameters of piece k, with `values` as its operands."""
         if k not in self._launches:
+            if isinstance(self.pieces[k].plan, RowPlan):
+                raise NotReadyError(f"{self.pieces[k].plan.name}, of rows that are not aligned")
             piece = unvectorised(self.pieces[k])
             order = self._orders.setdefault(k, Order([piece.plan], self.device))
             kernels = order.filled()
@@ -187,7 +191,8 @@ class CudaRunner(Runner):
             words += [id(empty_strided), id(arguments), len(pack), meta.nbytes]
         words.append(len(self.pieces))
         for (entry, slots), piece in zip(self._parts, self.pieces, strict=True):
-            words += [entry, slots.blocks, slots.address, ctypes.addressof(slots.buffer)]
+            words += [entry, slots.blocks, slots.threads, slots.address]
+            words.append(ctypes.addressof(slots.buffer))
             refs = [*piece.loads, *piece.stores]
             words.append(len(refs))
             for ref, wide in zip(refs, _wide(piece), strict=True):
@@ -341,7 +346,7 @@ class CudaRunner(Runner):
                 "else:",
                 *("    " + line for line in lines),
             ]
-        arguments = f"entry, blocks, 1, 1, {THREADS_PER_BLOCK}, 1, 1, 0, stream, params, 0"
+        arguments = f"entry, blocks, 1, 1, {slots.threads}, 1, 1, 0, stream, params, 0"
         if not writing:
             return [*lines, f"error = launch({arguments})", "if error: fail(error)"]
         space |= {"count_write": count_write, "starmap": itertools.starmap, "WRITING": WRITING,

@@ -21,9 +21,8 @@ import torch
 from .. import hooks
 from ..errors import ColdKernelError, KernelError, warn_once
 from ..inside import BusyError, inside, is_foreign, is_owned, patience
-from ..kernel.plan import Plan
+from ..kernel.rows import AnyPlan, source_of
 from ..kernel.source import Source, difference, nearest
-from ..kernel.text import source_of
 from ..lines import Position, shown, user_position
 from ..progress import progress
 from ..settings.config import config, watch
@@ -32,7 +31,7 @@ from .load import Kernel, load, target_of
 from .service import Job, Service, forget_service, service
 from .toolchain import Built, key_of
 
-Wanted = tuple[Plan, torch.device]
+Wanted = tuple[AnyPlan, torch.device]
 
 
 class Request:
@@ -71,7 +70,7 @@ class Order:
 
     __slots__ = ("counted", "seen", "wanted")
 
-    def __init__(self, plans: list[Plan], device: torch.device, counted: bool = True) -> None:
+    def __init__(self, plans: list[AnyPlan], device: torch.device, counted: bool = True) -> None:
         self.wanted = [(plan, device) for plan in plans]
         self.counted = counted  # among the kernels that a line of the program may ask for
         self.seen = -1  # `_news` when there was nothing left to ask for

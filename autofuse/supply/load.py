@@ -33,6 +33,15 @@ def _capability(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+@cache
+def processors_of(device: torch.device) -> tuple[int, int]:
+    """How many processors a GPU has, and how many threads each of them runs at a time."""
+    if device.type != "cuda":
+        return (1, 1)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.max_threads_per_multi_processor
+
+
 _retired: list[tuple[Any, torch.device]] = []
 
 

@@ -1,0 +1,127 @@
+"""Rows: what a reduction makes of its operands, and what goes into one kernel with it.
+
+Pure, as `infer` is. All reductions of a chain are over the rows of one shape, with the same threads
+for each row, and what follows from them is one number for each row or has that shape: the rest of a
+program is in another chain, which begins with its values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..dtypes import CODES
+from ..kernel.rows import Way, way_of
+from ..layout import Ints, contiguous
+from ..ops.reductions import DEVICES, DTYPES, Reduction
+from ..program.program import CONST, Ref
+from .infer import Inferred
+from .meta import Meta, make_meta
+from .state import Node
+
+RowsOf = tuple[Ints, int]  # their shape, and the threads of each
+
+# (torch version, compute capability) where the bits of all kinds were compared with eager's:
+# bench/reductions.py
+VERIFIED = {((2, 11), (9, 0))}
+
+
+def is_verified(version: str, capability: tuple[int, int]) -> bool:
+    """Whether reductions have been found to have eager's bits with this torch on this GPU."""
+    return (tuple(map(int, version.split(".")[:2])), capability) in VERIFIED
+
+
+def unverified(version: str, capability: tuple[int, int]) -> str:
+    """Why reductions are eager there; empty where they need not be."""
+    if is_verified(version, capability):
+        return ""
+    release = ".".join(version.split(".")[:2])
+    place = f"torch {release} on compute capability {capability[0]}.{capability[1]}"
+    return f"a reduction, whose order has not been compared with that of {place}"
+
+
+def infer_rows(
+    op: Reduction,
+    operands: Sequence[int | Meta | type],
+    metas: Sequence[Meta],
+    tip: Node,
+    device: torch.device,
+    processors: tuple[int, int],
+) -> tuple[Inferred, RowsOf] | str:
+    """What `op` makes of `operands`, or why it has to run as eager PyTorch; as `infer` does."""
+    args: list[Ref] = []
+    reads, numbers = list(tip.inputs), list(tip.consts)
+    views: list[Meta] = []
+    for operand in operands:
+        if isinstance(operand, int):
+            args.append(operand)
+            views.append(metas[operand] if operand >= 0 else reads[~operand])
+        elif isinstance(operand, Meta):
+            args.append(~len(reads))
+            reads.append(operand)
+            views.append(operand)
+        else:
+            args.append(CONST + len(numbers))
+            numbers.append(operand)
+    x, *affine = views
+    reason = _reason(x, affine, device, tip)
+    if reason:
+        return reason
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    way = way_of(op.name, rows, columns, x.dtype.itemsize, processors)
+    if isinstance(way, str):
+        return f"{way}, as {op.name} takes them"
+    shape = x.shape
+    if not op.whole:
+        shape = (*x.shape[:-1], 1) if op.keepdim else x.shape[:-1]
+    meta = make_meta(x.dtype, shape, contiguous(shape), device, False)
+    found = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
+    return found, (tuple(x.shape), way.threads)
+
+
+def _reason(x: Meta, affine: list[Meta], device: torch.device, tip: Node) -> str:
+    if device.type not in DEVICES or x.dtype not in DTYPES or not x.ndim:
+        return "a reduction of another kind"
+    if any(meta.device is not device for meta in (x, *affine)):
+        return "operands on several devices"
+    if tip.holds_grad or (tip.grad_mode and any(meta.requires_grad for meta in (x, *affine))):
+        return "a reduction under grad"
+    if tip.autocast:
+        return "a reduction under autocast"
+    if not x.flat or 0 in x.shape:
+        return "rows that are not contiguous"
+    for meta in affine:
+        if meta.shape != x.shape[-1:] or not meta.flat or meta.dtype is not x.dtype:
+            return "a weight of another shape or dtype"
+    return ""
+
+
+def goes_along(tip: Node, node: Node) -> bool:
+    """Whether `node`, which is to follow `tip`, can be computed in one kernel with its rows."""
+    assert tip.rows is not None and node.rows is not None and node.meta is not None
+    following: set[int] = set()
+    path = tip.path()
+    for known in path:
+        if isinstance(known.op, Reduction) or not following.isdisjoint(known.args):
+            following.add(known.index)
+    if isinstance(node.op, Reduction):
+        return node.rows == tip.rows
+    if node.meta.requires_grad:
+        return False
+    shape, _ = tip.rows
+    for ref in node.args:
+        if ref not in following:
+            continue
+        meta = path[ref].meta
+        assert meta is not None
+        if len(meta.shape) < len(shape):  # one number a row, and no dimension for it
+            allowed = (meta.shape,)
+        elif meta.shape == shape:
+            allowed = (shape,)
+        else:
+            allowed = (shape, meta.shape)
+        if tuple(node.meta.shape) not in allowed:
+            return False
+    return True

@@ -1,0 +1,461 @@
+"""Row kernels: from a program that reduces rows to the kernel that computes it in torch's order.
+
+Pure, as `plan` is. A row kernel goes through each row once for each reduction (a Stage), with the
+pointwise ops before it at its loads, and once more for what is stored; the threads that share a row
+stand in one block, and a row is what all its reductions are over: the last dimension of one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+from .. import layout
+from ..layout import Ints
+from ..ops.row import Op
+from ..program.program import CONST, Program, Reduced, Ref, Spec
+from ..program.walk import needed
+from . import plan as pointwise
+from . import text
+from .division import (
+    division_of,
+    norm_kernel,
+    softmax_kernel,
+    softmax_threads,
+    vector_of,
+)
+from .plan import Line, Piece, Plan, axes_of
+from .source import (
+    BROADCAST,
+    ITEMSIZE,
+    STRIDED,
+    THREADS_PER_BLOCK,
+    UNIT,
+    Operand,
+    Part,
+    Rows,
+    Source,
+    Stage,
+    Walk,
+)
+
+STATISTICS = {"softmax": 2, "log_softmax": 2, "layer_norm": 2, "rms_norm": 1}  # others give one
+_NORMS = ("layer_norm", "rms_norm")
+_SOFT = ("softmax", "log_softmax")
+_HELD = 64  # numbers that a thread keeps, of all operands of a stage
+_HELD_BY_MANY = 24  # the same where the block is so large that a thread has 64 registers
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How torch reduces rows of some size: which kernel, which threads."""
+
+    kernel: str
+    across: tuple[int, int]
+    vec: int
+    uneven: bool
+
+    @property
+    def threads(self) -> int:
+        """Of a row."""
+        return self.across[0] * self.across[1]
+
+
+@lru_cache(maxsize=4096)
+def way_of(
+    op: str, rows: int, columns: int, itemsize: int, processors: tuple[int, int]
+) -> Way | str:
+    """How torch computes `op` over contiguous rows that begin at an aligned address, or why a row
+    kernel cannot do the same.
+
+    processors: how many the GPU has, and how many threads each of them runs.
+    """
+    if columns < 2 or not rows:
+        return "rows of less than two elements"
+    if rows * columns >= 1 << 31:
+        return "more elements than torch's kernels count in 32 bits"
+    if op in _NORMS:
+        kernel = norm_kernel(columns)
+        if kernel == "vectors":
+            return Way(kernel, (128, 1), 4, False)
+        return Way(kernel, (512, 1), 1, False)
+    if op in _SOFT:
+        kernel = softmax_kernel(columns, itemsize)
+        if not kernel:
+            return "rows so long that the order depends on where they begin"
+        threads = softmax_threads(columns) if kernel == "warp" else 1024
+        return Way(kernel, (threads, 1), 1, False)
+    vec = vector_of(op, itemsize)
+    division = division_of(rows, columns, (1, columns), 0, itemsize, vec, *processors)
+    if division.grid[1] > 1:
+        return "rows that several blocks share"
+    return Way("reduce", division.across, division.vec, columns % division.vec > 0)
+
+
+# what is stored for each element: over operands and statistics of the row, in float32
+@cache
+def _finish(op: str, params: str, kernel: str) -> Op:
+    names = [param.partition(":")[0] for param in params.split()]
+    if op in _SOFT:
+        soft = "exp(sub(x, m)) / s"
+        if kernel == "warp":
+            soft = f"nan if s == 0 else {soft}"
+        return Op(op, "x m s", soft if op == "softmax" else "sub(sub(x, m), s)")
+    if op in _NORMS:
+        centred = "sub(x, m)" if op == "layer_norm" else "x"
+        affine = {
+            "layer_norm": {
+                ("vectors", True): f"fma(mul(r, {centred}), w, b)",
+                ("vectors", False): f"mul(r, {centred})",
+                ("elements", True): f"fma(w, mul({centred}, r), b)",
+                ("elements", False): f"fma({centred}, r, 0.0)",
+            },
+            "rms_norm": {
+                ("vectors", True): "mul(mul(x, r), w)",
+                ("vectors", False): "mul(x, r)",
+                ("elements", True): "mul(mul(x, r), w)",
+                ("elements", False): "mul(x, r)",
+            },
+        }[op][kernel, "w" in names]
+        operands = " ".join(name for name in names if name != "eps")
+        return Op(op, f"{operands} m r" if op == "layer_norm" else f"{operands} r", affine)
+    return Op(op, "s", "s")
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """The structure of one row kernel; hashable, and equal for equal kernels."""
+
+    loads: tuple[Operand, ...]
+    consts: tuple[type, ...]
+    codes: tuple[str, ...]  # of the consts
+    inverted: tuple[bool, ...]  # of each, whether the kernel is given its reciprocal
+    functions: tuple[Plan, ...]  # of the parts, in order
+    lines: tuple[Line, ...]  # of all of them
+    stores: tuple[tuple[int, Operand], ...]
+    rank: int
+    wide: bool
+    rows: Rows
+    device: str = "cuda"
+    relaxed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's name as profilers show it."""
+        ops = [line.op.name for line in self.lines]
+        text = "_".join(ops[:8]) + (f"_and_{len(ops) - 8}" if len(ops) > 8 else "")
+        return f"af_rows_{text}"
+
+    @property
+    def lanes(self) -> int:
+        """More than one where addresses of operands have to be multiples of 16."""
+        return 4 if any(self.rows.aligned) else 1
+
+
+AnyPlan = Plan | RowPlan
+
+
+def source_of(plan: AnyPlan, target: str = "") -> Source:
+    """What the compiler gets to see of `plan`, of either kind."""
+    if isinstance(plan, Plan):
+        return text.source_of(plan, target)
+    functions = [text.render(function, target) for function in plan.functions]
+    return Source(
+        name=plan.name,
+        text="".join(functions),
+        device=plan.device,
+        loads=plan.loads,
+        stores=tuple(operand for _, operand in plan.stores),
+        consts=plan.codes,
+        rank=plan.rank,
+        lanes=plan.lanes,
+        wide=plan.wide,
+        relaxed=False,
+        rows=plan.rows,
+    )
+
+
+def launch_of(piece: Piece) -> tuple[int, int, int]:
+    """What a kernel counts (elements, groups of lanes or rows), its blocks, and threads of each."""
+    plan = piece.plan
+    if isinstance(plan, RowPlan):
+        count = piece.numel // piece.numbers[plan.rank - 2]
+        return count, -(-count // plan.rows.together), plan.rows.block
+    count = piece.numel if plan.rank == 1 else piece.numel // plan.lanes
+    groups = -(-piece.numel // plan.lanes)
+    return count, -(-groups // THREADS_PER_BLOCK), THREADS_PER_BLOCK
+
+
+def make_pieces(
+    program: Program, device: str, processors: tuple[int, int] = (132, 2048)
+) -> tuple[Piece, ...]:
+    """The kernels that compute the outputs of `program`, with reductions or without.
+
+    processors: as in `way_of`.
+    """
+    steps = program.steps
+    wanted = needed([step.args for step in steps], program.live)
+    reduced = [index for index in wanted if isinstance(steps[index], Reduced)]
+    if not reduced:
+        return pointwise.make_pieces(program, device)
+    shape = _spec(program, steps[reduced[0]].args[0]).shape
+    following = followers(program)
+    ours = [
+        output
+        for output in program.outputs
+        if output.step in following or steps[output.step].out.shape == shape
+    ]
+    others = tuple(output for output in program.outputs if output not in ours)
+    pieces = pointwise.make_pieces(replace(program, outputs=others), device) if others else ()
+    row_program = replace(program, outputs=tuple(ours))
+    return (*pieces, _RowPiece(row_program, shape, following, processors).piece())
+
+
+def followers(program: Program) -> set[int]:
+    """The steps that are reductions, or follow from one."""
+    found: set[int] = set()
+    for index, step in enumerate(program.steps):
+        if isinstance(step, Reduced) or not found.isdisjoint(step.args):
+            found.add(index)
+    return found
+
+
+def _spec(program: Program, ref: Ref) -> Spec:
+    return program.steps[ref].out if ref >= 0 else program.inputs[~ref]
+
+
+class _RowPiece:
+    """The making of one row kernel."""
+
+    def __init__(
+        self, program: Program, shape: Ints, following: set[int], processors: tuple[int, int]
+    ) -> None:
+        self.program, self.steps, self.shape = program, program.steps, shape
+        self.following, self.processors = following, processors
+        self.args = [step.args for step in program.steps]
+        self.loads: list[tuple[Ref, Ints]] = []  # what is read, and the shape it is read in
+        self.consts: list[int] = []
+        self.codes: list[str] = []
+        self.inverted: list[bool] = []
+        self.functions: list[Plan] = []
+        self.values: dict[tuple[int, int], int] = {}  # of the row, by step and which of its own
+        self.ways: dict[int, Way] = {}
+        wanted = set(needed(self.args, program.live))
+        self.reduced = [k for k in sorted(wanted) if isinstance(self.steps[k], Reduced)]
+        self.numbers = [  # steps that give one number a row, and follow from a reduction
+            k for k in sorted(wanted & following) if self.steps[k].out.shape != shape
+        ]
+
+    def piece(self) -> Piece:
+        steps, shape = self.steps, self.shape
+        rows, columns = layout.numel(shape[:-1]), shape[-1]
+        for index in self.reduced:
+            step = steps[index]
+            code = _spec(self.program, step.args[0]).code
+            way = way_of(step.op.name, rows, columns, ITEMSIZE[code], self.processors)
+            assert isinstance(way, Way), way
+            self.ways[index] = way
+        (threads,) = {way.threads for way in self.ways.values()}
+        drafts = [self._stage(index, columns) for index in self.reduced]
+        whole = [k for k in self.program.live if steps[k].out.shape == shape]
+        columns_part = self._part(whole, shape) if whole else None
+        kept = [k for k in self.program.live if k not in whole]
+        stores = [(k, steps[k].out, shape) for k in whole]
+        stores += [(k, steps[k].out, steps[k].out.shape) for k in kept]
+        sizes, walks = self._walks([*self.loads, *((spec, space) for _, spec, space in stores)])
+        specs = [self._read(ref) for ref, _ in self.loads] + [spec for _, spec, _ in stores]
+        operands = [
+            Operand(spec.code, axes_of(walk)) for spec, walk in zip(specs, walks, strict=True)
+        ]
+        vec = max(way.vec for way in self.ways.values())
+        flat = layout.contiguous((rows, columns))
+        aligned = tuple(
+            operand.axes[-1] == UNIT
+            and (all(stride % vec == 0 for stride in walk[:-1]) or walk == flat)
+            and vec > 1
+            for operand, walk in zip(operands, walks, strict=True)
+        )
+        stages = tuple(drafts)
+        last = stages[-1]
+        uneven = any(stage.uneven for stage in stages)
+        walk = self._walk(1 if uneven else last.walk.vec, columns, threads, columns_part)
+        reach = max(
+            sum((n - 1) * s for n, s in zip(sizes, w, strict=True)) * ITEMSIZE[spec.code]
+            for w, spec in zip(walks, specs, strict=True)
+        )
+        plan = RowPlan(
+            loads=tuple(operands[: len(self.loads)]),
+            consts=tuple(self.program.consts[k] for k in self.consts),
+            codes=tuple(self.codes),
+            inverted=tuple(self.inverted),
+            functions=tuple(self.functions),
+            lines=tuple(self._lines()),
+            stores=tuple(
+                (k, operand)
+                for (k, _, _), operand in zip(stores, operands[len(self.loads) :], strict=True)
+            ),
+            rank=len(sizes),
+            wide=max(reach, layout.numel(shape)) >= 1 << 31,
+            rows=Rows(
+                threads=threads,
+                together=max(1, THREADS_PER_BLOCK // threads),
+                stages=stages,
+                walk=walk,
+                columns=columns_part,
+                values=tuple(self.values[k, 0] for k in kept),
+                aligned=aligned,
+            ),
+        )
+        strides = [
+            stride
+            for walk, operand in zip(walks, operands, strict=True)
+            for stride, how in zip(walk, operand.axes, strict=True)
+            if how == STRIDED
+        ]
+        return Piece(
+            plan=plan,
+            loads=tuple(ref for ref, _ in self.loads),
+            consts=tuple(self.consts),
+            stores=tuple(k for k, _, _ in stores),
+            numel=layout.numel(shape),
+            numbers=(*sizes[1:], *strides),
+        )
+
+    def _read(self, ref: Ref) -> Spec:
+        return _spec(self.program, ref)
+
+    def _walks(self, operands: list[tuple[Ref | Spec, Ints]]) -> tuple[Ints, list[Ints]]:
+        """Sizes of the loop, and the strides of operands along it, each given with its shape."""
+        shape, walks = self.shape, []
+        for what, space in operands:
+            spec = what if isinstance(what, Spec) else self._read(what)
+            walk = layout.expand(spec.shape, spec.stride, space)
+            walks.append(walk if len(space) == len(shape) else (*walk, 0))
+            if space != shape and len(space) == len(shape):
+                walks[-1] = (*walk[:-1], 0)
+        order = layout.contiguous(shape[:-1])
+        sizes, merged = layout.collapse(shape[:-1], [order, *(walk[:-1] for walk in walks)])
+        outer = merged[1:]
+        return (*sizes, shape[-1]), [(*a, b[-1]) for a, b in zip(outer, walks, strict=True)]
+
+    def _walk(self, vec: int, columns: int, threads: int, part: Part | None) -> Walk:
+        """How a thread of a row goes through what `part` reads."""
+        groups = -(-columns // (vec * threads))
+        many = threads > 512
+        reads = 0
+        if part is not None:
+            moving = [k for k in part.reads if k >= 0 and self.loads[k][1] == self.shape]
+            reads = max(1, len(moving))
+        most = _HELD_BY_MANY if many else _HELD
+        rounded = groups if groups <= 8 else 1 << (groups - 1).bit_length()
+        lines = max((len(function.lines) for function in self.functions), default=1)
+        if rounded * vec * reads > most or rounded * vec * lines > 1024:
+            return Walk(vec, 0, False)
+        return Walk(vec, rounded, columns == rounded * vec * threads)
+
+    def _stage(self, index: int, columns: int) -> Stage:
+        step, way = self.steps[index], self.ways[index]
+        (operand, *_), op = step.args, step.op
+        part = self._part([operand], self.shape)
+        walk = self._walk(1 if way.uneven else way.vec, columns, way.threads, part)
+        if way.uneven:
+            walk = Walk(way.vec, 0, False)
+        eps = -1
+        if "eps" in op.names:
+            eps = self._const(step.args[op.names.index("eps")] - CONST, "f32", False)
+        first = len(self.values)
+        for which in range(STATISTICS.get(op.name, 1)):
+            self.values[index, -1 - which] = first + which
+        after = []
+        for number in self.numbers:
+            known = (number, 0) in self.values
+            if not known and self._is_known(number):
+                after.append(self._part([number], self.steps[number].out.shape))
+                self.values[number, 0] = len(self.values)
+        return Stage(op.name, way.kernel, way.across, walk, way.uneven, eps, part, tuple(after))
+
+    def _is_known(self, number: int) -> bool:
+        """Whether all the reductions are done from which a number of the row follows."""
+        given = {k for k in self.numbers if (k, 0) in self.values}
+        steps = needed(self.args, [number], given)
+        return all((k, -1) in self.values for k in steps if isinstance(self.steps[k], Reduced))
+
+    def _const(self, const: int, code: str, inverse: bool) -> int:
+        self.consts.append(const)
+        self.codes.append(code)
+        self.inverted.append(inverse)
+        return len(self.consts) - 1
+
+    def _part(self, targets: list[Ref], space: Ints) -> Part:
+        """The function that computes `targets` for an element of `space`, given what is known."""
+        steps = self.steps
+        given = {k for k in self.numbers if (k, 0) in self.values and k not in targets}
+        own = [k for k in targets if k >= 0 and k not in given]
+        nodes = needed(self.args, own, given)
+        position = {node: line for line, node in enumerate(nodes)}
+        reads: list[int] = []  # loads of the kernel, or ~values of the row
+        operands: list[Operand] = []
+        consts: list[int] = []
+
+        def read(which: int, code: str, how: int) -> Ref:
+            if which not in reads:
+                reads.append(which)
+                operands.append(Operand(code, (how,)))
+            return ~reads.index(which)
+
+        def local(ref: Ref) -> Ref:
+            if ref >= CONST:
+                consts.append(ref - CONST)
+                return CONST + len(consts) - 1
+            if ref in position:
+                return position[ref]
+            if ref in given:
+                return read(~self.values[ref, 0], steps[ref].out.code, BROADCAST)
+            key = (ref, space)
+            if key not in self.loads:
+                self.loads.append(key)
+            return read(self.loads.index(key), self._read(ref).code, UNIT)
+
+        lines = []
+        for node in nodes:
+            step = steps[node]
+            if isinstance(step, Reduced):
+                op = _finish(step.op.name, step.op.params, self.ways[node].kernel)
+                values = [self.values[node, -1 - k] for k in range(STATISTICS.get(op.name, 1))]
+                names = op.names[: len(op.names) - len(values)]
+                own_args = dict(zip(step.op.names, step.args, strict=True))
+                refs = [local(own_args[name]) for name in names]
+                refs += [read(~value, "f32", BROADCAST) for value in values]
+                lines.append(Line(op, tuple(refs), "f32", step.out.code))
+                continue
+            refs = [local(ref) for ref in step.args]
+            op = step.op
+            if op.by_scalar is not None and refs[-1] >= CONST:
+                op = op.by_scalar
+            lines.append(Line(op, tuple(refs), step.common, step.out.code))
+        results = [position[k] if k in position else local(k) for k in targets]
+        plan = Plan(
+            device="cuda",
+            loads=tuple(operands),
+            consts=tuple(self.program.consts[k] for k in consts),
+            lines=tuple(lines),
+            stores=tuple(
+                (result, Operand(self._read(k).code, (UNIT,)))
+                for result, k in zip(results, targets, strict=True)
+            ),
+            rank=1,
+            lanes=1,
+            wide=False,
+        )
+        first = len(self.consts)
+        for k, const in enumerate(consts):
+            self._const(const, text.const_code(plan, k), plan.inverted[k])
+        self.functions.append(plan)
+        return Part(tuple(reads), tuple(range(first, len(self.consts))))
+
+    def _lines(self) -> Iterable[Line]:
+        """Each op of the kernel once, in order, for its name."""
+        for index in needed(self.args, self.program.live):
+            step = self.steps[index]
+            yield Line(step.op, (), step.common, step.out.code)

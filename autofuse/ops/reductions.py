@@ -1,0 +1,142 @@
+"""Reductions over the last dimension: what of torch is one, and its eager form.
+
+A `Reduction` is an op of a chain as the rows of the table are, but reads a row of its first operand
+for each of its results (`sum`), or for each row of them (`softmax`). It is spelled by torch
+functions as the rows are: a chooser names it and its operands, or None for what only eager PyTorch
+does. In which order it adds stands in `kernel.division` and `kernel.row_emit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .row import Op, registrar
+
+DEVICES = {"cuda"}  # types on which reductions are recorded: a CPU's order is its instruction set's
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction(Op):
+    """A function of rows; one object per kind, so that it is a key.
+
+    whole: whether its results are rows, of the shape of the first operand; otherwise they are one
+        number a row, and keepdim says whether a dimension of size 1 stands for the row.
+    """
+
+    whole: bool = False
+    keepdim: bool = False
+
+    def __repr__(self) -> str:
+        return f"Reduction({self.name}, {self.params})"
+
+
+REDUCTIONS: dict[str, Callable[..., tuple[Reduction, tuple[Any, ...]] | None]] = {}
+_reduced = registrar(REDUCTIONS)
+
+
+@cache
+def _number_a_row(name: str, keepdim: bool) -> Reduction:
+    function = getattr(torch, name)
+    return Reduction(name, "x", "", keepdim=keepdim, eager=lambda x: function(x, -1, keepdim))
+
+
+@cache
+def _row_a_row(name: str, params: str) -> Reduction:
+    eager = {
+        ("softmax", "x"): lambda x: torch.softmax(x, -1),
+        ("log_softmax", "x"): lambda x: torch.log_softmax(x, -1),
+        ("layer_norm", "x eps:opmath"): lambda x, eps: F.layer_norm(x, x.shape[-1:], eps=eps),
+        ("layer_norm", "x w b eps:opmath"):
+            lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w, b, eps),
+        ("rms_norm", "x eps:opmath"): lambda x, eps: F.rms_norm(x, x.shape[-1:], None, eps),
+        ("rms_norm", "x w eps:opmath"): lambda x, w, eps: F.rms_norm(x, x.shape[-1:], w, eps),
+    }[name, params]  # fmt: skip
+    return Reduction(name, params, "", whole=True, eager=eager)
+
+
+def _is_row_wise(x: Any, dim: Any) -> bool:
+    """Whether `dim` is the last one of a tensor that may be recorded; one in a list counts too."""
+    if x.device.type not in DEVICES or x.dtype not in DTYPES:
+        return False
+    if type(dim) in (tuple, list) and len(dim) == 1:
+        (dim,) = dim
+    return type(dim) is int and x.ndim > 0 and dim in (-1, x.ndim - 1)
+
+
+def _plain(name: str) -> None:
+    @_reduced(name)
+    def choose(
+        input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    ) -> tuple[Reduction, tuple[Any, ...]] | None:
+        if dtype is not None or type(keepdim) is not bool or not _is_row_wise(input, dim):
+            return None
+        return _number_a_row(name, keepdim), (input,)
+
+
+for _name in ("sum", "mean"):
+    _plain(_name)
+
+
+def _extreme(name: str) -> None:
+    @_reduced(name)
+    def choose(
+        input: Any, dim: Any = (), keepdim: bool = False
+    ) -> tuple[Reduction, tuple[Any, ...]] | None:
+        if type(keepdim) is not bool or not _is_row_wise(input, dim):
+            return None
+        return _number_a_row(name, keepdim), (input,)
+
+
+for _name in ("amax", "amin"):
+    _extreme(_name)
+
+
+def _soft(name: str) -> None:
+    @_reduced(name)
+    def choose(
+        input: Any, dim: Any = None, third: Any = None, *, dtype: Any = None, _stacklevel: int = 3
+    ) -> tuple[Reduction, tuple[Any, ...]] | None:
+        # the third is a dtype, or in torch.nn.functional a number that only its warning reads
+        if dtype is not None or isinstance(third, torch.dtype) or type(dim) is not int:
+            return None
+        return (_row_a_row(name, "x"), (input,)) if _is_row_wise(input, dim) else None
+
+
+for _name in ("softmax", "log_softmax"):
+    _soft(_name)
+
+
+def _is_last(x: Any, shape: Any) -> bool:
+    return _is_row_wise(x, -1) and isinstance(shape, (tuple, list)) and (*shape,) == x.shape[-1:]
+
+
+@_reduced()
+def layer_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> tuple[Reduction, tuple[Any, ...]] | None:  # fmt: skip
+    # with one of weight and bias alone torch's kernel was compiled to what differs by its lanes
+    if (weight is None) is not (bias is None) or not _is_last(input, normalized_shape):
+        return None
+    if weight is None:
+        return _row_a_row("layer_norm", "x eps:opmath"), (input, float(eps))
+    return _row_a_row("layer_norm", "x w b eps:opmath"), (input, weight, bias, float(eps))
+
+
+@_reduced()
+def rms_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> tuple[Reduction, tuple[Any, ...]] | None:
+    if not _is_last(input, normalized_shape):
+        return None
+    eps = torch.finfo(torch.float32).eps if eps is None else float(eps)  # of the type it adds in
+    if weight is None:
+        return _row_a_row("rms_norm", "x eps:opmath"), (input, eps)
+    return _row_a_row("rms_norm", "x w eps:opmath"), (input, weight, eps)

@@ -1,0 +1,219 @@
+"""The orders of torch's CUDA reductions over a row, in numpy: what row kernels are compared with.
+
+Each function takes the row as float32, already rounded to its dtype, and stays in float32. Written
+from the kernels' text, one thread after another, and apart from what emits ours.
+"""
+
+import numpy as np
+
+from simt import F32, exp, exp_parts, fma, fmax, log
+
+ZERO = F32(0)
+
+
+def _combined(op):
+    if op in ("sum", "mean"):
+        return lambda a, b: F32(a + b)
+    if op == "amax":
+        return lambda a, b: a if a != a or a > b else b
+    return lambda a, b: a if a != a or a < b else b
+
+
+def _fold(values, first, combine):
+    """Lane 0 of what shuffles down by first, ..., 2, 1 give; a state is a tuple."""
+    values = list(values)
+    while first:
+        values = [
+            combine(v, values[k + first]) if k + first < len(values) else v
+            for k, v in enumerate(values)
+        ]
+        first //= 2
+    return values[0]
+
+
+def reduced(op, row, start, rows, across, vec):
+    """What the reduce kernel makes of a row that begins at element `start` of aligned memory.
+
+    rows: how many there are; across: threads x and y of a row; vec: elements of a vector, or 1.
+    """
+    combine = _combined(op)
+    identity = F32({"sum": 0, "mean": 0, "amax": -np.inf, "amin": np.inf}[op])
+    width, height = across
+    threads, n = width * height, len(row)
+    found = []
+    for t in range(threads):
+        if vec == 1:
+            slots = [identity] * 4
+            for k, at in enumerate(range(t, n, threads)):
+                slots[k % 4] = combine(slots[k % 4], row[at])
+        else:
+            slots = [identity] * vec
+            shift = start % vec
+            begin, end = 0, n
+            if shift:
+                begin, end = -shift, n + shift
+                if shift <= t < vec:
+                    slots[0] = combine(slots[0], row[begin + t])
+                begin, end = begin + vec, end - vec
+            at = t
+            while at * vec + vec - 1 < end:
+                for k in range(vec):
+                    slots[k] = combine(slots[k], row[begin + at * vec + k])
+                at += threads
+            at = end - end % vec + t
+            if at < end:
+                slots[0] = combine(slots[0], row[begin + at])
+        value = slots[0]
+        for other in slots[1:]:
+            value = combine(value, other)
+        found.append(value)
+    by_y = []
+    for y in range(height):
+        line = found[y * width : (y + 1) * width]
+        apart = width // 2
+        while apart >= 32:
+            line = [combine(line[x], line[x + apart]) for x in range(apart)]
+            apart //= 2
+        by_y.append(_fold(line, min(width, 32) // 2, combine))
+    apart = height // 2
+    while apart:
+        by_y = [combine(by_y[y], by_y[y + apart]) for y in range(apart)]
+        apart //= 2
+    total = by_y[0]
+    if op == "mean":
+        total = F32(total * F32(F32(rows) / F32(rows * n)))
+    return total
+
+
+def _block(values, nothing, combine):
+    """BlockReduce: warps, then the first warp over what they have found."""
+    warps = [_fold(values[k : k + 32], 16, combine) for k in range(0, len(values), 32)]
+    return _fold(warps + [nothing] * (32 - len(warps)), 16, combine)
+
+
+def _exchanged(values, combine):
+    apart = len(values) // 2
+    while apart:
+        values = [combine(v, values[k ^ apart]) for k, v in enumerate(values)]
+        apart //= 2
+    return values[0]
+
+
+def softmax(row, log_of=False):
+    n = len(row)
+    by_warp = n <= 2048
+    threads = min(32, 1 << (n - 1).bit_length()) if by_warp else 1024
+    best = []
+    for t in range(threads):
+        m = F32(-np.inf) if by_warp else np.finfo(F32).min
+        for x in row[t::threads]:
+            m = (m if m > x else x) if by_warp else fmax(m, x)
+        best.append(m)
+    larger = lambda a, b: b if a < b else a  # noqa: E731
+    m = _exchanged(best, larger) if by_warp else _block(best, np.finfo(F32).min, larger)
+    totals = []
+    for t in range(threads):
+        s = ZERO
+        for x in row[t::threads]:
+            if by_warp and not log_of:
+                s = F32(s + exp(F32(x - m)))
+            else:
+                s = fma(*exp_parts(F32(x - m)), s)
+        totals.append(s)
+    plus = lambda a, b: F32(a + b)  # noqa: E731
+    s = _exchanged(totals, plus) if by_warp else _block(totals, ZERO, plus)
+    if log_of:
+        return np.array([F32(F32(x - m) - log(s)) for x in row])
+    if by_warp and s == 0:
+        return np.full(n, np.nan, F32)
+    return np.array([F32(exp(F32(x - m)) / s) for x in row])
+
+
+def _welford(row, vec):
+    """(mean, sum of squares about it, count) of layer_norm's two kernels."""
+    n = len(row)
+    if vec == 1:
+
+        def step(state, x):
+            mean, second, count = state
+            count = F32(count + 1)
+            d = F32(x - mean)
+            mean = F32(mean + F32(d / count))
+            return mean, fma(d, F32(x - mean), second), count
+
+        def merge(a, b):
+            if a[2] == 0:
+                return b
+            if b[2] == 0:
+                return a
+            d, count = F32(b[0] - a[0]), F32(a[2] + b[2])
+            ratio = F32(b[2] / count)
+            second = fma(F32(F32(d * d) * a[2]), ratio, F32(a[1] + b[1]))
+            return fma(d, ratio, a[0]), second, count
+
+        states = []
+        for t in range(512):
+            state = (ZERO, ZERO, ZERO)
+            for x in row[t::512]:
+                state = step(state, x)
+            states.append(state)
+        return _block(states, (ZERO, ZERO, ZERO), merge)
+
+    def step(state, x):
+        mean, second, count = state
+        d, count = F32(x - mean), F32(count + 1)
+        mean = fma(d, F32(1 / count), mean)
+        return mean, fma(d, F32(x - mean), second), count
+
+    def merge(a, b):
+        d, count = F32(a[0] - b[0]), F32(b[2] + a[2])
+        if not count > 0:
+            return ZERO, ZERO, count
+        r = F32(1 / count)
+        theirs, own = F32(b[2] * r), F32(a[2] * r)
+        mean = fma(b[0], theirs, F32(own * a[0]))
+        return mean, fma(own, F32(b[2] * F32(d * d)), F32(b[1] + a[1])), count
+
+    return _by_four_warps(row, step, merge, (ZERO, ZERO, ZERO))
+
+
+def _by_four_warps(row, step, merge, nothing):
+    states = []
+    for t in range(128):
+        state = nothing
+        for group in range(t, len(row) // 4, 128):
+            for x in row[4 * group : 4 * group + 4]:
+                state = step(state, x)
+        states.append(state)
+    warps = [_fold(states[k : k + 32], 16, merge) for k in range(0, 128, 32)]
+    lower = [merge(warps[k], warps[k + 2]) for k in (0, 1)]
+    return merge(*lower)
+
+
+def _root(x):
+    return F32(1 / np.sqrt(float(x)))
+
+
+def layer_norm(row, w, b, eps):
+    fast = len(row) % 4 == 0
+    mean, second, count = _welford(row, 4 if fast else 1)
+    r = _root(F32(F32(second / count) + eps))
+    if fast and w is not None:
+        return np.array([fma(F32(r * F32(x - mean)), *wb) for x, *wb in zip(row, w, b)])
+    if fast:
+        return np.array([F32(r * F32(x - mean)) for x in row])
+    if w is not None:
+        return np.array([fma(wk, F32(F32(x - mean) * r), bk) for x, wk, bk in zip(row, w, b)])
+    return np.array([fma(F32(x - mean), r, ZERO) for x in row])
+
+
+def rms_norm(row, w, eps):
+    if len(row) % 4 == 0:
+        step = lambda s, x: (fma(x, x, s[0]),)  # noqa: E731
+        merge = lambda a, b: (F32(a[0] + b[0]),)  # noqa: E731
+        (total,) = _by_four_warps(row, step, merge, (ZERO,))
+        r = _root(F32(F32(total / F32(len(row))) + eps))
+    else:
+        mean, second, count = _welford(row, 1)
+        r = _root(F32(fma(mean, mean, F32(second / count)) + eps))
+    return np.array([F32(F32(x * r) * wk) for x, wk in zip(row, w, strict=True)])

@@ -1,0 +1,328 @@
+"""Row kernels: the order in which they add, without a GPU, against numpy; what becomes one."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import row_oracle
+from autofuse import layout
+from autofuse.kernel.cuda import assemble, compile_ptx
+from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of, way_of
+from autofuse.kernel.source import Source
+from autofuse.ops import reductions
+from autofuse.ops.arithmetic import OPS
+from autofuse.program.program import CONST, Output, Program, Reduced, Spec, Step
+from simt import F32, run
+
+H200 = (132, 2048)
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+RAW = {"f32": torch.float32, "bf16": torch.int16, "f16": torch.int16}
+
+
+def view(code, *shape):
+    return Spec(code, shape, layout.contiguous(shape))
+
+
+def reduction(name, affine=False, keepdim=True):
+    """The op that is recorded for `name`."""
+    if name in ("softmax", "log_softmax"):
+        return reductions._row_a_row(name, "x")
+    if name.endswith("_norm"):
+        weights = {"layer_norm": "w b ", "rms_norm": "w "}[name] if affine else ""
+        return reductions._row_a_row(name, f"x {weights}eps:opmath")
+    return reductions._number_a_row(name, keepdim)
+
+
+def program_of(inputs, steps, *live, consts=0):
+    """steps: (op, operands, shape, code)."""
+    made = []
+    for op, args, shape, code in steps:
+        kind = Reduced if isinstance(op, reductions.Reduction) else Step
+        made.append(kind(op, args, code, view(code, *shape)))
+    return Program(tuple(made), tuple(inputs), (float,) * consts, tuple(map(Output, live)))
+
+
+def execute(program, tensors, consts=(), poison=True):
+    """The outputs of a program of one row kernel, by running its threads."""
+    (piece,) = make_pieces(program, "cuda", H200)
+    source = source_of(piece.plan, "sm_90")
+    assert Source.from_json(source.to_json()) == source
+    count, blocks, threads = launch_of(piece)
+    assert threads == source.rows.block
+    outs = {}
+    for step in piece.stores:
+        spec = program.steps[step].out
+        outs[step] = torch.full(spec.shape, float("nan"), dtype=DTYPES[spec.code])
+    buffers, pointers = {}, []
+    for ref in (*piece.loads, *piece.stores):
+        tensor = outs[ref] if ref >= 0 else tensors[~ref]
+        base = (ref + 1 if ref >= 0 else 1000 + ~ref) << 32
+        raw = tensor.view(torch.int16) if tensor.dtype != torch.float32 else tensor
+        buffers[base] = raw.numpy().reshape(-1).view(np.uint8)
+        pointers.append(base)
+    numbers = [F32(consts[k]) for k in piece.consts]
+    run(source, blocks, [*pointers, *numbers, count, *piece.numbers], buffers)
+    return outs
+
+
+def random(code, *shape, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DTYPES[code])
+
+
+def floats(tensor):
+    return tensor.float().numpy()
+
+
+def assert_bits(got, want, code):
+    want = torch.from_numpy(np.asarray(want, F32)).to(DTYPES[code]).reshape(got.shape)
+    same = (got == want) & (torch.signbit(got) == torch.signbit(want)) | (got.isnan() & want.isnan())
+    assert same.all(), f"{int((~same).sum())} of {same.numel()} differ"
+
+
+# rows and columns: short, one vector more or less, two rows a warp, misaligned, several warps...
+SHAPES = [(3, 2), (5, 7), (9, 33), (6, 127), (20, 128), (20, 131), (5, 257), (20, 1024), (2, 1500),
+          (1, 999), (3, 2051)]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin"])
+def test_reduce_kernel_in_torchs_order(name, code):
+    for m, n in SHAPES:
+        x = random(code, m, n)
+        program = program_of([view(code, m, n)], [(reduction(name), (~0,), (m, 1), code)], 0)
+        (got,) = execute(program, [x]).values()
+        way = way_of(name, m, n, x.element_size(), H200)
+        want = [
+            row_oracle.reduced(name, row, k * n, m, way.across, way.vec)
+            for k, row in enumerate(floats(x))
+        ]
+        assert_bits(got, want, code)
+
+
+def test_rows_of_a_whole_block():
+    """From 256 elements a thread on all threads of a block share a row."""
+    m, n = 40, 8200
+    x = random("bf16", m, n)[:1].repeat(m, 1)
+    x[0, 3] = 7
+    program = program_of([view("bf16", m, n)], [(reduction("sum"), (~0,), (m, 1), "bf16")], 0)
+    (piece,) = make_pieces(program, "cuda", H200)
+    assert piece.plan.rows.stages[0].across == (32, 16) and piece.plan.rows.together == 1
+    small = program_of([view("bf16", m, n)], [(reduction("sum"), (~0,), (m, 1), "bf16")], 0)
+    (got,) = execute(small, [x]).values()
+    for k in (0, 1, 39):
+        want = row_oracle.reduced("sum", floats(x)[k], k * n, m, (32, 16), 8)
+        assert_bits(got[k], [want], "bf16")
+
+
+@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("log", [False, True])
+def test_softmax_in_torchs_order(code, log):
+    """Of a scaled and masked score, with what follows."""
+    name = "log_softmax" if log else "softmax"
+    for m, n in [(5, 2), (3, 5), (9, 33), (5, 200), (2, 1024), (1, 2049)]:
+        x, mask = random(code, m, n), random(code, m, n, seed=1)
+        mask[0, 1] = -torch.inf
+        shape = (m, n)
+        program = program_of(
+            [view(code, m, n)] * 2,
+            [
+                (OPS["mul"], (~0, CONST), shape, code),
+                (OPS["add"], (0, ~1), shape, code),
+                (reduction(name), (1,), shape, code),
+                (OPS["abs"], (2,), shape, code),
+            ],
+            3, consts=1,
+        )  # fmt: skip
+        (got,) = execute(program, [x, mask], [0.25]).values()
+        scores = floats(x * 0.25 + mask)
+        assert_bits(got, np.abs([row_oracle.softmax(row, log) for row in scores]), code)
+
+
+@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("affine", [False, True])
+def test_layer_norm_in_torchs_order(code, affine):
+    """With a pointwise op before it, and two after it."""
+    for m, n in [(3, 3), (2, 4), (3, 100), (2, 513), (2, 1024), (1, 2500)]:
+        x, res = random(code, m, n), random(code, m, n, seed=1)
+        w, b = random(code, n, seed=2), random(code, n, seed=3)
+        affine_args = (~2, ~3) if affine else ()
+        shape = (m, n)
+        program = program_of(
+            [view(code, m, n), view(code, m, n), view(code, n), view(code, n)],
+            [
+                (OPS["add"], (~0, ~1), shape, code),
+                (reduction("layer_norm", affine), (0, *affine_args, CONST), shape, code),
+                (OPS["relu"], (1,), shape, code),
+                (OPS["add"], (2, ~1), shape, code),
+            ],
+            0, 3, consts=1,
+        )  # fmt: skip
+        got = execute(program, [x, res, w, b], [1e-5])
+        h = x + res
+        assert_bits(got[0], floats(h), code)
+        wb = (floats(w), floats(b)) if affine else (None, None)
+        normed = np.array([row_oracle.layer_norm(row, *wb, F32(1e-5)) for row in floats(h)])
+        normed = torch.from_numpy(normed).to(DTYPES[code])
+        assert_bits(got[3], floats(torch.relu(normed) + res), code)
+
+
+@pytest.mark.parametrize("code", DTYPES)
+def test_rms_norm_in_torchs_order(code):
+    for m, n in [(2, 5), (2, 64), (3, 1028), (1, 515)]:
+        x, w = random(code, m, n), random(code, n, seed=1)
+        program = program_of(
+            [view(code, m, n), view(code, n)],
+            [(reduction("rms_norm", True), (~0, ~1, CONST), (m, n), code)],
+            0, consts=1,
+        )  # fmt: skip
+        (got,) = execute(program, [x, w], [1e-6]).values()
+        rows = [row_oracle.rms_norm(row, floats(w), F32(1e-6)) for row in floats(x)]
+        assert_bits(got, rows, code)
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_numbers_of_rows_and_what_follows_from_them(keepdim):
+    """RMSNorm as people write it, and the mean's square kept; numbers go back to their rows."""
+    m, n = 6, 130
+    kept = (m, 1) if keepdim else (m,)
+    x = random("f32", m, n)
+    steps = [
+        (OPS["mul"], (~0, ~0), (m, n), "f32"),
+        (reduction("mean", keepdim=keepdim), (0,), kept, "f32"),
+        (OPS["add"], (1, CONST), kept, "f32"),
+        (OPS["mul"], (2, ~1), kept, "f32"),
+    ]
+    if keepdim:
+        steps.append((OPS["mul"], (~0, 3), (m, n), "f32"))
+    scale = random("f32", *kept, seed=4)
+    live = (1, 3, 4) if keepdim else (1, 3)
+    program = program_of([view("f32", m, n), view("f32", *kept)], steps, *live, consts=1)
+    got = execute(program, [x, scale], [0.5])
+    way = way_of("mean", m, n, 4, H200)
+    squares = floats(x * x)
+    means = [
+        row_oracle.reduced("mean", row, k * n, m, way.across, way.vec)
+        for k, row in enumerate(squares)
+    ]
+    mean = torch.tensor(np.array(means)).reshape(kept)
+    assert_bits(got[1], mean, "f32")
+    assert_bits(got[3], (mean + 0.5) * scale, "f32")
+    if keepdim:
+        assert_bits(got[4], x * ((mean + 0.5) * scale), "f32")
+
+
+def test_several_reductions_of_the_same_rows():
+    """softmax as people write it: an extreme, then a sum of what follows from it."""
+    m, n = 4, 300
+    x = random("f32", m, n)
+    program = program_of(
+        [view("f32", m, n)],
+        [
+            (reduction("amax"), (~0,), (m, 1), "f32"),
+            (OPS["sub"], (~0, 0), (m, n), "f32"),
+            (OPS["abs"], (1,), (m, n), "f32"),
+            (reduction("sum"), (2,), (m, 1), "f32"),
+            (OPS["div"], (2, 3), (m, n), "f32"),
+        ],
+        4,
+    )
+    (got,) = execute(program, [x]).values()
+    (way,) = {way_of(name, m, n, 4, H200) for name in ("amax", "sum")}
+    rows = (x - x.amax(-1, keepdim=True)).abs()
+    sums = [
+        row_oracle.reduced("sum", row, k * n, m, way.across, way.vec)
+        for k, row in enumerate(floats(rows))
+    ]
+    assert_bits(got, rows / torch.tensor(np.array(sums)).reshape(m, 1), "f32")
+
+
+def test_masks_that_repeat_and_other_dtypes():
+    """[2, 3, n] scores, a mask of [2, 1, n], and a bool one of [n]."""
+    b, s, n = 2, 3, 64
+    x, mask, keep = random("bf16", b, s, n), random("bf16", b, 1, n), torch.arange(n) % 3 > 0
+    shape = (b, s, n)
+    program = Program(
+        (
+            Step(OPS["add"], (~0, ~1), "bf16", view("bf16", *shape)),
+            Step(OPS["mul"], (0, ~2), "bf16", view("bf16", *shape)),
+            Reduced(reduction("softmax"), (1,), "bf16", view("bf16", *shape)),
+        ),
+        (view("bf16", *shape), view("bf16", b, 1, n), view("b1", n)), (), (Output(2),),
+    )  # fmt: skip
+    (piece,) = make_pieces(program, "cuda", H200)
+    source, outs = source_of(piece.plan), torch.zeros(shape, dtype=torch.bfloat16)
+    count, blocks, _ = launch_of(piece)
+    raw = {~0: x.view(torch.int16), ~1: mask.view(torch.int16), ~2: keep, 2: outs.view(torch.int16)}
+    bases = {ref: k << 32 for k, ref in enumerate(raw, 1)}
+    buffers = {bases[ref]: t.numpy().reshape(-1).view(np.uint8) for ref, t in raw.items()}
+    pointers = [bases[ref] for ref in (*piece.loads, *piece.stores)]
+    run(source, blocks, [*pointers, count, *piece.numbers], buffers)
+    scores = floats((x + mask) * keep).reshape(-1, n)
+    assert_bits(outs.reshape(-1, n), [row_oracle.softmax(row) for row in scores], "bf16")
+
+
+def test_other_live_outs_have_kernels_of_their_own():
+    """What does not have the rows' shape comes first, by pointwise kernels."""
+    m, n = 4, 64
+    program = program_of(
+        [view("f32", m, n), view("f32", n)],
+        [
+            (OPS["neg"], (~1,), (n,), "f32"),
+            (OPS["mul"], (~0, 0), (m, n), "f32"),
+            (reduction("softmax"), (1,), (m, n), "f32"),
+        ],
+        0, 1, 2,
+    )  # fmt: skip
+    first, second = make_pieces(program, "cuda", H200)
+    assert not isinstance(first.plan, RowPlan) and first.stores == (0,)
+    assert isinstance(second.plan, RowPlan) and second.stores == (1, 2)
+    dead = program_of(program.inputs, [
+        (OPS["neg"], (~1,), (n,), "f32"), (reduction("sum"), (~0,), (m, 1), "f32"),
+    ], 0)  # fmt: skip
+    (only,) = make_pieces(dead, "cuda", H200)
+    assert not isinstance(only.plan, RowPlan), "the reduction is dead"
+
+
+def test_sizes_are_no_part_of_a_kernel():
+    def plan(m, n):
+        x = view("f32", m, n)
+        program = program_of([x, x], [
+            (OPS["add"], (~0, ~1), (m, n), "f32"),
+            (reduction("layer_norm"), (0, CONST), (m, n), "f32"),
+        ], 1, consts=1)  # fmt: skip
+        (piece,) = make_pieces(program, "cuda", H200)
+        return piece.plan
+
+    assert plan(64, 1000) == plan(32, 996) == plan(7, 520)
+    assert plan(64, 1000) != plan(64, 1001)
+    assert plan(64, 1024) == plan(8, 1024)
+
+
+@pytest.mark.parametrize("code", DTYPES)
+def test_kernels_compile(code):
+    """To PTX that moves vectors, and on to a binary."""
+    for name, n in itertools.product(("sum", "softmax", "layer_norm"), (1024, 1025, 4096)):
+        affine = name == "layer_norm"
+        x = view(code, 64, n)
+        steps = [(OPS["mul"], (~0, ~0), (64, n), code)]
+        args = (0, ~1, ~1, CONST) if affine else (0,)
+        shape = (64, n) if reduction(name, affine).whole else (64, 1)
+        steps.append((reduction(name, affine), args, shape, code))
+        steps.append((OPS["sub"], (~0, 1), (64, n), code))
+        program = program_of([x, view(code, n)], steps, 2, consts=1)
+        (piece,) = make_pieces(program, "cuda", H200)
+        source = source_of(piece.plan, "sm_90")
+        ptx = compile_ptx(source, "sm_90")
+        assert f".maxntid {source.rows.block}, 1, 1" in ptx
+        assert ("ld.global.v" in ptx) == (name != "softmax" and (n % 4 == 0 or name == "sum"))
+        assert assemble(ptx, "sm_90")
+
+
+def test_what_no_row_kernel_does():
+    assert "less than two" in way_of("sum", 8, 1, 4, H200)
+    assert "several blocks" in way_of("sum", 1, 1 << 24, 4, H200)
+    assert "where they begin" in way_of("softmax", 8, 9217, 4, H200)
+    assert "32 bits" in way_of("softmax", 1 << 22, 1024, 4, H200)
