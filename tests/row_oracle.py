@@ -5,7 +5,6 @@ from the kernels' text, one thread after another, and apart from what emits ours
 """
 
 import numpy as np
-
 from simt import F32, exp, exp_parts, fma, fmax, log
 
 ZERO = F32(0)
@@ -131,7 +130,6 @@ def softmax(row, log_of=False):
 
 def _welford(row, vec):
     """(mean, sum of squares about it, count) of layer_norm's two kernels."""
-    n = len(row)
     if vec == 1:
 
         def step(state, x):
@@ -199,11 +197,15 @@ def layer_norm(row, w, b, eps):
     mean, second, count = _welford(row, 4 if fast else 1)
     r = _root(F32(F32(second / count) + eps))
     if fast and w is not None:
-        return np.array([fma(F32(r * F32(x - mean)), *wb) for x, *wb in zip(row, w, b)])
+        return np.array(
+            [fma(F32(r * F32(x - mean)), *wb) for x, *wb in zip(row, w, b, strict=True)]
+        )
     if fast:
         return np.array([F32(r * F32(x - mean)) for x in row])
     if w is not None:
-        return np.array([fma(wk, F32(F32(x - mean) * r), bk) for x, wk, bk in zip(row, w, b)])
+        return np.array(
+            [fma(wk, F32(F32(x - mean) * r), bk) for x, wk, bk in zip(row, w, b, strict=True)]
+        )
     return np.array([fma(F32(x - mean), r, ZERO) for x in row])
 
 

@@ -1,4 +1,4 @@
-"""Row kernels without a GPU: their LLVM IR as Python, thread by thread, in lockstep where they meet.
+"""Row kernels without a GPU: their LLVM IR as Python, one thread after another, in lockstep.
 
 What runs is the very IR that is compiled. Memory is checked: every access lies in a buffer and is
 aligned to its size; threads of a warp meet at shuffles, those of a block at barriers.
@@ -274,9 +274,7 @@ class Translation:
             case kinds.StoreInstr():
                 value, pointer = ops
                 kind = self.named(value.type)
-                self.line(
-                    3, f"memory.store({self.value(pointer)}, {kind}, {self.value(value)})"
-                )
+                self.line(3, f"memory.store({self.value(pointer)}, {kind}, {self.value(value)})")
             case kinds.CallInstr():
                 self.line(3, f"{name} = {self.call(it)}")
             case _:
@@ -376,15 +374,13 @@ def _thread_of(source):
 # --- running --------------------------------------------------------------------------------------
 
 
-def run(source, blocks, params, buffers):
-    """Run a row kernel of `blocks` blocks with these parameters."""
-    thread, memory = _thread_of(source), Memory(buffers)
+def run(source, blocks, params, buffers=None, memory=None):
+    """Run a row kernel of `blocks` blocks with these parameters, in buffers or other memory."""
+    thread, memory = _thread_of(source), memory or Memory(buffers)
     with np.errstate(all="ignore"):
         for block in range(blocks):
             memory.shared = {}
-            threads = [
-                thread(memory, tid, block, *params) for tid in range(source.rows.block)
-            ]
+            threads = [thread(memory, tid, block, *params) for tid in range(source.rows.block)]
             _run_block(threads)
 
 

@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
-
 import row_oracle
+import torch
+from simt import F32, run
+
 from autofuse import layout
 from autofuse.kernel.cuda import assemble, compile_ptx
 from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of, way_of
@@ -14,7 +15,6 @@ from autofuse.kernel.source import Source
 from autofuse.ops import reductions
 from autofuse.ops.arithmetic import OPS
 from autofuse.program.program import CONST, Output, Program, Reduced, Spec, Step
-from simt import F32, run
 
 H200 = (132, 2048)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -78,7 +78,7 @@ def floats(tensor):
 
 def assert_bits(got, want, code):
     want = torch.from_numpy(np.asarray(want, F32)).to(DTYPES[code]).reshape(got.shape)
-    same = (got == want) & (torch.signbit(got) == torch.signbit(want)) | (got.isnan() & want.isnan())
+    same = (got == want) & (got.signbit() == want.signbit()) | (got.isnan() & want.isnan())
     assert same.all(), f"{int((~same).sum())} of {same.numel()} differ"
 
 

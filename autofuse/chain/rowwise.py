@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ..dtypes import CODES
-from ..kernel.rows import Way, way_of
+from ..kernel.rows import way_of
 from ..layout import Ints, contiguous
 from ..ops.reductions import DEVICES, DTYPES, Reduction
 from ..program.program import CONST, Ref

@@ -18,8 +18,8 @@ import torch
 
 from .. import hooks
 from ..layout import Ints
-from ..ops.row import Op
 from ..ops.reductions import Reduction
+from ..ops.row import Op
 from ..program.program import Output, Program, Reduced, Ref, Step
 from ..settings.config import config
 from ..supply.load import enter_context

@@ -49,7 +49,9 @@ def compile_ptx(source: Source, target: str) -> str:
     ptx = ptx.replace(found.group(1), source.name)
     ptx = re.sub(r"\.common \.global .*NumbaEnv.*\n", "", ptx)
     if source.rows is not None:  # or registers might not do for a large block
-        ptx = re.sub(r"(\.visible \.entry [^{]*\))", rf"\1\n.maxntid {source.rows.block}, 1, 1", ptx)
+        ptx = re.sub(
+            r"(\.visible \.entry [^{]*\))", rf"\1\n.maxntid {source.rows.block}, 1, 1", ptx
+        )
     if source.relaxed:
         return ptx
     # ptxas may contract a plain mul with an add across ops; NVVM has contracted what it should

@@ -1,4 +1,4 @@
-"""Division: how torch's CUDA kernels divide a reduction among threads, and so in which order it adds.
+"""Division: how torch's CUDA kernels divide a reduction among threads, and so its order.
 
 Pure integer arithmetic, over sizes, strides in elements and addresses in bytes; knows nothing of
 torch tensors or of code. The rules are those of torch 2.10 to 2.13: `setReduceConfig` of

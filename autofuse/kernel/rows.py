@@ -43,8 +43,10 @@ from .source import (
 STATISTICS = {"softmax": 2, "log_softmax": 2, "layer_norm": 2, "rms_norm": 1}  # others give one
 _NORMS = ("layer_norm", "rms_norm")
 _SOFT = ("softmax", "log_softmax")
-_HELD = 64  # numbers that a thread keeps, of all operands of a stage
-_HELD_BY_MANY = 24  # the same where the block is so large that a thread has 64 registers
+_HELD = 64  # registers for what a thread keeps of all operands of a stage
+_AHEAD = 32  # ...and for what it loads ahead
+_STATEMENTS = 1024  # of element functions in a row of a kernel: its compile time
+_HELD_BY_MANY = 24  # the same as _HELD where the block is so large that a thread has 64 registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +280,8 @@ class _RowPiece:
         )
         stages = tuple(drafts)
         last = stages[-1]
-        uneven = any(stage.uneven for stage in stages)
-        walk = self._walk(1 if uneven else last.walk.vec, columns, threads, columns_part)
+        # the last stage's, whose loads are at hand, if all elements can be gone through so
+        walk = Walk(1, 0, False) if last.uneven else last.walk
         reach = max(
             sum((n - 1) * s for n, s in zip(sizes, w, strict=True)) * ITEMSIZE[spec.code]
             for w, spec in zip(walks, specs, strict=True)
@@ -303,6 +305,7 @@ class _RowPiece:
                 stages=stages,
                 walk=walk,
                 columns=columns_part,
+                ahead=self._is_ahead(columns_part, stages[0], walk),
                 values=tuple(self.values[k, 0] for k in kept),
                 aligned=aligned,
             ),
@@ -342,17 +345,29 @@ class _RowPiece:
     def _walk(self, vec: int, columns: int, threads: int, part: Part | None) -> Walk:
         """How a thread of a row goes through what `part` reads."""
         groups = -(-columns // (vec * threads))
-        many = threads > 512
-        reads = 0
-        if part is not None:
-            moving = [k for k in part.reads if k >= 0 and self.loads[k][1] == self.shape]
-            reads = max(1, len(moving))
-        most = _HELD_BY_MANY if many else _HELD
+        most = _HELD_BY_MANY if threads > 512 else _HELD
         rounded = groups if groups <= 8 else 1 << (groups - 1).bit_length()
         lines = max((len(function.lines) for function in self.functions), default=1)
-        if rounded * vec * reads > most or rounded * vec * lines > 1024:
+        words = 0 if part is None else self._words(part.reads, vec)
+        if rounded * max(1, words) > most or rounded * vec * lines > _STATEMENTS:
             return Walk(vec, 0, False)
         return Walk(vec, rounded, columns == rounded * vec * threads)
+
+    def _is_ahead(self, columns: Part | None, first: Stage, walk: Walk) -> bool:
+        """Whether there are registers for what the stores read besides the first stage."""
+        if columns is None or first.walk.held == 0:
+            return False
+        more = set(columns.reads) - set(first.part.reads)
+        return 0 < walk.held * self._words(more, walk.vec) <= _AHEAD
+
+    def _words(self, reads: Iterable[int], vec: int) -> int:
+        """Registers for what a thread reads at once of rows."""
+        found = 0
+        for k in reads:
+            if k >= 0 and self.loads[k][1] == self.shape:
+                size = ITEMSIZE[self._read(self.loads[k][0]).code]
+                found += max(1, vec * size // 4) if vec > 1 else max(1, size // 4)
+        return found
 
     def _stage(self, index: int, columns: int) -> Stage:
         step, way = self.steps[index], self.ways[index]

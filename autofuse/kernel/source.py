@@ -71,6 +71,7 @@ class Rows:
     stages: tuple[Stage, ...]
     walk: Walk  # of what is stored
     columns: Part | None  # gives what the first stores take
+    ahead: bool  # whether what only that reads of a row is loaded before the first stage
     values: Ints  # of the row, for the other stores
     aligned: tuple[bool, ...]  # of each operand: whether vectors of it can be moved as such
 

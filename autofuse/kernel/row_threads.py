@@ -1,0 +1,478 @@
+"""The threads of row kernels, as LLVM IR: which elements each takes, loads, stores and exchanges.
+
+A row has `rows.threads` threads, of which each takes elements as torch's thread of that number
+does. What is done with them stands in `row_emit`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from .lower import Element
+from .source import BROADCAST, ITEMSIZE, UNIT, Operand, Parameters, Part, Source, Stage, Walk
+from .targets import F32, I1, I8, I16, I32, I64, STORED, VOID, Cuda, Value, special_register
+
+State = list[Any]  # LLVM values
+WARP = 32
+
+
+class RowThreads:
+    """The work of one thread, but for the reductions."""
+
+    def __init__(
+        self, source: Source, builder: ir.IRBuilder, target: Cuda, params: list[Any]
+    ) -> None:
+        assert source.rows is not None
+        self.source, self.rows = source, source.rows
+        self.builder, self.target, self.element = builder, target, Element(builder, target)
+        self.word = I64 if source.wide else I32
+        layout = Parameters.of(source)
+        cut = layout.loads + layout.stores
+        self.pointers, rest = params[:cut], params[cut:]
+        self.consts, rest = rest[: layout.consts], rest[layout.consts :]
+        self.count, *rest = rest
+        *self.inner, self.columns = rest[: source.rank - 1]
+        self.strides = rest[source.rank - 1 :]
+        tree = ast.parse(source.text)
+        functions = [part for part in tree.body if isinstance(part, ast.FunctionDef)]
+        parts = [part for stage in self.rows.stages for part in (stage.part, *stage.after)]
+        parts += [self.rows.columns] if self.rows.columns is not None else []
+        self.functions = {id(p): f for p, f in zip(parts, functions, strict=True)}
+        self.values: list[Value] = []  # of the row
+        self.shared: Any = None
+        self.kept: dict[tuple[int, int, int], list[Any]] = {}  # load, group, vec: what it gave
+
+    # --- the kernel ---------------------------------------------------------------------------
+
+    def emit(self) -> None:
+        builder, rows, word = self.builder, self.rows, self.word
+        tid = special_register(builder, "tid.x")
+        self.lane = builder.and_(tid, I32(WARP - 1))
+        self.tid = tid  # in the block
+        self.thread = builder.and_(tid, I32(rows.threads - 1))  # in the row
+        own = builder.lshr(tid, I32(rows.threads.bit_length() - 1))
+        self.own = own  # row of the block
+        block = self.index(special_register(builder, "ctaid.x"))
+        row = builder.add(builder.mul(block, word(rows.together)), self.index(own))
+        self.live = builder.icmp_unsigned("<", row, self.count)
+        # threads of no row go along with the last one: there are barriers
+        row = builder.select(self.live, row, builder.sub(self.count, word(1)))
+        self.row = row
+        self.offsets = self.offsets(row)
+        for stage in rows.stages:
+            self.reduce(stage)
+            for part in stage.after:
+                self.values += self.call(part, [self.lanes(part, word(0), 1, -1)[0]])[0]
+        if rows.columns is not None:
+            self._store_columns(rows.columns)
+        first = len(self.source.stores) - len(rows.values)
+        if rows.values:
+            one = builder.icmp_unsigned("==", self.thread, I32(0))
+            with builder.if_then(builder.and_(one, self.live)):
+                for k, value in enumerate(rows.values, first):
+                    place = len(self.source.loads) + k
+                    code = self.source.stores[k].code
+                    bits = self.element.storable(self.values[value], code)
+                    builder.store(bits, self._at(place, word(0)))
+
+    def reduce(self, stage: Stage) -> None:
+        """A stage: `values` get what it finds."""
+        raise NotImplementedError
+
+    def index(self, value: Any) -> Any:
+        return value if value.type == self.word else self.builder.zext(value, self.word)
+
+    def offsets(self, row: Any) -> list[Any]:
+        """Of each operand, where the row begins, in elements; and its strides along columns."""
+        builder = self.builder
+        walks = []
+        for size in reversed(self.inner):
+            quotient = builder.udiv(row, size)
+            walks.append(builder.sub(row, builder.mul(quotient, size)))
+            row = quotient
+        walks.append(row)
+        walks.reverse()
+        strides, offsets = iter(self.strides), []
+        self.steps = []  # along columns
+        for operand in (*self.source.loads, *self.source.stores):
+            offset = self.word(0)
+            for how, walk in zip(operand.axes[:-1], walks, strict=True):
+                if how != BROADCAST:
+                    offset = builder.add(offset, builder.mul(walk, next(strides)))
+            how = operand.axes[-1]
+            self.steps.append(
+                next(strides) if how not in (BROADCAST, UNIT) else self.word(int(how == UNIT))
+            )
+            offsets.append(offset)
+        return offsets
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def _operand(self, place: int) -> Operand:
+        return (*self.source.loads, *self.source.stores)[place]
+
+    def _at(self, place: int, column: Any) -> Any:
+        """Where an operand has its element of `column`."""
+        builder, kind = self.builder, STORED[self._operand(place).code]
+        moved = builder.mul(column, self.steps[place])
+        offset = builder.add(self.offsets[place], moved)
+        base = builder.inttoptr(self.pointers[place], self.target.pointer_to(kind))
+        return builder.gep(base, [offset])
+
+    def _moves(self, place: int, vec: int) -> bool:
+        """Whether `vec` neighbours of an operand are moved as vectors."""
+        nbytes = vec * ITEMSIZE[self._operand(place).code]
+        return vec > 1 and self.rows.aligned[place] and nbytes % 4 == 0
+
+    def _load(self, place: int, column: Any, vec: int) -> list[Any]:
+        """`vec` neighbours from `column` on: the bits of each, or words that hold several."""
+        builder, operand = self.builder, self._operand(place)
+        if operand.axes[-1] == BROADCAST:
+            return [builder.load(self._at(place, self.word(0)))] * vec
+        if not self._moves(place, vec):
+            return [
+                builder.load(self._at(place, builder.add(column, self.word(k)))) for k in range(vec)
+            ]
+        kind = STORED[operand.code]
+        each, narrow = self._vector(kind, vec)
+        bits: list[Any] = []
+        for first in range(0, vec, each):
+            at = self._at(place, builder.add(column, self.word(first)))
+            size = each * kind.width // 8 if narrow else each * ITEMSIZE[operand.code]
+            vector = ir.VectorType(I32, size // 4) if narrow else ir.VectorType(kind, each)
+            packed = builder.load(builder.bitcast(at, self.target.pointer_to(vector)), align=size)
+            bits += [builder.extract_element(packed, I32(k)) for k in range(vector.count)]
+        return bits
+
+    def _store(self, place: int, column: Any, values: list[Any]) -> None:
+        builder, operand = self.builder, self._operand(place)
+        if not self._moves(place, len(values)):
+            for k, value in enumerate(values):
+                builder.store(value, self._at(place, builder.add(column, self.word(k))))
+            return
+        kind = STORED[operand.code]
+        each, narrow = self._vector(kind, len(values))
+        for first in range(0, len(values), each):
+            part = values[first : first + each]
+            size = each * ITEMSIZE[operand.code]
+            part = self._packed(part) if narrow else part
+            vector = ir.Constant(ir.VectorType(part[0].type, len(part)), ir.Undefined)
+            for k, value in enumerate(part):
+                vector = builder.insert_element(vector, value, I32(k))
+            at = self._at(place, builder.add(column, self.word(first)))
+            at = builder.bitcast(at, self.target.pointer_to(vector.type))
+            builder.store(vector, at, align=size)
+
+    @staticmethod
+    def _vector(kind: Any, vec: int) -> tuple[int, bool]:
+        """How many of `vec` neighbours one access moves, and whether in 32-bit words."""
+        narrow = isinstance(kind, ir.IntType) and kind.width < 32
+        nbytes = {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4}.get(kind, 8)
+        return min(vec, 16 // nbytes), narrow
+
+    def _unpacked(self, words: list[Any], kind: ir.IntType) -> list[Any]:
+        builder, bits = self.builder, kind.width
+        return [
+            builder.trunc(builder.lshr(word, I32(place)), kind)
+            for word in words
+            for place in range(0, 32, bits)
+        ]
+
+    def _packed(self, values: list[Any]) -> list[Any]:
+        builder, bits = self.builder, values[0].type.width
+        words = []
+        for k in range(0, len(values), 32 // bits):
+            word = I32(0)
+            for place, value in enumerate(values[k : k + 32 // bits]):
+                wide = builder.zext(value, I32)
+                word = builder.or_(word, builder.shl(wide, I32(place * bits)))
+            words.append(word)
+        return words
+
+    # --- element functions --------------------------------------------------------------------
+
+    def lanes(self, part: Part, column: Any, vec: int, group: int) -> list[list[Value]]:
+        """The arguments of a part for `vec` elements from `column` on, one list each.
+
+        group: the number of the thread's group where what it reads is kept, else -1.
+        """
+        read: list[list[Value]] = []
+        for which in part.reads:
+            if which < 0:
+                read.append([self.values[~which]] * vec)
+                continue
+            code = self.source.loads[which].code
+            bits = self._kept(which, column, vec, group)
+            if len(bits) < vec:
+                bits = self._unpacked(bits, STORED[code])
+            read.append([self.element.loaded(x, code) for x in bits])
+        consts = [Value(self.consts[k], self.source.consts[k]) for k in part.consts]
+        return [[*(values[k] for values in read), *consts] for k in range(vec)]
+
+    def _kept(self, which: int, column: Any, vec: int, group: int) -> list[Any]:
+        """What a load gives, loaded once for each group that is kept."""
+        if group < 0:
+            return self._load(which, column, vec)
+        key = (which, group, vec)
+        bits = self.kept.get(key)
+        if bits is None:
+            bits = self.kept[key] = self._load(which, column, vec)
+        elif len(bits) < vec:  # or LLVM would keep what it has unpacked, in twice the registers
+            bits = [self.target.barrier(word) for word in bits]
+        return bits
+
+    def _prefetch(self) -> None:
+        """Load what the stores read of each row before the threads wait for each other."""
+        part, walk, loads = self.rows.columns, self.rows.walk, self.source.loads
+        if part is None or not self.rows.ahead:
+            return
+        groups = self.groups(walk)
+        for which in part.reads:
+            if which >= 0 and loads[which].axes[-1] != BROADCAST and any(loads[which].axes[:-1]):
+                for k in range(walk.held):
+                    key = (which, k, walk.vec)
+                    if key not in self.kept:
+                        column, _ = self.held(walk, groups, k)
+                        self.kept[key] = self._load(which, column, walk.vec)
+
+    def groups(self, walk: Walk) -> Any:
+        """How many groups of neighbours a row has."""
+        if walk.vec == 1:
+            return self.columns
+        return self.builder.lshr(self.columns, self.word(walk.vec.bit_length() - 1))
+
+    def call(self, part: Part, lanes: list[list[Value]]) -> list[list[Value]]:
+        """What the function of a part gives for each lane."""
+        results: list[list[Value]] = []
+        for k in range(0, len(lanes), 2):
+            results += self.element.run(self.functions[id(part)], lanes[k : k + 2])
+        return results
+
+    def elements(self, part: Part, column: Any, vec: int, group: int) -> list[Any]:
+        """The operand of a stage, as float32."""
+        found = self.call(part, self.lanes(part, column, vec, group))
+        return [value.ir for (value,) in found]
+
+    # --- loops --------------------------------------------------------------------------------
+
+    def each(
+        self, start: Any, step: Any, inside: Callable[[Any], Any], state: State,
+        body: Callable[[Any, State], State],
+    ) -> State:  # fmt: skip
+        """`state` after `body` of start, start + step, ... as long as `inside` holds."""
+        builder = self.builder
+        before, head = builder.block, builder.append_basic_block("head")
+        builder.branch(head)
+        builder.position_at_end(head)
+        position = builder.phi(start.type)
+        phis = [builder.phi(value.type) for value in state]
+        position.add_incoming(start, before)
+        for phi, value in zip(phis, state, strict=True):
+            phi.add_incoming(value, before)
+        inner, after = builder.append_basic_block("body"), builder.append_basic_block("after")
+        builder.cbranch(inside(position), inner, after)
+        builder.position_at_end(inner)
+        new = body(position, phis)
+        position.add_incoming(builder.add(position, step), builder.block)
+        for phi, value in zip(phis, new, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.branch(head)
+        builder.position_at_end(after)
+        return phis
+
+    def sweep(
+        self, part: Part, walk: Walk, state: State,
+        take: Callable[[State, list[Any], int], State],
+    ) -> State:  # fmt: skip
+        """`state` after `take` of each group of the thread's elements, in order.
+
+        take: of state, the elements and the number of the group, -1 where it is not known.
+        """
+        builder, word = self.builder, self.word
+        threads, vec, groups = self.rows.threads, walk.vec, self.groups(walk)
+        first = self.index(self.thread)
+        if not walk.held:
+
+            def body(group: Any, state: State) -> State:
+                column = builder.mul(group, word(vec))
+                return take(state, self.elements(part, column, vec, -1), -1)
+
+            inside = lambda group: builder.icmp_unsigned("<", group, groups)  # noqa: E731
+            return self.each(first, word(threads), inside, state, body)
+        places = [self.held(walk, groups, k) for k in range(walk.held)]
+        lanes = [self.lanes(part, column, vec, k) for k, (column, _) in enumerate(places)]
+        self._prefetch()
+        for k, (_, inside) in enumerate(places):
+            elements = [value.ir for (value,) in self.call(part, lanes[k])]
+            new = take(state, elements, k)
+            if inside is not None:
+                new = [
+                    builder.select(inside, a, b) if a is not b else a
+                    for a, b in zip(new, state, strict=True)
+                ]
+            state = new
+        return state
+
+    def held(self, walk: Walk, groups: Any, k: int) -> tuple[Any, Any]:
+        """Where the thread's group k begins, the first one for none; and whether there is one."""
+        builder, word = self.builder, self.word
+        group = builder.add(self.index(self.thread), word(k * self.rows.threads))
+        inside = None
+        if not walk.full:
+            inside = builder.icmp_unsigned("<", group, groups)
+            group = builder.select(inside, group, word(0))
+        return builder.mul(group, word(walk.vec)), inside
+
+    def _store_columns(self, part: Part) -> None:
+        builder, word, walk = self.builder, self.word, self.rows.walk
+        loads, count = len(self.source.loads), len(self.source.stores) - len(self.rows.values)
+        groups = self.groups(walk)
+
+        def put(column: Any, group: int, live: Any) -> None:
+            lanes = self.call(part, self.lanes(part, column, walk.vec, group))
+            stores = [
+                [self.element.storable(lane[k], self.source.stores[k].code) for lane in lanes]
+                for k in range(count)
+            ]
+            with builder.if_then(live):
+                for k, values in enumerate(stores):
+                    self._store(loads + k, column, values)
+
+        if walk.held:
+            for k in range(walk.held):
+                column, inside = self.held(walk, groups, k)
+                put(column, k, self.live if inside is None else builder.and_(inside, self.live))
+            return
+
+        def body(group: Any, state: State) -> State:
+            put(builder.mul(group, word(walk.vec)), -1, self.live)
+            return state
+
+        inside = lambda group: builder.icmp_unsigned("<", group, groups)  # noqa: E731
+        self.each(self.index(self.thread), word(self.rows.threads), inside, [], body)
+
+    # --- arithmetic ---------------------------------------------------------------------------
+
+    def f(self, value: float) -> Any:
+        return ir.Constant(F32, value)
+
+    def do(self, name: str, *args: Any) -> Any:
+        """A function of float32, rounded once."""
+        return self.target.call(name, [Value(arg, "f32") for arg in args])
+
+    def exp_parts(self, x: Any) -> tuple[Any, Any]:
+        """Two factors of the exponential, as CUDA's expf has them before its last product.
+
+        Where torch adds it up the compiler has contracted that product with the sum.
+        """
+        scaled = self.target.ptx("fma.rn.sat.f32 $0, $1, 0f3BBB989D, 0f3F000000;", F32, x)
+        whole = self.target.ptx("fma.rm.f32 $0, $1, 0f437C0000, 0f4B400001;", F32, scaled)
+        minus = self.do("sub", self.f(12583039.0), whole)
+        rest = self.target.ptx("fma.rn.f32 $0, $1, 0f3FB8AA3B, $2;", F32, x, minus)
+        rest = self.target.ptx("fma.rn.f32 $0, $1, 0f32A57060, $2;", F32, x, rest)
+        power = self.builder.shl(self.builder.bitcast(whole, I32), I32(23))
+        return self.builder.bitcast(power, F32), self.do("ex2", rest)
+
+    # --- threads ------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        function = self.builder.module.globals.get("llvm.nvvm.barrier0")
+        if function is None:
+            signature = ir.FunctionType(VOID, [])
+            function = ir.Function(self.builder.module, signature, "llvm.nvvm.barrier0")
+        self.builder.call(function, [])
+
+    def shuffle(self, mode: int, value: Any, by: Any) -> Any:
+        """What another lane of the warp has; mode: 0 for lane `by`, 2 for `by` further, 3 for xor.
+
+        All 32 lanes of a warp come by, whatever row they are at.
+        """
+        builder, name = self.builder, "llvm.nvvm.shfl.sync.i32"
+        function = builder.module.globals.get(name)
+        if function is None:
+            result = ir.LiteralStructType((I32, I1))
+            function = ir.Function(builder.module, ir.FunctionType(result, [I32] * 5), name)
+        bits = builder.bitcast(value, I32) if value.type == F32 else value
+        by = by if isinstance(by, ir.Value) else I32(by)
+        moved = builder.call(function, [I32(-1), I32(mode), bits, by, I32(WARP - 1)])
+        moved = builder.extract_value(moved, 0)
+        return builder.bitcast(moved, F32) if value.type == F32 else moved
+
+    def down(self, state: State, first: int, combine: Callable[[State, State], State]) -> State:
+        """Lane 0 of each group gets all: each lane takes those `first`, ..., 2, 1 further."""
+        while first:
+            state = combine(state, [self.shuffle(2, value, first) for value in state])
+            first //= 2
+        return state
+
+    def slot(self, place: Any) -> Any:
+        """Shared memory number `place`."""
+        if self.shared is None:
+            size = max(self.rows.block, 3 * WARP)
+            kind = ir.ArrayType(F32, size)
+            name = f"{self.source.name}_shared"
+            self.shared = ir.GlobalVariable(self.builder.module, kind, name, addrspace=3)
+            self.shared.linkage, self.shared.align = "internal", 16
+            self.shared.initializer = ir.Constant(kind, ir.Undefined)
+        return self.builder.gep(self.shared, [I32(0), place])
+
+    def put(self, place: Any, value: Any) -> None:
+        self.builder.store(value, self.slot(place))
+
+    def get(self, place: Any) -> Any:
+        return self.builder.load(self.slot(place))
+
+    def given(self, state: State) -> State:
+        """What the first thread of the row has, for all of them."""
+        builder, threads = self.builder, self.rows.threads
+        if threads <= WARP:
+            first = builder.and_(self.lane, I32(WARP - threads))
+            return [self.shuffle(0, value, first) for value in state]
+        self.sync()
+        place = builder.mul(self.own, I32(len(state)))
+        with builder.if_then(builder.icmp_unsigned("==", self.thread, I32(0))):
+            for k, value in enumerate(state):
+                self.put(builder.add(place, I32(k)), value)
+        self.sync()
+        return [self.get(builder.add(place, I32(k))) for k in range(len(state))]
+
+    def where(self, condition: Any, state: State, make: Callable[[], State]) -> State:
+        """`make()` where the condition holds, else `state`."""
+        builder, before = self.builder, self.builder.block
+        with builder.if_then(condition):
+            new = make()
+            inside = builder.block
+        merged = []
+        for a, b in zip(new, state, strict=True):
+            phi = builder.phi(a.type)
+            phi.add_incoming(a, inside)
+            phi.add_incoming(b, before)
+            merged.append(phi)
+        return merged
+
+    def block(
+        self, state: State, nothing: list[float], combine: Callable[[State, State], State]
+    ) -> State:
+        """Thread 0 gets all: warps by shuffles, then the first warp what each has found."""
+        builder = self.builder
+        warps = self.rows.threads // WARP
+        state = self.down(state, WARP // 2, combine)
+        warp = builder.lshr(self.thread, I32(5))
+        self.sync()
+        with builder.if_then(builder.icmp_unsigned("==", self.lane, I32(0))):
+            for k, value in enumerate(state):
+                self.put(builder.add(warp, I32(k * WARP)), value)
+        self.sync()
+        inside = builder.icmp_unsigned("<", self.thread, I32(warps))
+        # lanes beyond read what another lane has written, and do not take it
+        place = builder.and_(self.lane, I32(warps - 1))
+        found = [self.get(builder.add(place, I32(k * WARP))) for k in range(len(state))]
+        state = [
+            builder.select(inside, value, self.f(none))
+            for value, none in zip(found, nothing, strict=True)
+        ]
+        return self.down(state, WARP // 2, combine)

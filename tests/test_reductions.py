@@ -1,0 +1,387 @@
+"""Reductions in chains: what is recorded, what goes into one kernel, and that the bits are eager's.
+
+Without a GPU they are recorded on the CPU, where they never are otherwise: there chains run as
+eager ops, or their kernels run in an emulation of the threads of a GPU (`emulated`).
+"""
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+import row_oracle
+import simt
+import torch
+import torch.nn.functional as F
+
+import autofuse
+from autofuse.chain import rowwise
+from autofuse.hot import trial
+from autofuse.kernel.rows import RowPlan, source_of, way_of
+from autofuse.kernel.source import Parameters
+from autofuse.ops import reductions
+from autofuse.record.modes import forget_all
+from autofuse.run import cuda, devices
+from autofuse.run import runner as running
+from autofuse.supply.kernels import Order
+from support import assert_same, needs_cuda
+
+H200 = (132, 2048)
+
+
+@pytest.fixture
+def recording(monkeypatch, always):
+    """Reductions are recorded on the CPU."""
+    monkeypatch.setattr(reductions, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(rowwise, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr("autofuse.chain.trie.processors_of", lambda device: H200)
+    forget_all("test")
+    yield
+    forget_all("test")
+
+
+@pytest.fixture
+def recorded(recording, eager_tier):
+    """Reductions are recorded on the CPU, and their chains run as eager ops."""
+
+
+class _Memory(simt.Memory):
+    """That of this process."""
+
+    def place(self, address, kind):
+        size = simt.size_of(kind)
+        assert address % size == 0, "not aligned"
+        return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+
+
+class _Kernel:
+    def __init__(self, source):
+        self.source, self.parameters = source, Parameters.of(source)
+        self.entry = id(self)
+
+
+launched = []  # (name, blocks, threads)
+
+
+class _EmulatedRunner(cuda.CudaRunner):
+    """Launches by running one thread after another."""
+
+    def __init__(self, *args):
+        running.Runner.__init__(self, *args)
+        kernels = {kernel.entry: kernel for kernel in self.kernels}
+
+        def launch(entry, blocks, _y, _z, threads, _ty, _tz, _shared, _stream, params, _extra):
+            kernel = kernels[entry]
+            source, codes = kernel.source, kernel.parameters.codes
+            assert threads == source.rows.block
+            slots = (ctypes.c_void_p * len(codes)).from_address(params)
+            kinds = {"u64": ctypes.c_uint64, "i32": ctypes.c_uint32, "i64": ctypes.c_uint64,
+                     "f32": ctypes.c_float}  # fmt: skip
+            values = [kinds[c].from_address(at).value for c, at in zip(codes, slots, strict=True)]
+            values = [simt.F32(v) if c == "f32" else v for c, v in zip(codes, values, strict=True)]
+            launched.append((source.name, blocks, threads))
+            simt.run(source, blocks, values, memory=_Memory({}))
+            return 0
+
+        self._launch = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(launch)
+        self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value
+        self._loaded = self.kernels
+        self._parts = [
+            (kernel.entry, cuda.Slots(piece, kernel.parameters))
+            for kernel, piece in zip(self.kernels, self.pieces, strict=True)
+        ]
+
+
+@pytest.fixture
+def emulated(monkeypatch, recording, on):
+    """Reductions are recorded on the CPU, and their kernels run in an emulation of a GPU."""
+    made = {}
+
+    def filled(order):
+        if not all(isinstance(plan, RowPlan) for plan, _ in order.wanted):
+            return None
+        return [made.setdefault(p, _Kernel(source_of(p, "sm_90"))) for p, _ in order.wanted]
+
+    monkeypatch.setattr(Order, "filled", filled)
+    monkeypatch.setattr(cuda, "empty_strided", trial.empty_strided)
+    monkeypatch.setitem(devices.RUNNERS, "cpu", _EmulatedRunner)
+    monkeypatch.setattr("autofuse.record.ways.processors_of", lambda device: H200)
+    launched.clear()
+
+
+def row(n, seed=0, dtype=torch.float32):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def table(m, n, seed=0, dtype=torch.float32):
+    return row(m * n, seed, dtype).view(m, n)
+
+
+def bits(values):
+    return torch.from_numpy(np.asarray(values, np.float32))
+
+
+# --- by kernels, emulated -------------------------------------------------------------------------
+
+
+def test_layer_norm_between_pointwise_ops_is_one_kernel(emulated):
+    x, res, w, b = table(5, 260), table(5, 260, 1), row(260, 2), row(260, 3)
+    with torch.no_grad():
+        for _ in range(3):  # the last ones by machine code
+            h = autofuse.wrap(x) + res
+            y = F.relu(F.layer_norm(h, (260,), w, b)) + res
+            y, h = autofuse.materialize(y), autofuse.materialize(h)
+    assert len(launched) == 3 and {one[1:] for one in launched} == {(5, 128)}
+    rows = (x + res).numpy()
+    normed = [row_oracle.layer_norm(r, w.numpy(), b.numpy(), simt.F32(1e-5)) for r in rows]
+    assert_same(autofuse.unwrap(h), x + res, None)
+    assert_same(autofuse.unwrap(y), torch.relu(bits(normed)) + res, None)
+
+
+def test_several_rows_a_block_and_numbers_of_rows(emulated):
+    x = table(10, 100)
+    total = autofuse.wrap(x).mul(2.0).sum(-1)
+    y = total + 1.0
+    total, y = map(autofuse.unwrap, (autofuse.materialize(total), autofuse.materialize(y)))
+    assert launched == [("af_rows_mul_sum_add", 5, 128)], "two rows a block"
+    way = way_of("sum", 10, 100, 4, H200)
+    want = [
+        row_oracle.reduced("sum", r, k * 100, 10, way.across, way.vec)
+        for k, r in enumerate((x * 2.0).numpy())
+    ]
+    assert_same(total, bits(want), None)
+    assert_same(y, bits(want) + 1.0, None)
+
+
+def test_a_write_to_memory_that_is_there(emulated):
+    """By a copy: a row is read by more threads than write it."""
+    x = table(4, 64)
+    own = x.clone()
+    w = autofuse.wrap(own)
+    w.sub_(torch.softmax(w * 0.5, -1))
+    assert launched == [("af_rows_mul_softmax_sub", 1, 128)]
+    want = bits([row_oracle.softmax(r) for r in (x * 0.5).numpy()])
+    assert_same(own, x - want, None)
+
+
+def test_rows_that_are_not_aligned_run_as_eager_ops(emulated):
+    x = row(4 * 64 + 1)[1:].view(4, 64)
+    assert x.data_ptr() % 16
+    y = F.layer_norm(autofuse.wrap(x), (64,)) * 2.0
+    assert_same(autofuse.unwrap(autofuse.materialize(y)), F.layer_norm(x, (64,)) * 2.0, None)
+    assert not launched
+
+
+# --- what is recorded -----------------------------------------------------------------------------
+
+CALLS = {
+    "sum": lambda x: x.sum(-1),
+    "sum, dim of the last": lambda x: torch.sum(x, x.ndim - 1, keepdim=True),
+    "sum, dims": lambda x: x.sum((-1,)),
+    "mean": lambda x: x.mean(dim=-1, keepdim=True),
+    "amax": lambda x: torch.amax(x, -1),
+    "amin": lambda x: x.amin(1, True),
+    "softmax": lambda x: x.softmax(-1),
+    "F.softmax": lambda x: F.softmax(x, dim=-1),
+    "Softmax": lambda x: torch.nn.Softmax(-1)(x),
+    "special.softmax": lambda x: torch.special.softmax(x, 1),
+    "log_softmax": lambda x: torch.log_softmax(x, -1),
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "LayerNorm": lambda x: torch.nn.LayerNorm(8, elementwise_affine=False)(x),
+    "torch.layer_norm": lambda x: torch.layer_norm(x, [8]),
+    "rms_norm": lambda x: F.rms_norm(x, (8,)),
+    "RMSNorm": lambda x: torch.nn.RMSNorm(8)(x),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_spellings_are_recorded(recorded, name):
+    x = table(4, 8)
+    with torch.no_grad():
+        y = CALLS[name](autofuse.wrap(x) * 2.0)
+        assert autofuse.is_pending(y)
+        want = CALLS[name](x * 2.0)
+        assert (y.shape, y.dtype, y.stride()) == (want.shape, want.dtype, want.stride())
+        assert_same(autofuse.unwrap(autofuse.materialize(y)), want, None)
+
+
+EAGER_CALLS = {
+    "of all": lambda x: x.sum(),
+    "another dim": lambda x: x.sum(0),
+    "two dims": lambda x: x.mean((0, 1)),
+    "dtype": lambda x: x.sum(-1, dtype=torch.float64),
+    "softmax to another dtype": lambda x: F.softmax(x, -1, dtype=torch.float64),
+    "another softmax": lambda x: torch.softmax(x, 0),
+    "amax of all": lambda x: x.amax(),
+    "out": lambda x: torch.sum(x, -1, out=torch.empty(4)),
+    "weight alone": lambda x: F.layer_norm(x, (8,), torch.ones(8)),
+    "two dims of layer_norm": lambda x: F.layer_norm(x, (4, 8)),
+    "columns": lambda x: x.t().sum(-1),
+    "one column": lambda x: x[:, :1].contiguous().sum(-1),
+    "int": lambda x: x.int().sum(-1),
+    "double": lambda x: torch.softmax(x.double(), -1),
+}
+
+
+@pytest.mark.parametrize("name", EAGER_CALLS)
+def test_others_are_eager(recorded, name):
+    x = table(4, 8)
+    y = EAGER_CALLS[name](autofuse.wrap(x))
+    assert not autofuse.is_pending(y)
+    assert_same(autofuse.unwrap(y), EAGER_CALLS[name](x), None)
+
+
+ERRORS = {
+    "dim": lambda x: x.sum(2),
+    "dim of softmax": lambda x: torch.softmax(x, 5),
+    "repeated": lambda x: x.sum((1, 1)),
+    "empty": lambda x: x[:, :0].amax(-1),
+    "normalized_shape": lambda x: F.layer_norm(x, (7,)),
+    "weight": lambda x: F.layer_norm(x, (8,), torch.ones(7), torch.ones(7)),
+    "argument": lambda x: x.sum(-1, wrong=True),
+    "too many": lambda x: torch.amax(x, -1, True, True, True),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_eagers(recorded, name):
+    x = table(4, 8)
+    with pytest.raises((IndexError, RuntimeError, TypeError)) as want:
+        ERRORS[name](x * 2.0)
+    with pytest.raises(type(want.value)) as got:
+        ERRORS[name](autofuse.wrap(x) * 2.0)
+    assert str(got.value) == str(want.value)
+
+
+def test_nothing_is_recorded_on_the_cpu():
+    x = table(4, 8)
+    y = (autofuse.wrap(x) * 2.0).sum(-1)
+    assert not autofuse.is_pending(y)
+    assert autofuse.stats().eager_ops["sum", "not in the table"] == 1
+
+
+def test_under_grad_reductions_are_eager(recorded):
+    x = table(4, 8).requires_grad_()
+    y = (autofuse.wrap(x) * 2.0).sum(-1)
+    assert not autofuse.is_pending(y)
+    assert autofuse.stats().eager_ops["sum", "a reduction under grad"] == 1
+    y.sum().backward()
+    assert_same(x.grad, torch.full_like(x, 2.0), None)
+
+
+def test_a_value_that_requires_grad_is_not_computed_with_rows(recorded):
+    """Its node would save what the rows gave; a chain of its own has that as an Input."""
+    x, p = table(4, 8), torch.ones(4, 1, requires_grad=True)
+    mean = (autofuse.wrap(x) * 2.0).mean(-1, keepdim=True)
+    y = mean * p
+    assert autofuse.is_pending(y) and not autofuse.is_pending(mean)
+    y.sum().backward()
+    assert_same(p.grad, (x * 2.0).mean(-1, keepdim=True), None)
+
+
+def test_autocast_leaves_them_to_eager(recorded):
+    x = table(4, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = torch.softmax(autofuse.wrap(x) * 2.0, -1)
+    assert not autofuse.is_pending(y)
+
+
+def flushes():
+    return dict(autofuse.stats().flushes)
+
+
+def test_what_has_other_rows_is_another_chain(recorded):
+    x = table(4, 8)
+    y = torch.softmax(autofuse.wrap(x) * 2.0, -1)
+    z = autofuse.wrap(x.reshape(8, 4)) * 3.0
+    t = torch.softmax(z, -1)
+    assert not autofuse.is_pending(y) and autofuse.is_pending(t)
+    assert flushes() == {"rows": 1}
+    assert_same(autofuse.unwrap(t), torch.softmax(x.reshape(8, 4) * 3.0, -1), None)
+    for _ in range(3):  # the same from the trie
+        y = torch.softmax(autofuse.wrap(x) * 2.0, -1)
+        t = torch.softmax(autofuse.wrap(x.reshape(8, 4)) * 3.0, -1)
+        assert_same(autofuse.unwrap(t), torch.softmax(x.reshape(8, 4) * 3.0, -1), None)
+
+
+def test_numbers_of_rows_meet_what_is_no_row_of_theirs(recorded):
+    """[4] along the columns of [4, 4], and a row's number along other columns than its own."""
+    x = table(4, 4)
+    total = (autofuse.wrap(x) * 2.0).sum(-1)
+    y = total + x
+    assert flushes() == {"rows": 1}
+    assert_same(autofuse.unwrap(y), (x * 2.0).sum(-1) + x, None)
+    kept = (autofuse.wrap(x) * 2.0).sum(-1, keepdim=True)
+    z = kept * torch.ones(1, 7)
+    assert flushes()["rows"] == 2
+    assert_same(autofuse.unwrap(z), (x * 2.0).sum(-1, keepdim=True) * torch.ones(1, 7), None)
+
+
+def test_reductions_by_other_threads_are_another_chain(recorded):
+    x = table(4, 64)
+    y = F.layer_norm(autofuse.wrap(x) * 2.0, (64,))
+    z = torch.softmax(y + 1.0, -1)
+    assert flushes() == {"rows": 1}
+    assert_same(autofuse.unwrap(z), torch.softmax(F.layer_norm(x * 2.0, (64,)) + 1.0, -1), None)
+
+
+def test_where_the_order_is_not_known_they_are_eager():
+    assert rowwise.unverified("2.11.0+cu130", (9, 0)) == ""
+    for version, capability in (("2.14.0", (9, 0)), ("2.11.0", (8, 0)), ("3.0.1+cu140", (10, 0))):
+        assert "has not been compared" in rowwise.unverified(version, capability)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+PROGRAMS = {
+    "softmax": lambda x, y, w, b: F.softmax(x * 0.125 + y, -1),
+    "log_softmax": lambda x, y, w, b: F.log_softmax(x + y, -1) * 2.0,
+    "layer_norm": lambda x, y, w, b: F.relu(F.layer_norm(x, x.shape[-1:], w, b)) + y,
+    "rms_norm": lambda x, y, w, b: F.rms_norm(x + y, x.shape[-1:], w, 1e-6),
+    "RMSNorm": lambda x, y, w, b: (
+        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+    ),
+    "centred": lambda x, y, w, b: x - x.mean(-1, keepdim=True),
+    "numbers": lambda x, y, w, b: (x * y).sum(-1),
+    "extrema": lambda x, y, w, b: (x + y).amax(-1, keepdim=True) - (x * y).amin(-1, keepdim=True),
+}  # fmt: skip
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_eagers_bits_on_cuda(name, dtype, on, always):
+    if rowwise.unverified(torch.__version__, torch.cuda.get_device_capability()):
+        pytest.skip("not verified on this GPU with this torch")
+    program = PROGRAMS[name]
+    for (m, n), special in itertools.product(
+        [(3, 2), (5, 33), (40, 128), (40, 131), (64, 1024), (7, 2050), (5, 5000)], [False, True]
+    ):
+        x, y, w, b = (
+            t.to("cuda") for t in (table(m, n, 0, dtype), table(m, n, 1, dtype),
+                                   row(n, 2, dtype), row(n, 3, dtype))
+        )  # fmt: skip
+        if special:
+            x.view(-1)[::7] = torch.inf
+            x.view(-1)[::11] = -0.0
+            y.view(-1)[:: 5 * n] = torch.nan
+        with torch.no_grad():
+            autofuse.reset_stats()
+            got = program(*map(autofuse.wrap, (x, y, w, b)))
+            assert autofuse.is_pending(got)
+            got = autofuse.unwrap(autofuse.materialize(got))
+            assert autofuse.stats().kernels_launched == 1
+            assert_same(got, program(x, y, w, b), None)
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_where_rows_begin_does_not_matter_on_cuda(always):
+    for shift, n in itertools.product((1, 2, 3, 4), (64, 131, 1024)):
+        x = torch.randn(6 * n + shift, device="cuda")[shift:].view(6, n)
+        for program in PROGRAMS.values():
+            y, w, b = torch.randn_like(x), torch.randn_like(x[0]), torch.randn_like(x[0])
+            with torch.no_grad():
+                got = autofuse.unwrap(autofuse.materialize(program(autofuse.wrap(x), y, w, b)))
+                assert_same(got, program(x, y, w, b), None)
