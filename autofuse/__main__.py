@@ -12,6 +12,7 @@ import torch
 
 from .cli.attempt import attempt
 from .cli.diagnose import OPS, SHAPE, facts, self_test
+from .cli.verify import verify
 from .ops.coverage import coverage, look_up
 from .settings.config import SETTINGS, Setting, config, nearest
 from .settings.sizes import parse_size
@@ -247,6 +248,15 @@ def add_try(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.set_defaults(run=show_attempt)
 
 
+# --- verify --------------------------------------------------------------------------------------
+
+
+def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "compare reductions with eager's on this GPU, and fuse them from then on if they agree"
+    parser = commands.add_parser("verify", help=text, description=text)
+    parser.set_defaults(run=lambda args: verify())
+
+
 # --- all of them ---------------------------------------------------------------------------------
 
 
@@ -263,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.set_defaults(run=lambda args: show_help(parser))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (add_report, add_try, add_coverage, add_settings, add_cache):
+    for add in (add_report, add_try, add_coverage, add_settings, add_cache, add_verify):
         add(commands)
     args = parser.parse_args(argv)
     return args.run(args)

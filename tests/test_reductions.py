@@ -15,14 +15,17 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from autofuse.chain import rowwise
+from autofuse.chain import rowwise, verified
+from autofuse.cli import verify
 from autofuse.hot import trial
+from autofuse.kernel import row_emit
 from autofuse.kernel.rows import RowPlan, source_of, way_of
 from autofuse.kernel.source import Parameters
 from autofuse.ops import reductions
 from autofuse.record.modes import forget_all
 from autofuse.run import cuda, devices
 from autofuse.run import runner as running
+from autofuse.supply.disk import DiskCache
 from autofuse.supply.kernels import Order
 from support import assert_same, needs_cuda
 
@@ -107,6 +110,7 @@ def emulated(monkeypatch, recording, on):
     monkeypatch.setitem(devices.RUNNERS, "cpu", _EmulatedRunner)
     monkeypatch.setattr("autofuse.record.ways.processors_of", lambda device: H200)
     launched.clear()
+    return made
 
 
 def row(n, seed=0, dtype=torch.float32):
@@ -326,9 +330,53 @@ def test_reductions_by_other_threads_are_another_chain(recorded):
 
 
 def test_where_the_order_is_not_known_they_are_eager():
-    assert rowwise.unverified("2.11.0+cu130", (9, 0)) == ""
+    assert verified.is_verified("2.11.0+cu130", (9, 0))
     for version, capability in (("2.14.0", (9, 0)), ("2.11.0", (8, 0)), ("3.0.1+cu140", (10, 0))):
-        assert "has not been compared" in rowwise.unverified(version, capability)
+        assert not verified.is_verified(version, capability)
+
+
+def test_what_a_comparison_found_is_kept(monkeypatch, tmp_path):
+    """Beside the kernels, for this torch and this GPU; until then the reason says what to do."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(verified, "processors_of", lambda device: (84, 1536))
+    monkeypatch.setattr(verified, "DiskCache", lambda: DiskCache(tmp_path))
+    verified._refusal.cache_clear()
+    assert "python -m autofuse verify" in verified.refusal(device)
+    with verified.assumed():
+        assert verified.refusal(device) == ""
+    assert verified.keep(device, same=True) == "" and verified.refusal(device) == ""
+    assert verified.keep(device, same=False) == ""
+    assert "other bits than eager's" in verified.refusal(device)
+    before = verified.key_of(device)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert verified.key_of(device) != before
+    verified._refusal.cache_clear()
+
+
+def test_a_wrong_order_is_found(emulated, monkeypatch):
+    """By the comparison, which then says which program differs over which rows."""
+    over = [(5, 131, "plain", 0)]
+    with torch.no_grad():
+        monkeypatch.setattr(verify, "differing", lambda got, want: int(not torch.equal(got, want)))
+        rows = table(5, 131, 3)
+        want = bits([
+            row_oracle.reduced("sum", r, k * 131, 5, way_of("sum", 5, 131, 4, H200).across, 4)
+            for k, r in enumerate(rows.numpy())
+        ])  # fmt: skip
+        values = verify.Values(rows, rows, rows[0], rows[0], rows[:, :1])
+        monkeypatch.setattr(verify, "make", lambda *_: values)
+        programs = {"sum": lambda v: v.x.sum(-1) + 0.0 if type(v.x) is not torch.Tensor else want}
+        monkeypatch.setattr(verify, "PROGRAMS", programs)
+        assert verify.compare("sum", torch.float32, over, "cpu").wrong == []
+        forget_all("test")
+        monkeypatch.setattr(row_emit._Reductions, "_across", lambda self, stage, value: value)
+        emulated.clear()
+        simt._thread_of.cache_clear()
+        (wrong,) = verify.compare("sum", torch.float32, over, "cpu").wrong
+        assert wrong.startswith("[5, 131] plain")
+    simt._thread_of.cache_clear()
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
@@ -352,7 +400,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_eagers_bits_on_cuda(name, dtype, on, always):
-    if rowwise.unverified(torch.__version__, torch.cuda.get_device_capability()):
+    if verified.refusal(torch.device("cuda", 0)):
         pytest.skip("not verified on this GPU with this torch")
     program = PROGRAMS[name]
     for (m, n), special in itertools.product(

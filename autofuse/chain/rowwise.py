@@ -23,24 +23,6 @@ from .state import Node
 
 RowsOf = tuple[Ints, int]  # their shape, and the threads of each
 
-# (torch version, compute capability) where the bits of all kinds were compared with eager's:
-# bench/reductions.py
-VERIFIED = {((2, 11), (9, 0))}
-
-
-def is_verified(version: str, capability: tuple[int, int]) -> bool:
-    """Whether reductions have been found to have eager's bits with this torch on this GPU."""
-    return (tuple(map(int, version.split(".")[:2])), capability) in VERIFIED
-
-
-def unverified(version: str, capability: tuple[int, int]) -> str:
-    """Why reductions are eager there; empty where they need not be."""
-    if is_verified(version, capability):
-        return ""
-    release = ".".join(version.split(".")[:2])
-    place = f"torch {release} on compute capability {capability[0]}.{capability[1]}"
-    return f"a reduction, whose order has not been compared with that of {place}"
-
 
 def infer_rows(
     op: Reduction,

@@ -18,8 +18,9 @@ from ..settings.config import config
 from ..supply.load import processors_of
 from .infer import Inferred, infer
 from .meta import Meta
-from .rowwise import RowsOf, goes_along, infer_rows, unverified
+from .rowwise import RowsOf, goes_along, infer_rows
 from .state import Node, Recorder
+from .verified import refusal
 
 
 def eager_node(
@@ -70,8 +71,5 @@ def _reduced(
     metas: list[Meta],
 ) -> tuple[Inferred, RowsOf] | str:  # fmt: skip
     device = recorder.device
-    if device.type == "cuda":
-        reason = unverified(torch.__version__, torch.cuda.get_device_capability(device))
-        if reason:
-            return reason
-    return infer_rows(op, operands, metas, tip, device, processors_of(device))
+    reason = refusal(device) if device.type == "cuda" else ""
+    return reason or infer_rows(op, operands, metas, tip, device, processors_of(device))

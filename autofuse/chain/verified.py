@@ -1,0 +1,77 @@
+"""Verified: where reductions were found to have eager's bits, and so where they are recorded.
+
+The order in which torch adds is no promise of torch's, and its compiler decides what it contracts:
+both may differ by torch's version and by the GPU. So reductions are recorded with a torch and on a
+GPU for which all their kinds have been compared with eager's, or for which a user of this machine
+has done so: `python -m autofuse verify` keeps what it finds beside the kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from ..supply.disk import DiskCache
+from ..supply.load import processors_of
+from ..supply.toolchain import compilers
+
+# (torch version, compute capability): bench/reductions.py found no difference
+VERIFIED = {((2, 11), (9, 0))}
+SAME = b"the same bits"
+_assumed: list[bool] = []  # while they are being compared
+
+
+def is_verified(version: str, capability: tuple[int, int]) -> bool:
+    """Whether this torch on such a GPU is one of those that the authors have compared."""
+    return (tuple(map(int, version.split(".")[:2])), capability) in VERIFIED
+
+
+def refusal(device: torch.device) -> str:
+    """Why reductions on `device`, a GPU, are left to eager PyTorch; empty where they are not."""
+    return "" if _assumed else _refusal(device)
+
+
+@cache
+def _refusal(device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    if is_verified(torch.__version__, capability):
+        return ""
+    kept = DiskCache().get(key_of(device))
+    if kept == SAME:
+        return ""
+    if kept is not None:
+        return "a reduction, of which `python -m autofuse verify` found other bits than eager's"
+    release = ".".join(torch.__version__.split(".")[:2])
+    place = f"torch {release} on compute capability {'.'.join(map(str, capability))}"
+    return f"a reduction, not compared with {place}: `python -m autofuse verify` does"
+
+
+def keep(device: torch.device, same: bool) -> str:
+    """Keep what a comparison has found on a GPU such as `device`; why that cannot be, if so."""
+    payload = SAME if same else b"other bits"
+    about = {"name": "reductions", "target": payload.decode(), "source": ""}
+    _refusal.cache_clear()
+    return DiskCache().put(key_of(device), payload, about)
+
+
+def key_of(device: torch.device) -> str:
+    """Of all that decides the bits of eager's reductions and of ours."""
+    facts = (
+        "reductions", torch.__version__, torch.version.cuda, torch.cuda.get_device_name(device),
+        torch.cuda.get_device_capability(device), processors_of(device), compilers("cuda"),
+    )  # fmt: skip
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+@contextmanager
+def assumed() -> Iterator[None]:
+    """Record reductions meanwhile, to compare them."""
+    _assumed.append(True)
+    try:
+        yield
+    finally:
+        _assumed.pop()

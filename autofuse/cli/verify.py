@@ -1,0 +1,204 @@
+"""Verifying: reductions in chains against eager's, bit for bit, on the GPU at hand.
+
+Programs of every kind of reduction, with pointwise ops before and after it, over rows whose sizes
+meet every kernel that torch has for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..api import materialize, unwrap, wrap
+from ..chain import verified
+from ..observe.counters import reset_stats, stats
+from ..settings.config import config
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COLUMNS = (2, 7, 33, 64, 100, 128, 131, 256, 1000, 1023, 1024, 2050, 4096, 5000, 9000)
+ROWS = (1, 3, 70)
+Case = tuple[int, int, str, int]  # rows, columns, kind of values, elements before the first row
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What the programs read: x and y of the rows' shape, w and b of one row, one number a row."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    w: torch.Tensor
+    b: torch.Tensor
+    number: torch.Tensor
+
+    def all(self) -> tuple[torch.Tensor, ...]:
+        return self.x, self.y, self.w, self.b, self.number
+
+
+def _softmax_written(v: Values) -> Any:
+    e = (v.x - v.x.amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def _norm_of_sum(v: Values) -> Any:
+    h = v.x + v.y
+    return h, F.layer_norm(h, v.x.shape[-1:], v.w, v.b, 1e-5)
+
+
+def _rms_written(v: Values) -> Any:
+    return v.x * torch.rsqrt(v.x.pow(2).mean(-1, keepdim=True) + 1e-6) * v.w
+
+
+def _rms_in_float32(v: Values) -> Any:
+    h = v.x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return v.w * h.to(v.x.dtype)
+
+
+def _numbers(v: Values) -> Any:
+    total = (v.x * v.y).sum(-1)
+    return total, (v.x - v.y).mean(-1, keepdim=True) * v.number
+
+
+PROGRAMS: dict[str, Callable[[Values], Any]] = {
+    "softmax(x * s + mask)": lambda v: F.softmax(v.x * 0.125 + v.y, -1),
+    "log_softmax(x + y)": lambda v: F.log_softmax(v.x + v.y, -1),
+    "softmax(x) * y": lambda v: torch.softmax(v.x, -1) * v.y,
+    "-log_softmax(x)": lambda v: -torch.log_softmax(v.x, -1),
+    "relu(layer_norm(x)) + res": lambda v: (
+        F.relu(F.layer_norm(v.x, v.x.shape[-1:], v.w, v.b)) + v.y
+    ),
+    "h, layer_norm(h = x + res)": _norm_of_sum,
+    "layer_norm(x * y), no weights": lambda v: F.layer_norm(v.x * v.y, v.x.shape[-1:]),
+    "rms_norm(x + res)": lambda v: F.rms_norm(v.x + v.y, v.x.shape[-1:], v.w, 1e-6),
+    "rms_norm(x), no weight, * y": lambda v: F.rms_norm(v.x, v.x.shape[-1:]) * v.y,
+    "RMSNorm as written": _rms_written,
+    "RMSNorm in float32": _rms_in_float32,
+    "x - mean": lambda v: v.x - v.x.mean(-1, keepdim=True),
+    "x / sum(abs(x))": lambda v: v.x / v.x.abs().sum(-1, keepdim=True),
+    "softmax as written": _softmax_written,
+    "extrema": lambda v: ((v.x * v.y).amin(-1), (v.x + v.y).amax(-1, keepdim=True) - v.x),
+    "numbers of rows": _numbers,
+    "sum(x) + 1": lambda v: v.x.sum(-1) + 1.0,
+}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One program in one dtype."""
+
+    program: str
+    dtype: str
+    cases: int = 0
+    reduced: int = 0  # cases in which no op was left to eager PyTorch
+    kernels: int = 0
+    elements: int = 0
+    wrong: list[str] = field(default_factory=list)
+    left: dict[str, int] = field(default_factory=dict)  # why others were
+
+    def __str__(self) -> str:
+        text = f"{self.program:30} {self.dtype:9} {self.cases:4} sizes {self.kernels:4} kernels"
+        differ = f"{len(self.wrong)} differ: {self.wrong[0]}" if self.wrong else "the same bits"
+        return f"{text}  {differ}"
+
+
+def make(dtype: torch.dtype, case: Case, device: str = "cuda") -> Values:
+    """Values of a kind: plain; wide, of very different sizes; special, with infinities and NaN."""
+    rows, columns, kind, shift = case
+    generator = torch.Generator(device).manual_seed(rows * 100003 + columns)
+
+    def normal(*shape: int) -> torch.Tensor:
+        count = math.prod(shape) + shift
+        values = torch.randn(count, device=device, generator=generator)
+        if kind == "wide":
+            powers = torch.randn(count, device=device, generator=generator)
+            values = values * torch.exp(4 * powers)
+        if kind == "special":
+            chance = torch.rand(count, device=device, generator=generator) * columns * 8
+            numbers = (float("inf"), float("-inf"), float("nan"), -0.0, 0.0)
+            for k, number in enumerate(numbers):
+                values[(chance > k) & (chance < k + 1)] = number
+        return values.to(dtype)[shift:].view(shape)
+
+    return Values(normal(rows, columns), normal(rows, columns), normal(columns), normal(columns),
+                  normal(rows, 1))  # fmt: skip
+
+
+def cases() -> Iterator[Case]:
+    for columns in COLUMNS:
+        for rows in ROWS:
+            yield rows, columns, "plain", 0
+        yield 3, columns, "wide", 0
+        yield 3, columns, "special", 0
+    yield 40, 131, "plain", 1
+
+
+def differing(got: Any, want: Any) -> int:
+    """Elements of which a bit differs, NaNs being equal."""
+    if isinstance(want, tuple):
+        return sum(differing(a, b) for a, b in zip(got, want, strict=True))
+    if (got.dtype, got.shape, got.stride()) != (want.dtype, want.shape, want.stride()):
+        return want.numel()
+    kind = {2: torch.int16, 4: torch.int32}[want.element_size()]
+    bits = got.contiguous().view(kind) != want.contiguous().view(kind)
+    return int((bits & ~(got.isnan() & want.isnan())).sum())
+
+
+def compare(
+    name: str, dtype: torch.dtype, over: Iterable[Case], device: str = "cuda"
+) -> Outcome:  # fmt: skip
+    """A program in a dtype over some cases, chain by chain."""
+    outcome, program = Outcome(name, str(dtype).removeprefix("torch.")), PROGRAMS[name]
+    with torch.no_grad(), verified.assumed():
+        for case in over:
+            values = make(dtype, case, device)
+            want = program(values)
+            reset_stats()
+            got = unwrap(materialize(program(Values(*map(wrap, values.all())))))
+            found = stats()
+            outcome.cases += 1
+            outcome.elements += values.x.numel()
+            outcome.kernels += found.kernels_launched
+            left = [reason for (_, reason) in found.eager_ops if reason != "not in the table"]
+            for reason in left:
+                outcome.left[reason] = outcome.left.get(reason, 0) + 1
+            outcome.reduced += not left and found.kernels_launched > 0
+            wrong = differing(got, want)
+            if wrong:
+                rows, columns, kind, shift = case
+                outcome.wrong.append(f"[{rows}, {columns}] {kind}, shift {shift}: {wrong} elements")
+    return outcome
+
+
+def set_up() -> None:
+    """Compile at once, and have every chain run in a kernel."""
+    config.measure, config.always_fuse = False, True
+    config.compile, config.max_kernels_per_line = "now", 1 << 30
+
+
+def verify() -> int:
+    """Compare all kinds on the current GPU, print what is found and keep it; the exit status."""
+    if not torch.cuda.is_available():
+        print("no GPU: reductions are recorded on CUDA alone")
+        return 2
+    set_up()
+    device = torch.device("cuda", torch.cuda.current_device())
+    wrong = ran = 0
+    for name in PROGRAMS:
+        for dtype in DTYPES:
+            outcome = compare(name, dtype, cases())
+            wrong += len(outcome.wrong)
+            ran += outcome.reduced
+            print(outcome, flush=True)
+    if not ran:
+        print("no reduction ran in a kernel: nothing was compared")
+        return 2
+    unsaved = verified.keep(device, same=not wrong)
+    if unsaved:
+        print(f"this is not kept on disk: {unsaved}")
+    print("reductions stay eager here" if wrong else "reductions are fused here")
+    return int(wrong > 0)
