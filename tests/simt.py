@@ -53,11 +53,6 @@ def ex2(x):
         return F32(np.exp2(np.float64(x)))
 
 
-def exp(x):
-    with np.errstate(all="ignore"):
-        return F32(np.exp(np.float64(x)))
-
-
 def log(x):
     with np.errstate(all="ignore"):
         return F32(np.log(np.float64(x)))
@@ -70,6 +65,11 @@ def exp_parts(x):
     rest = fma(x, bits_float(0x3FB8AA3B), F32(12583039.0) - whole)
     rest = fma(x, bits_float(0x32A57060), rest)
     return bits_float(float_bits(whole) << 23 & 0xFFFFFFFF), ex2(rest)
+
+
+def exp(x):
+    power, fraction = exp_parts(x)
+    return F32(power * fraction)
 
 
 def bits_float(bits):
@@ -197,7 +197,7 @@ class Translation:
     def __init__(self, function):
         self.names, self.space = {}, {"F32": F32, "bits_float": bits_float,
                                       "float_bits": float_bits, "nan": F32(np.nan)}  # fmt: skip
-        self.lines = []
+        self.lines, self.shared = [], {}
         for k, arg in enumerate(function.args):
             self.names[id(arg)] = f"a{k}"
         blocks = {id(block): k for k, block in enumerate(function.blocks)}
@@ -225,7 +225,7 @@ class Translation:
 
     def value(self, value):
         if isinstance(value, ir.GlobalVariable):
-            return str(SHARED)
+            return str(SHARED + (self.shared.setdefault(value.name, len(self.shared)) << 20))
         if isinstance(value, ir.Constant):
             constant = value.constant
             if isinstance(value.type, ir.VectorType):

@@ -19,7 +19,8 @@ from autofuse.chain import rowwise, verified
 from autofuse.cli import verify
 from autofuse.hot import trial
 from autofuse.kernel import row_emit
-from autofuse.kernel.rows import RowPlan, source_of, way_of
+from autofuse.kernel.division import scheme_of
+from autofuse.kernel.rows import RowPlan, source_of
 from autofuse.kernel.source import Parameters
 from autofuse.ops import reductions
 from autofuse.record.modes import forget_all
@@ -148,9 +149,9 @@ def test_several_rows_a_block_and_numbers_of_rows(emulated):
     y = total + 1.0
     total, y = map(autofuse.unwrap, (autofuse.materialize(total), autofuse.materialize(y)))
     assert launched == [("af_rows_mul_sum_add", 5, 128)], "two rows a block"
-    way = way_of("sum", 10, 100, 4, H200)
+    scheme = scheme_of("sum", 10, 100, 4, H200)
     want = [
-        row_oracle.reduced("sum", r, k * 100, 10, way.across, way.vec)
+        row_oracle.reduced("sum", r, k * 100, 10, scheme.across, scheme.vec)
         for k, r in enumerate((x * 2.0).numpy())
     ]
     assert_same(total, bits(want), None)
@@ -362,7 +363,7 @@ def test_a_wrong_order_is_found(emulated, monkeypatch):
         monkeypatch.setattr(verify, "differing", lambda got, want: int(not torch.equal(got, want)))
         rows = table(5, 131, 3)
         want = bits([
-            row_oracle.reduced("sum", r, k * 131, 5, way_of("sum", 5, 131, 4, H200).across, 4)
+            row_oracle.reduced("sum", r, k * 131, 5, scheme_of("sum", 5, 131, 4, H200).across, 4)
             for k, r in enumerate(rows.numpy())
         ])  # fmt: skip
         values = verify.Values(rows, rows, rows[0], rows[0], rows[:, :1])

@@ -10,7 +10,8 @@ from simt import F32, run
 
 from autofuse import layout
 from autofuse.kernel.cuda import assemble, compile_ptx
-from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of, way_of
+from autofuse.kernel.division import scheme_of
+from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of
 from autofuse.kernel.source import Source
 from autofuse.ops import reductions
 from autofuse.ops.arithmetic import OPS
@@ -94,9 +95,9 @@ def test_reduce_kernel_in_torchs_order(name, code):
         x = random(code, m, n)
         program = program_of([view(code, m, n)], [(reduction(name), (~0,), (m, 1), code)], 0)
         (got,) = execute(program, [x]).values()
-        way = way_of(name, m, n, x.element_size(), H200)
+        scheme = scheme_of(name, m, n, x.element_size(), H200)
         want = [
-            row_oracle.reduced(name, row, k * n, m, way.across, way.vec)
+            row_oracle.reduced(name, row, k * n, m, scheme.across, scheme.vec)
             for k, row in enumerate(floats(x))
         ]
         assert_bits(got, want, code)
@@ -201,10 +202,10 @@ def test_numbers_of_rows_and_what_follows_from_them(keepdim):
     live = (1, 3, 4) if keepdim else (1, 3)
     program = program_of([view("f32", m, n), view("f32", *kept)], steps, *live, consts=1)
     got = execute(program, [x, scale], [0.5])
-    way = way_of("mean", m, n, 4, H200)
+    scheme = scheme_of("mean", m, n, 4, H200)
     squares = floats(x * x)
     means = [
-        row_oracle.reduced("mean", row, k * n, m, way.across, way.vec)
+        row_oracle.reduced("mean", row, k * n, m, scheme.across, scheme.vec)
         for k, row in enumerate(squares)
     ]
     mean = torch.tensor(np.array(means)).reshape(kept)
@@ -230,10 +231,10 @@ def test_several_reductions_of_the_same_rows():
         4,
     )
     (got,) = execute(program, [x]).values()
-    (way,) = {way_of(name, m, n, 4, H200) for name in ("amax", "sum")}
+    (scheme,) = {scheme_of(name, m, n, 4, H200) for name in ("amax", "sum")}
     rows = (x - x.amax(-1, keepdim=True)).abs()
     sums = [
-        row_oracle.reduced("sum", row, k * n, m, way.across, way.vec)
+        row_oracle.reduced("sum", row, k * n, m, scheme.across, scheme.vec)
         for k, row in enumerate(floats(rows))
     ]
     assert_bits(got, rows / torch.tensor(np.array(sums)).reshape(m, 1), "f32")
@@ -322,7 +323,7 @@ def test_kernels_compile(code):
 
 
 def test_what_no_row_kernel_does():
-    assert "less than two" in way_of("sum", 8, 1, 4, H200)
-    assert "several blocks" in way_of("sum", 1, 1 << 24, 4, H200)
-    assert "where they begin" in way_of("softmax", 8, 9217, 4, H200)
-    assert "32 bits" in way_of("softmax", 1 << 22, 1024, 4, H200)
+    assert "less than two" in scheme_of("sum", 8, 1, 4, H200)
+    assert "several blocks" in scheme_of("sum", 1, 1 << 24, 4, H200)
+    assert "where they begin" in scheme_of("softmax", 8, 9217, 4, H200)
+    assert "32 bits" in scheme_of("softmax", 1 << 22, 1024, 4, H200)

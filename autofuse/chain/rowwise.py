@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ..dtypes import CODES
-from ..kernel.rows import way_of
+from ..kernel.division import scheme_of
 from ..layout import Ints, contiguous
 from ..ops.reductions import DEVICES, DTYPES, Reduction
 from ..program.program import CONST, Ref
@@ -52,15 +52,15 @@ def infer_rows(
     if reason:
         return reason
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    way = way_of(op.name, rows, columns, x.dtype.itemsize, processors)
-    if isinstance(way, str):
-        return f"{way}, as {op.name} takes them"
+    scheme = scheme_of(op.name, rows, columns, x.dtype.itemsize, processors)
+    if isinstance(scheme, str):
+        return f"{scheme}, as {op.name} takes them"
     shape = x.shape
     if not op.whole:
         shape = (*x.shape[:-1], 1) if op.keepdim else x.shape[:-1]
     meta = make_meta(x.dtype, shape, contiguous(shape), device, False)
     found = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
-    return found, (tuple(x.shape), way.threads)
+    return found, (tuple(x.shape), scheme.threads)
 
 
 def _reason(x: Meta, affine: list[Meta], device: torch.device, tip: Node) -> str:

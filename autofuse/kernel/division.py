@@ -14,6 +14,8 @@ from functools import lru_cache
 from .source import Ints
 
 WARP = 32
+NORMS = ("layer_norm", "rms_norm")
+SOFT = ("softmax", "log_softmax")
 _THREADS = 512  # of a block of the reduce kernel, at most
 _VECTORISED = 128  # elements of a reduction from which its kernel reads vectors
 _SOFTMAX_THREADS = 1024  # of a block of a softmax kernel that gives a row one
@@ -128,3 +130,49 @@ def norm_kernel(columns: int) -> str:
     By vectors ("vectors"), where all operands are aligned to four elements, or not ("elements").
     """
     return "vectors" if columns % 4 == 0 and columns <= 1 << 24 else "elements"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How torch reduces rows of some size: which kernel, which threads."""
+
+    kernel: str
+    across: tuple[int, int]
+    vec: int
+    uneven: bool
+
+    @property
+    def threads(self) -> int:
+        """Of a row."""
+        return self.across[0] * self.across[1]
+
+
+@lru_cache(maxsize=4096)
+def scheme_of(
+    op: str, rows: int, columns: int, itemsize: int, processors: tuple[int, int]
+) -> Scheme | str:
+    """How torch computes `op` over contiguous rows that begin at an aligned address, or why a row
+    kernel cannot do the same.
+
+    processors: how many the GPU has, and how many threads each of them runs.
+    """
+    if columns < 2 or not rows:
+        return "rows of less than two elements"
+    if rows * columns >= 1 << 31:
+        return "more elements than torch's kernels count in 32 bits"
+    if op in NORMS:
+        kernel = norm_kernel(columns)
+        if kernel == "vectors":
+            return Scheme(kernel, (128, 1), 4, False)
+        return Scheme(kernel, (512, 1), 1, False)
+    if op in SOFT:
+        kernel = softmax_kernel(columns, itemsize)
+        if not kernel:
+            return "rows so long that the order depends on where they begin"
+        threads = softmax_threads(columns) if kernel == "warp" else 1024
+        return Scheme(kernel, (threads, 1), 1, False)
+    vec = vector_of(op, itemsize)
+    division = division_of(rows, columns, (1, columns), 0, itemsize, vec, *processors)
+    if division.grid[1] > 1:
+        return "rows that several blocks share"
+    return Scheme("reduce", division.across, division.vec, columns % division.vec > 0)

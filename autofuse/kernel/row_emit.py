@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 
 from .row_threads import WARP, RowThreads, State
-from .source import Source, Stage
+from .source import KEPT, Source, Stage
 from .targets import F32, I32, Cuda, Value
 
 _INFINITY = float("inf")
@@ -65,7 +65,7 @@ class _Reductions(RowThreads):
         if stage.uneven:
             state = self._shifted(stage, state, take)
         else:
-            state = self.sweep(stage.part, stage.walk, state, take)
+            state = self.sweep(stage, state, take)
         value, *others = state
         for other in others:
             value = self._combine(op, value, other)
@@ -125,7 +125,7 @@ class _Reductions(RowThreads):
         state = [value]
 
         def halve(state: State, place: Any, at: Any, first: int, last: int, apart: int) -> State:
-            self.sync()
+            self.share(self.rows.block)
             self.put(place, state[0])
             while first >= last:
                 self.sync()
@@ -151,7 +151,7 @@ class _Reductions(RowThreads):
 
     def _softmax(self, stage: Stage) -> State:
         """SoftMax.cu: PersistentSoftmax.cuh for a warp, cunn_SoftMaxForwardReg for a block."""
-        builder, part, walk = self.builder, stage.part, stage.walk
+        builder = self.builder
         by_warp, log = stage.kernel == "warp", stage.op == "log_softmax"
 
         def larger(a: Any, b: Any) -> Any:
@@ -163,28 +163,32 @@ class _Reductions(RowThreads):
                 return [builder.select(builder.fcmp_ordered(">", best, x), best, x)]
             return [self.do("fmax", best, x)]
 
-        state = self.sweep(part, walk, [self.f(-_INFINITY if by_warp else _LOWEST)], most)
+        state = self.sweep(stage, [self.f(-_INFINITY if by_warp else _LOWEST)], most)
         if by_warp:
             (best,) = self._exchanged(state, larger)
         else:
-            state = self.block(state, [_LOWEST], lambda a, b: [larger(a[0], b[0])])
-            (best,) = self.given(state)
+            (best,) = self.block(state, [_LOWEST], lambda a, b: [larger(a[0], b[0])])
+
+        exponentials = self.found[KEPT + 2 * self.stage + 1] = []
 
         def add(state: State, elements: list[Any], group: int) -> State:
             (total,), (x,) = state, elements
             x = self.do("sub", x, best)
-            if by_warp and not log:
-                return [self.do("add", total, self.do("exp", x))]
             power, fraction = self.exp_parts(x)
+            if not log:
+                exponential = self.do("mul", power, fraction)
+                if group >= 0:
+                    exponentials.append(Value(exponential, "f32"))
+                if by_warp:
+                    return [self.do("add", total, exponential)]
             return [self.do("fma", power, fraction, total)]
 
         plus = lambda a, b: self.do("add", a, b)  # noqa: E731
-        state = self.sweep(part, walk, [self.f(0.0)], add)
+        state = self.sweep(stage, [self.f(0.0)], add)
         if by_warp:
             (total,) = self._exchanged(state, plus)
         else:
-            state = self.block(state, [0.0], lambda a, b: [plus(a[0], b[0])])
-            (total,) = self.given(state)
+            (total,) = self.block(state, [0.0], lambda a, b: [plus(a[0], b[0])])
         return [best, self.do("log", total) if log else total]
 
     def _exchanged(self, state: State, combine: Callable[[Any, Any], Any]) -> State:
@@ -216,7 +220,7 @@ class _Reductions(RowThreads):
             if rms:
                 variance, mean = self.do("fma", mean, mean, variance), None
         scale = self.do("rsqrt", self.do("add", variance, eps))
-        return self.given([scale] if mean is None else [mean, scale])
+        return [scale] if mean is None else [mean, scale]
 
     def _div(self, a: Any, b: Any) -> Any:
         return self.builder.fdiv(a, b)
@@ -233,30 +237,16 @@ class _Reductions(RowThreads):
                 state = one(state, x)
             return state
 
-        state = self.sweep(stage.part, stage.walk, list(map(self.f, nothing)), take)
+        state = self.sweep(stage, list(map(self.f, nothing)), take)
         state = self.down(state, WARP // 2, merge)
+        self.share(4 * len(state))
         warp = builder.lshr(self.thread, I32(5))
-        first = builder.icmp_unsigned("==", self.lane, I32(0))
-        self.sync()
-        for apart in (2, 1):
-            upper = builder.and_(
-                builder.icmp_unsigned(">=", warp, I32(apart)),
-                builder.icmp_unsigned("<", warp, I32(2 * apart)),
-            )
-            with builder.if_then(builder.and_(first, upper)):
-                for k, value in enumerate(state):
-                    place = builder.sub(warp, I32(apart))
-                    self.put(builder.add(place, I32(2 * k)), value)
-            self.sync()
-            lower = builder.and_(first, builder.icmp_unsigned("<", warp, I32(apart)))
-
-            def make(state: State = state) -> State:
-                there = [self.get(builder.add(warp, I32(2 * k))) for k in range(len(state))]
-                return merge(state, there)
-
-            state = self.where(lower, state, make)
-            self.sync()
-        return state
+        with builder.if_then(builder.icmp_unsigned("==", self.lane, I32(0))):
+            for k, value in enumerate(state):
+                self.put(builder.add(warp, I32(4 * k)), value)
+        self.sync()  # every thread then does what torch's first warps do
+        warps = [[self.get(I32(w + 4 * k)) for k in range(len(state))] for w in range(4)]
+        return merge(merge(warps[0], warps[2]), merge(warps[1], warps[3]))
 
     def _square(self, state: State, x: Any) -> State:
         return [self.do("fma", x, x, state[0])]
@@ -313,5 +303,5 @@ class _Reductions(RowThreads):
                 for x, y, new in zip(a, b, [mean, second, count], strict=True)
             ]
 
-        state = self.sweep(stage.part, stage.walk, [self.f(0.0)] * 3, take)
+        state = self.sweep(stage, [self.f(0.0)] * 3, take)
         return self.block(state, [0.0] * 3, merge)

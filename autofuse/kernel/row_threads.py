@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 from .lower import Element
-from .source import BROADCAST, ITEMSIZE, UNIT, Operand, Parameters, Part, Source, Stage, Walk
+from .source import BROADCAST, ITEMSIZE, KEPT, UNIT, Operand, Parameters, Part, Source, Stage, Walk
 from .targets import F32, I1, I8, I16, I32, I64, STORED, VOID, Cuda, Value, special_register
 
 State = list[Any]  # LLVM values
@@ -44,6 +44,10 @@ class RowThreads:
         self.functions = {id(p): f for p, f in zip(parts, functions, strict=True)}
         self.values: list[Value] = []  # of the row
         self.shared: Any = None
+        self.shares = 0
+        # in registers: operands of stages and their exponentials, of each element of the thread
+        self.found: dict[int, list[Value]] = {}
+        self.stage = -1  # at work
         self.kept: dict[tuple[int, int, int], list[Any]] = {}  # load, group, vec: what it gave
 
     # --- the kernel ---------------------------------------------------------------------------
@@ -63,7 +67,7 @@ class RowThreads:
         row = builder.select(self.live, row, builder.sub(self.count, word(1)))
         self.row = row
         self.offsets = self.offsets(row)
-        for stage in rows.stages:
+        for self.stage, stage in enumerate(rows.stages):
             self.reduce(stage)
             for part in stage.after:
                 self.values += self.call(part, [self.lanes(part, word(0), 1, -1)[0]])[0]
@@ -205,6 +209,9 @@ class RowThreads:
             if which < 0:
                 read.append([self.values[~which]] * vec)
                 continue
+            if which >= KEPT:
+                read.append(self.found[which][group * vec : (group + 1) * vec])
+                continue
             code = self.source.loads[which].code
             bits = self._kept(which, column, vec, group)
             if len(bits) < vec:
@@ -232,7 +239,9 @@ class RowThreads:
             return
         groups = self.groups(walk)
         for which in part.reads:
-            if which >= 0 and loads[which].axes[-1] != BROADCAST and any(loads[which].axes[:-1]):
+            if not 0 <= which < KEPT:
+                continue
+            if loads[which].axes[-1] != BROADCAST and any(loads[which].axes[:-1]):
                 for k in range(walk.held):
                     key = (which, k, walk.vec)
                     if key not in self.kept:
@@ -285,30 +294,36 @@ class RowThreads:
         return phis
 
     def sweep(
-        self, part: Part, walk: Walk, state: State,
-        take: Callable[[State, list[Any], int], State],
+        self, stage: Stage, state: State, take: Callable[[State, list[Any], int], State]
     ) -> State:  # fmt: skip
         """`state` after `take` of each group of the thread's elements, in order.
 
         take: of state, the elements and the number of the group, -1 where it is not known.
         """
-        builder, word = self.builder, self.word
+        builder, word, walk = self.builder, self.word, stage.walk
         threads, vec, groups = self.rows.threads, walk.vec, self.groups(walk)
         first = self.index(self.thread)
         if not walk.held:
 
             def body(group: Any, state: State) -> State:
                 column = builder.mul(group, word(vec))
-                return take(state, self.elements(part, column, vec, -1), -1)
+                return take(state, self.elements(stage.part, column, vec, -1), -1)
 
             inside = lambda group: builder.icmp_unsigned("<", group, groups)  # noqa: E731
             return self.each(first, word(threads), inside, state, body)
         places = [self.held(walk, groups, k) for k in range(walk.held)]
-        lanes = [self.lanes(part, column, vec, k) for k, (column, _) in enumerate(places)]
-        self._prefetch()
+        found = self.found.get(KEPT + 2 * self.stage)
+        if found is None:
+            lanes = [
+                lane
+                for k, (column, _) in enumerate(places)
+                for lane in self.lanes(stage.part, column, vec, k)
+            ]
+            self._prefetch()
+            found = [value for (value,) in self.call(stage.part, lanes)]
+            self.found[KEPT + 2 * self.stage] = found
         for k, (_, inside) in enumerate(places):
-            elements = [value.ir for (value,) in self.call(part, lanes[k])]
-            new = take(state, elements, k)
+            new = take(state, [value.ir for value in found[k * vec : (k + 1) * vec]], k)
             if inside is not None:
                 new = [
                     builder.select(inside, a, b) if a is not b else a
@@ -410,15 +425,17 @@ class RowThreads:
         return state
 
     def slot(self, place: Any) -> Any:
-        """Shared memory number `place`."""
-        if self.shared is None:
-            size = max(self.rows.block, 3 * WARP)
-            kind = ir.ArrayType(F32, size)
-            name = f"{self.source.name}_shared"
-            self.shared = ir.GlobalVariable(self.builder.module, kind, name, addrspace=3)
-            self.shared.linkage, self.shared.align = "internal", 16
-            self.shared.initializer = ir.Constant(kind, ir.Undefined)
+        """Number `place` of the shared memory at hand."""
         return self.builder.gep(self.shared, [I32(0), place])
+
+    def share(self, size: int) -> None:
+        """Have shared memory that nobody has used: who puts something there need not wait."""
+        kind = ir.ArrayType(F32, size)
+        self.shares += 1
+        name = f"{self.source.name}_shared{self.shares}"
+        self.shared = ir.GlobalVariable(self.builder.module, kind, name, addrspace=3)
+        self.shared.linkage, self.shared.align = "internal", 16
+        self.shared.initializer = ir.Constant(kind, ir.Undefined)
 
     def put(self, place: Any, value: Any) -> None:
         self.builder.store(value, self.slot(place))
@@ -432,7 +449,7 @@ class RowThreads:
         if threads <= WARP:
             first = builder.and_(self.lane, I32(WARP - threads))
             return [self.shuffle(0, value, first) for value in state]
-        self.sync()
+        self.share(self.rows.together * len(state))
         place = builder.mul(self.own, I32(len(state)))
         with builder.if_then(builder.icmp_unsigned("==", self.thread, I32(0))):
             for k, value in enumerate(state):
@@ -457,22 +474,26 @@ class RowThreads:
     def block(
         self, state: State, nothing: list[float], combine: Callable[[State, State], State]
     ) -> State:
-        """Thread 0 gets all: warps by shuffles, then the first warp what each has found."""
+        """What all threads of a block have, for each of them.
+
+        Warps by shuffles, then what each has found likewise, which every warp does for itself.
+        """
         builder = self.builder
         warps = self.rows.threads // WARP
         state = self.down(state, WARP // 2, combine)
+        self.share(WARP * len(state))
         warp = builder.lshr(self.thread, I32(5))
-        self.sync()
         with builder.if_then(builder.icmp_unsigned("==", self.lane, I32(0))):
             for k, value in enumerate(state):
                 self.put(builder.add(warp, I32(k * WARP)), value)
         self.sync()
-        inside = builder.icmp_unsigned("<", self.thread, I32(warps))
-        # lanes beyond read what another lane has written, and do not take it
+        inside = builder.icmp_unsigned("<", self.lane, I32(warps))
+        # lanes beyond read what another lane does, and do not take it
         place = builder.and_(self.lane, I32(warps - 1))
         found = [self.get(builder.add(place, I32(k * WARP))) for k in range(len(state))]
         state = [
             builder.select(inside, value, self.f(none))
             for value, none in zip(found, nothing, strict=True)
         ]
-        return self.down(state, WARP // 2, combine)
+        state = self.down(state, WARP // 2, combine)
+        return [self.shuffle(0, value, 0) for value in state]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 
 from .. import layout
 from ..layout import Ints
@@ -18,17 +18,12 @@ from ..program.program import CONST, Program, Reduced, Ref, Spec
 from ..program.walk import needed
 from . import plan as pointwise
 from . import text
-from .division import (
-    division_of,
-    norm_kernel,
-    softmax_kernel,
-    softmax_threads,
-    vector_of,
-)
+from .division import NORMS, SOFT, Scheme, scheme_of
 from .plan import Line, Piece, Plan, axes_of
 from .source import (
     BROADCAST,
     ITEMSIZE,
+    KEPT,
     STRIDED,
     THREADS_PER_BLOCK,
     UNIT,
@@ -41,70 +36,25 @@ from .source import (
 )
 
 STATISTICS = {"softmax": 2, "log_softmax": 2, "layer_norm": 2, "rms_norm": 1}  # others give one
-_NORMS = ("layer_norm", "rms_norm")
-_SOFT = ("softmax", "log_softmax")
 _HELD = 64  # registers for what a thread keeps of all operands of a stage
 _AHEAD = 32  # ...and for what it loads ahead
 _STATEMENTS = 1024  # of element functions in a row of a kernel: its compile time
 _HELD_BY_MANY = 24  # the same as _HELD where the block is so large that a thread has 64 registers
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How torch reduces rows of some size: which kernel, which threads."""
-
-    kernel: str
-    across: tuple[int, int]
-    vec: int
-    uneven: bool
-
-    @property
-    def threads(self) -> int:
-        """Of a row."""
-        return self.across[0] * self.across[1]
-
-
-@lru_cache(maxsize=4096)
-def way_of(
-    op: str, rows: int, columns: int, itemsize: int, processors: tuple[int, int]
-) -> Way | str:
-    """How torch computes `op` over contiguous rows that begin at an aligned address, or why a row
-    kernel cannot do the same.
-
-    processors: how many the GPU has, and how many threads each of them runs.
-    """
-    if columns < 2 or not rows:
-        return "rows of less than two elements"
-    if rows * columns >= 1 << 31:
-        return "more elements than torch's kernels count in 32 bits"
-    if op in _NORMS:
-        kernel = norm_kernel(columns)
-        if kernel == "vectors":
-            return Way(kernel, (128, 1), 4, False)
-        return Way(kernel, (512, 1), 1, False)
-    if op in _SOFT:
-        kernel = softmax_kernel(columns, itemsize)
-        if not kernel:
-            return "rows so long that the order depends on where they begin"
-        threads = softmax_threads(columns) if kernel == "warp" else 1024
-        return Way(kernel, (threads, 1), 1, False)
-    vec = vector_of(op, itemsize)
-    division = division_of(rows, columns, (1, columns), 0, itemsize, vec, *processors)
-    if division.grid[1] > 1:
-        return "rows that several blocks share"
-    return Way("reduce", division.across, division.vec, columns % division.vec > 0)
-
-
 # what is stored for each element: over operands and statistics of the row, in float32
 @cache
-def _finish(op: str, params: str, kernel: str) -> Op:
+def _finish(op: str, params: str, kernel: str, kept: bool) -> Op:
+    """kept: the exponentials of softmax are at hand."""
     names = [param.partition(":")[0] for param in params.split()]
-    if op in _SOFT:
-        soft = "exp(sub(x, m)) / s"
+    if op in SOFT:
+        soft = "e / s" if kept else "exp(sub(x, m)) / s"
         if kernel == "warp":
             soft = f"nan if s == 0 else {soft}"
-        return Op(op, "x m s", soft if op == "softmax" else "sub(sub(x, m), s)")
-    if op in _NORMS:
+        if op == "log_softmax":
+            soft = "sub(sub(x, m), s)"
+        return Op(op, "e s" if kept else "x m s", soft)
+    if op in NORMS:
         centred = "sub(x, m)" if op == "layer_norm" else "x"
         affine = {
             "layer_norm": {
@@ -194,7 +144,7 @@ def make_pieces(
 ) -> tuple[Piece, ...]:
     """The kernels that compute the outputs of `program`, with reductions or without.
 
-    processors: as in `way_of`.
+    processors: as in `scheme_of`.
     """
     steps = program.steps
     wanted = needed([step.args for step in steps], program.live)
@@ -242,7 +192,8 @@ class _RowPiece:
         self.inverted: list[bool] = []
         self.functions: list[Plan] = []
         self.values: dict[tuple[int, int], int] = {}  # of the row, by step and which of its own
-        self.ways: dict[int, Way] = {}
+        self.schemes: dict[int, Scheme] = {}
+        self.walks: list[Walk] = []  # of stages
         wanted = set(needed(self.args, program.live))
         self.reduced = [k for k in sorted(wanted) if isinstance(self.steps[k], Reduced)]
         self.numbers = [  # steps that give one number a row, and follow from a reduction
@@ -255,13 +206,16 @@ class _RowPiece:
         for index in self.reduced:
             step = steps[index]
             code = _spec(self.program, step.args[0]).code
-            way = way_of(step.op.name, rows, columns, ITEMSIZE[code], self.processors)
-            assert isinstance(way, Way), way
-            self.ways[index] = way
-        (threads,) = {way.threads for way in self.ways.values()}
+            scheme = scheme_of(step.op.name, rows, columns, ITEMSIZE[code], self.processors)
+            assert isinstance(scheme, Scheme), scheme
+            self.schemes[index] = scheme
+        (threads,) = {scheme.threads for scheme in self.schemes.values()}
         drafts = [self._stage(index, columns) for index in self.reduced]
         whole = [k for k in self.program.live if steps[k].out.shape == shape]
-        columns_part = self._part(whole, shape) if whole else None
+        # the last stage's, whose loads are at hand, if all elements can be gone through so
+        last = drafts[-1]
+        walk = Walk(1, 0, False) if last.uneven else last.walk
+        columns_part = self._part(whole, shape, walk) if whole else None
         kept = [k for k in self.program.live if k not in whole]
         stores = [(k, steps[k].out, shape) for k in whole]
         stores += [(k, steps[k].out, steps[k].out.shape) for k in kept]
@@ -270,7 +224,7 @@ class _RowPiece:
         operands = [
             Operand(spec.code, axes_of(walk)) for spec, walk in zip(specs, walks, strict=True)
         ]
-        vec = max(way.vec for way in self.ways.values())
+        vec = max(scheme.vec for scheme in self.schemes.values())
         flat = layout.contiguous((rows, columns))
         aligned = tuple(
             operand.axes[-1] == UNIT
@@ -279,9 +233,6 @@ class _RowPiece:
             for operand, walk in zip(operands, walks, strict=True)
         )
         stages = tuple(drafts)
-        last = stages[-1]
-        # the last stage's, whose loads are at hand, if all elements can be gone through so
-        walk = Walk(1, 0, False) if last.uneven else last.walk
         reach = max(
             sum((n - 1) * s for n, s in zip(sizes, w, strict=True)) * ITEMSIZE[spec.code]
             for w, spec in zip(walks, specs, strict=True)
@@ -364,18 +315,23 @@ class _RowPiece:
         """Registers for what a thread reads at once of rows."""
         found = 0
         for k in reads:
-            if k >= 0 and self.loads[k][1] == self.shape:
+            if 0 <= k < KEPT and self.loads[k][1] == self.shape:
                 size = ITEMSIZE[self._read(self.loads[k][0]).code]
                 found += max(1, vec * size // 4) if vec > 1 else max(1, size // 4)
         return found
 
     def _stage(self, index: int, columns: int) -> Stage:
-        step, way = self.steps[index], self.ways[index]
+        step, scheme = self.steps[index], self.schemes[index]
         (operand, *_), op = step.args, step.op
-        part = self._part([operand], self.shape)
-        walk = self._walk(1 if way.uneven else way.vec, columns, way.threads, part)
-        if way.uneven:
-            walk = Walk(way.vec, 0, False)
+        before = self.walks[-1] if self.walks else None
+        if before is not None and before.held and before.vec == scheme.vec:
+            walk = before
+            part = self._part([operand], self.shape, walk)
+        else:
+            part = self._part([operand], self.shape)
+            walk = self._walk(scheme.vec, columns, scheme.threads, part)
+            walk = Walk(scheme.vec, 0, False) if scheme.uneven else walk
+        self.walks.append(walk)
         eps = -1
         if "eps" in op.names:
             eps = self._const(step.args[op.names.index("eps")] - CONST, "f32", False)
@@ -388,7 +344,9 @@ class _RowPiece:
             if not known and self._is_known(number):
                 after.append(self._part([number], self.steps[number].out.shape))
                 self.values[number, 0] = len(self.values)
-        return Stage(op.name, way.kernel, way.across, walk, way.uneven, eps, part, tuple(after))
+        return Stage(
+            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, eps, part, tuple(after)
+        )
 
     def _is_known(self, number: int) -> bool:
         """Whether all the reductions are done from which a number of the row follows."""
@@ -402,10 +360,25 @@ class _RowPiece:
         self.inverted.append(inverse)
         return len(self.consts) - 1
 
-    def _part(self, targets: list[Ref], space: Ints) -> Part:
-        """The function that computes `targets` for an element of `space`, given what is known."""
+    def _kept(self, walk: Walk | None) -> dict[Ref, int]:
+        """Operands of stages that a thread has in registers when it goes through a row so."""
+        if walk is None or not walk.held:
+            return {}
+        return {
+            self.args[index][0]: KEPT + 2 * stage
+            for stage, (index, own) in enumerate(zip(self.reduced, self.walks, strict=False))
+            if own == walk and self.args[index][0] >= 0
+        }
+
+    def _part(self, targets: list[Ref], space: Ints, walk: Walk | None = None) -> Part:
+        """The function that computes `targets` for an element of `space`, given what is known.
+
+        walk: how a thread goes through what it reads.
+        """
         steps = self.steps
+        kept = self._kept(walk)
         given = {k for k in self.numbers if (k, 0) in self.values and k not in targets}
+        given |= kept.keys()
         own = [k for k in targets if k >= 0 and k not in given]
         nodes = needed(self.args, own, given)
         position = {node: line for line, node in enumerate(nodes)}
@@ -425,6 +398,8 @@ class _RowPiece:
                 return CONST + len(consts) - 1
             if ref in position:
                 return position[ref]
+            if ref in kept:
+                return read(kept[ref], steps[ref].out.code, UNIT)
             if ref in given:
                 return read(~self.values[ref, 0], steps[ref].out.code, BROADCAST)
             key = (ref, space)
@@ -436,8 +411,14 @@ class _RowPiece:
         for node in nodes:
             step = steps[node]
             if isinstance(step, Reduced):
-                op = _finish(step.op.name, step.op.params, self.ways[node].kernel)
+                exponentials = self._exponentials(node, walk)
+                kernel = self.schemes[node].kernel
+                op = _finish(step.op.name, step.op.params, kernel, exponentials >= 0)
                 values = [self.values[node, -1 - k] for k in range(STATISTICS.get(op.name, 1))]
+                if exponentials >= 0:
+                    refs = (read(exponentials, "f32", UNIT), read(~values[1], "f32", BROADCAST))
+                    lines.append(Line(op, refs, "f32", step.out.code))
+                    continue
                 names = op.names[: len(op.names) - len(values)]
                 own_args = dict(zip(step.op.names, step.args, strict=True))
                 refs = [local(own_args[name]) for name in names]
@@ -468,6 +449,12 @@ class _RowPiece:
             self._const(const, text.const_code(plan, k), plan.inverted[k])
         self.functions.append(plan)
         return Part(tuple(reads), tuple(range(first, len(self.consts))))
+
+    def _exponentials(self, index: int, walk: Walk | None) -> int:
+        """Where a thread has the exponentials of a softmax; -1 if it has not kept them."""
+        stage = self.reduced.index(index)
+        held = walk is not None and walk.held and self.walks[stage] == walk
+        return KEPT + 2 * stage + 1 if held and self.steps[index].op.name == "softmax" else -1
 
     def _lines(self) -> Iterable[Line]:
         """Each op of the kernel once, in order, for its name."""

@@ -31,11 +31,14 @@ class Operand:
     axes: Ints  # BROADCAST, UNIT (innermost axis only) or STRIDED, outermost axis first
 
 
+KEPT = 1 << 16  # what a Part reads of stage k: its operand is KEPT + 2k, exponentials 1 further
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One element function of a row kernel, in the order of the text, and what it is given."""
 
-    reads: Ints  # loads of the kernel as k, values of the row as ~k
+    reads: Ints  # loads of the kernel as k, values of the row as ~k, and as from KEPT on
     consts: Ints  # scalars of the kernel
 
 
