@@ -94,16 +94,19 @@ def times(only: str) -> Iterator[dict[str, Any]]:
         if only not in name:
             continue
         fn = PROGRAMS[name]
-        compiled = torch.compile(lambda *values, fn=fn: fn(Values(*values)), dynamic=False)
         for dtype, rows, columns in TIMED_SIZES:
             values = make(dtype, (rows, columns, "plain", 0))
-            plain, wrapped = values.all(), Values(*map(autofuse.wrap, values.all()))
+            wrapped = Values(*map(autofuse.wrap, values))
+            torch._dynamo.reset()  # or it compiles for sizes that vary, or not at all
+            compiled = torch.compile(fn, dynamic=False)
             calls = {
                 "eager": Call(lambda fn=fn, values=values: fn(values)),
                 "autofuse": Call(
                     lambda fn=fn, wrapped=wrapped: autofuse.materialize(fn(wrapped))
                 ),
-                "torch.compile": Call(lambda plain=plain: compiled(*plain)),
+                "torch.compile": Call(
+                    lambda compiled=compiled, values=values: compiled(values)
+                ),
             }  # fmt: skip
             with torch.no_grad():
                 series, failed = measured(calls, "cuda", "device", rounds=5, round_s=0.01)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,7 @@ ROWS = (1, 3, 70)
 Case = tuple[int, int, str, int]  # rows, columns, kind of values, elements before the first row
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+class Values(NamedTuple):
     """What the programs read: x and y of the rows' shape, w and b of one row, one number a row."""
 
     x: torch.Tensor
@@ -34,9 +33,6 @@ class Values:
     w: torch.Tensor
     b: torch.Tensor
     number: torch.Tensor
-
-    def all(self) -> tuple[torch.Tensor, ...]:
-        return self.x, self.y, self.w, self.b, self.number
 
 
 def _softmax_written(v: Values) -> Any:
@@ -158,7 +154,7 @@ def compare(
             values = make(dtype, case, device)
             want = program(values)
             reset_stats()
-            got = unwrap(materialize(program(Values(*map(wrap, values.all())))))
+            got = unwrap(materialize(program(Values(*map(wrap, values)))))
             found = stats()
             outcome.cases += 1
             outcome.elements += values.x.numel()

@@ -18,7 +18,8 @@ NORMS = ("layer_norm", "rms_norm")
 SOFT = ("softmax", "log_softmax")
 _THREADS = 512  # of a block of the reduce kernel, at most
 _VECTORISED = 128  # elements of a reduction from which its kernel reads vectors
-_SOFTMAX_THREADS = 1024  # of a block of a softmax kernel that gives a row one
+_SOFTMAX_THREADS = 1024  # of a block of a softmax kernel that gives a row one...
+AS_ONE = 4  # ...of which one of ours does what so many do: more rows are in work at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,8 @@ def scheme_of(
         kernel = softmax_kernel(columns, itemsize)
         if not kernel:
             return "rows so long that the order depends on where they begin"
-        threads = softmax_threads(columns) if kernel == "warp" else 1024
+        by_block = _SOFTMAX_THREADS // AS_ONE
+        threads = softmax_threads(columns) if kernel == "warp" else by_block
         return Scheme(kernel, (threads, 1), 1, False)
     vec = vector_of(op, itemsize)
     division = division_of(rows, columns, (1, columns), 0, itemsize, vec, *processors)

@@ -11,7 +11,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from .row_threads import WARP, RowThreads, State
+from .division import AS_ONE, WARP
+from .row_exchange import State
+from .row_threads import RowThreads
 from .source import KEPT, Source, Stage
 from .targets import F32, I32, Cuda, Value
 
@@ -153,42 +155,51 @@ class _Reductions(RowThreads):
         """SoftMax.cu: PersistentSoftmax.cuh for a warp, cunn_SoftMaxForwardReg for a block."""
         builder = self.builder
         by_warp, log = stage.kernel == "warp", stage.op == "log_softmax"
+        slots = 1 if by_warp else AS_ONE
 
         def larger(a: Any, b: Any) -> Any:
             return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
         def most(state: State, elements: list[Any], group: int) -> State:
-            (best,), (x,) = state, elements
+            best, (x,) = state[group % slots], elements
             if by_warp:
-                return [builder.select(builder.fcmp_ordered(">", best, x), best, x)]
-            return [self.do("fmax", best, x)]
+                best = builder.select(builder.fcmp_ordered(">", best, x), best, x)
+            else:
+                best = self.do("fmax", best, x)
+            return replaced(state, group, best)
 
-        state = self.sweep(stage, [self.f(-_INFINITY if by_warp else _LOWEST)], most)
+        def replaced(state: State, group: int, value: Any) -> State:
+            return [value if k == group % slots else old for k, old in enumerate(state)]
+
+        least = self.f(-_INFINITY if by_warp else _LOWEST)
+        state = self.sweep(stage, [least] * slots, most, slots)
         if by_warp:
             (best,) = self._exchanged(state, larger)
         else:
-            (best,) = self.block(state, [_LOWEST], lambda a, b: [larger(a[0], b[0])])
+            states = [[value] for value in state]
+            (best,) = self.block(states, [_LOWEST], lambda a, b: [larger(a[0], b[0])])
 
         exponentials = self.found[KEPT + 2 * self.stage + 1] = []
 
         def add(state: State, elements: list[Any], group: int) -> State:
-            (total,), (x,) = state, elements
+            total, (x,) = state[group % slots], elements
             x = self.do("sub", x, best)
             power, fraction = self.exp_parts(x)
             if not log:
                 exponential = self.do("mul", power, fraction)
-                if group >= 0:
+                if stage.walk.held:
                     exponentials.append(Value(exponential, "f32"))
                 if by_warp:
                     return [self.do("add", total, exponential)]
-            return [self.do("fma", power, fraction, total)]
+            return replaced(state, group, self.do("fma", power, fraction, total))
 
         plus = lambda a, b: self.do("add", a, b)  # noqa: E731
-        state = self.sweep(stage, [self.f(0.0)], add)
+        state = self.sweep(stage, [self.f(0.0)] * slots, add, slots)
         if by_warp:
             (total,) = self._exchanged(state, plus)
         else:
-            (total,) = self.block(state, [0.0], lambda a, b: [plus(a[0], b[0])])
+            states = [[value] for value in state]
+            (total,) = self.block(states, [0.0], lambda a, b: [plus(a[0], b[0])])
         return [best, self.do("log", total) if log else total]
 
     def _exchanged(self, state: State, combine: Callable[[Any, Any], Any]) -> State:
@@ -304,4 +315,4 @@ class _Reductions(RowThreads):
             ]
 
         state = self.sweep(stage, [self.f(0.0)] * 3, take)
-        return self.block(state, [0.0] * 3, merge)
+        return self.block([state], [0.0] * 3, merge)

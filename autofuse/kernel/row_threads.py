@@ -1,4 +1,4 @@
-"""The threads of row kernels, as LLVM IR: which elements each takes, loads, stores and exchanges.
+"""The threads of row kernels, as LLVM IR: which elements each takes, what it loads and stores.
 
 A row has `rows.threads` threads, of which each takes elements as torch's thread of that number
 does. What is done with them stands in `row_emit`.
@@ -12,23 +12,22 @@ from typing import Any
 
 from llvmlite import ir
 
+from .division import WARP
 from .lower import Element
+from .row_exchange import Exchanges, State
 from .source import BROADCAST, ITEMSIZE, KEPT, UNIT, Operand, Parameters, Part, Source, Stage, Walk
-from .targets import F32, I1, I8, I16, I32, I64, STORED, VOID, Cuda, Value, special_register
-
-State = list[Any]  # LLVM values
-WARP = 32
+from .targets import F32, I8, I16, I32, I64, STORED, Cuda, Value, special_register
 
 
-class RowThreads:
+class RowThreads(Exchanges):
     """The work of one thread, but for the reductions."""
 
     def __init__(
         self, source: Source, builder: ir.IRBuilder, target: Cuda, params: list[Any]
     ) -> None:
         assert source.rows is not None
-        self.source, self.rows = source, source.rows
-        self.builder, self.target, self.element = builder, target, Element(builder, target)
+        super().__init__(source, source.rows, builder, target)
+        self.element = Element(builder, target)
         self.word = I64 if source.wide else I32
         layout = Parameters.of(source)
         cut = layout.loads + layout.stores
@@ -43,8 +42,6 @@ class RowThreads:
         parts += [self.rows.columns] if self.rows.columns is not None else []
         self.functions = {id(p): f for p, f in zip(parts, functions, strict=True)}
         self.values: list[Value] = []  # of the row
-        self.shared: Any = None
-        self.shares = 0
         # in registers: operands of stages and their exponentials, of each element of the thread
         self.found: dict[int, list[Value]] = {}
         self.stage = -1  # at work
@@ -294,11 +291,12 @@ class RowThreads:
         return phis
 
     def sweep(
-        self, stage: Stage, state: State, take: Callable[[State, list[Any], int], State]
+        self, stage: Stage, state: State, take: Callable[[State, list[Any], int], State],
+        cycle: int = 1,
     ) -> State:  # fmt: skip
         """`state` after `take` of each group of the thread's elements, in order.
 
-        take: of state, the elements and the number of the group, -1 where it is not known.
+        take: of state, the elements and the number of the group, by `cycle` where there are many.
         """
         builder, word, walk = self.builder, self.word, stage.walk
         threads, vec, groups = self.rows.threads, walk.vec, self.groups(walk)
@@ -306,11 +304,18 @@ class RowThreads:
         if not walk.held:
 
             def body(group: Any, state: State) -> State:
-                column = builder.mul(group, word(vec))
-                return take(state, self.elements(stage.part, column, vec, -1), -1)
+                for k in range(cycle):
+                    inside, at = None, group
+                    if k:
+                        at = builder.add(group, word(k * threads))
+                        inside = builder.icmp_unsigned("<", at, groups)
+                        at = builder.select(inside, at, word(0))
+                    elements = self.elements(stage.part, builder.mul(at, word(vec)), vec, -1)
+                    state = self.chosen(inside, take(state, elements, k), state)
+                return state
 
             inside = lambda group: builder.icmp_unsigned("<", group, groups)  # noqa: E731
-            return self.each(first, word(threads), inside, state, body)
+            return self.each(first, word(threads * cycle), inside, state, body)
         places = [self.held(walk, groups, k) for k in range(walk.held)]
         found = self.found.get(KEPT + 2 * self.stage)
         if found is None:
@@ -324,13 +329,17 @@ class RowThreads:
             self.found[KEPT + 2 * self.stage] = found
         for k, (_, inside) in enumerate(places):
             new = take(state, [value.ir for value in found[k * vec : (k + 1) * vec]], k)
-            if inside is not None:
-                new = [
-                    builder.select(inside, a, b) if a is not b else a
-                    for a, b in zip(new, state, strict=True)
-                ]
-            state = new
+            state = self.chosen(inside, new, state)
         return state
+
+    def chosen(self, inside: Any, new: State, state: State) -> State:
+        """`new` where `inside` holds, or is not asked, else `state`."""
+        if inside is None:
+            return new
+        return [
+            self.builder.select(inside, a, b) if a is not b else a
+            for a, b in zip(new, state, strict=True)
+        ]
 
     def held(self, walk: Walk, groups: Any, k: int) -> tuple[Any, Any]:
         """Where the thread's group k begins, the first one for none; and whether there is one."""
@@ -369,131 +378,3 @@ class RowThreads:
 
         inside = lambda group: builder.icmp_unsigned("<", group, groups)  # noqa: E731
         self.each(self.index(self.thread), word(self.rows.threads), inside, [], body)
-
-    # --- arithmetic ---------------------------------------------------------------------------
-
-    def f(self, value: float) -> Any:
-        return ir.Constant(F32, value)
-
-    def do(self, name: str, *args: Any) -> Any:
-        """A function of float32, rounded once."""
-        return self.target.call(name, [Value(arg, "f32") for arg in args])
-
-    def exp_parts(self, x: Any) -> tuple[Any, Any]:
-        """Two factors of the exponential, as CUDA's expf has them before its last product.
-
-        Where torch adds it up the compiler has contracted that product with the sum.
-        """
-        scaled = self.target.ptx("fma.rn.sat.f32 $0, $1, 0f3BBB989D, 0f3F000000;", F32, x)
-        whole = self.target.ptx("fma.rm.f32 $0, $1, 0f437C0000, 0f4B400001;", F32, scaled)
-        minus = self.do("sub", self.f(12583039.0), whole)
-        rest = self.target.ptx("fma.rn.f32 $0, $1, 0f3FB8AA3B, $2;", F32, x, minus)
-        rest = self.target.ptx("fma.rn.f32 $0, $1, 0f32A57060, $2;", F32, x, rest)
-        power = self.builder.shl(self.builder.bitcast(whole, I32), I32(23))
-        return self.builder.bitcast(power, F32), self.do("ex2", rest)
-
-    # --- threads ------------------------------------------------------------------------------
-
-    def sync(self) -> None:
-        function = self.builder.module.globals.get("llvm.nvvm.barrier0")
-        if function is None:
-            signature = ir.FunctionType(VOID, [])
-            function = ir.Function(self.builder.module, signature, "llvm.nvvm.barrier0")
-        self.builder.call(function, [])
-
-    def shuffle(self, mode: int, value: Any, by: Any) -> Any:
-        """What another lane of the warp has; mode: 0 for lane `by`, 2 for `by` further, 3 for xor.
-
-        All 32 lanes of a warp come by, whatever row they are at.
-        """
-        builder, name = self.builder, "llvm.nvvm.shfl.sync.i32"
-        function = builder.module.globals.get(name)
-        if function is None:
-            result = ir.LiteralStructType((I32, I1))
-            function = ir.Function(builder.module, ir.FunctionType(result, [I32] * 5), name)
-        bits = builder.bitcast(value, I32) if value.type == F32 else value
-        by = by if isinstance(by, ir.Value) else I32(by)
-        moved = builder.call(function, [I32(-1), I32(mode), bits, by, I32(WARP - 1)])
-        moved = builder.extract_value(moved, 0)
-        return builder.bitcast(moved, F32) if value.type == F32 else moved
-
-    def down(self, state: State, first: int, combine: Callable[[State, State], State]) -> State:
-        """Lane 0 of each group gets all: each lane takes those `first`, ..., 2, 1 further."""
-        while first:
-            state = combine(state, [self.shuffle(2, value, first) for value in state])
-            first //= 2
-        return state
-
-    def slot(self, place: Any) -> Any:
-        """Number `place` of the shared memory at hand."""
-        return self.builder.gep(self.shared, [I32(0), place])
-
-    def share(self, size: int) -> None:
-        """Have shared memory that nobody has used: who puts something there need not wait."""
-        kind = ir.ArrayType(F32, size)
-        self.shares += 1
-        name = f"{self.source.name}_shared{self.shares}"
-        self.shared = ir.GlobalVariable(self.builder.module, kind, name, addrspace=3)
-        self.shared.linkage, self.shared.align = "internal", 16
-        self.shared.initializer = ir.Constant(kind, ir.Undefined)
-
-    def put(self, place: Any, value: Any) -> None:
-        self.builder.store(value, self.slot(place))
-
-    def get(self, place: Any) -> Any:
-        return self.builder.load(self.slot(place))
-
-    def given(self, state: State) -> State:
-        """What the first thread of the row has, for all of them."""
-        builder, threads = self.builder, self.rows.threads
-        if threads <= WARP:
-            first = builder.and_(self.lane, I32(WARP - threads))
-            return [self.shuffle(0, value, first) for value in state]
-        self.share(self.rows.together * len(state))
-        place = builder.mul(self.own, I32(len(state)))
-        with builder.if_then(builder.icmp_unsigned("==", self.thread, I32(0))):
-            for k, value in enumerate(state):
-                self.put(builder.add(place, I32(k)), value)
-        self.sync()
-        return [self.get(builder.add(place, I32(k))) for k in range(len(state))]
-
-    def where(self, condition: Any, state: State, make: Callable[[], State]) -> State:
-        """`make()` where the condition holds, else `state`."""
-        builder, before = self.builder, self.builder.block
-        with builder.if_then(condition):
-            new = make()
-            inside = builder.block
-        merged = []
-        for a, b in zip(new, state, strict=True):
-            phi = builder.phi(a.type)
-            phi.add_incoming(a, inside)
-            phi.add_incoming(b, before)
-            merged.append(phi)
-        return merged
-
-    def block(
-        self, state: State, nothing: list[float], combine: Callable[[State, State], State]
-    ) -> State:
-        """What all threads of a block have, for each of them.
-
-        Warps by shuffles, then what each has found likewise, which every warp does for itself.
-        """
-        builder = self.builder
-        warps = self.rows.threads // WARP
-        state = self.down(state, WARP // 2, combine)
-        self.share(WARP * len(state))
-        warp = builder.lshr(self.thread, I32(5))
-        with builder.if_then(builder.icmp_unsigned("==", self.lane, I32(0))):
-            for k, value in enumerate(state):
-                self.put(builder.add(warp, I32(k * WARP)), value)
-        self.sync()
-        inside = builder.icmp_unsigned("<", self.lane, I32(warps))
-        # lanes beyond read what another lane does, and do not take it
-        place = builder.and_(self.lane, I32(warps - 1))
-        found = [self.get(builder.add(place, I32(k * WARP))) for k in range(len(state))]
-        state = [
-            builder.select(inside, value, self.f(none))
-            for value, none in zip(found, nothing, strict=True)
-        ]
-        state = self.down(state, WARP // 2, combine)
-        return [self.shuffle(0, value, 0) for value in state]
