@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
-from autofuse.ops.coverage import EAGER, coverage, pointwise
+from autofuse.ops.coverage import EAGER, EAGER_REDUCTIONS, LAST, coverage, look_up, pointwise
+from autofuse.ops.reductions import REDUCTIONS
 from support import DEVICES, assert_same, random_tensor
 
 PLACES = (torch, torch.special, F, torch._C._nn, torch.Tensor)
@@ -37,6 +38,16 @@ def test_every_pointwise_op_is_fused_or_explained():
     unknown = [name for name, state in table.items() if state == "new to autofuse"]
     assert not unknown
     assert {*EAGER} & {*fused} == set()
+
+
+def test_reductions_are_looked_up():
+    """Under their names; the reason of one that is eager is no longer there once it is recorded."""
+    assert look_up("torch.softmax") == ("softmax", LAST)
+    assert look_up("F.layer_norm") == ("layer_norm", LAST)
+    assert look_up("torch.var") == ("var", EAGER_REDUCTIONS["var"])
+    assert not {*REDUCTIONS} & {*EAGER_REDUCTIONS} and not {*REDUCTIONS} & {*coverage()}
+    for name in EAGER_REDUCTIONS:
+        assert function(name) is not None or hasattr(torch.linalg, name), name
 
 
 def function(name):

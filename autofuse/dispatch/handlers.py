@@ -19,11 +19,11 @@ from torch import is_autocast_enabled, is_grad_enabled
 
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta
 from ..chain.shell import Tensor
-from ..chain.state import counts, is_alone, this_thread, writing
+from ..chain.state import Node, counts, is_alone, this_thread, writing
 from ..ops import arithmetic, operators
 from ..ops import row as rows
 from ..ops.autocast import COMPOSITES
-from ..ops.reductions import REDUCTIONS
+from ..ops.reductions import DEVICES, REDUCTIONS
 from ..ops.row import OPS, Op
 from ..record.flush import flush_thread
 from ..record.numbers import follows
@@ -257,11 +257,25 @@ def _reducing(choose: Handler, func: Handler) -> Handler:
     rest = passing(func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if args and _is_never_reduced(args[0]):
+            return rest(*args, **kwargs)
         chosen = _chosen(choose, args, kwargs)
         shell = None if chosen is None else record(*chosen)
         return rest(*args, **kwargs) if shell is None else shell
 
     return call
+
+
+def _is_never_reduced(x: Any) -> bool:
+    """Whether it is known at a glance that a reduction of `x` is not recorded: 0.2 us, not 2."""
+    if x.__class__ is not Tensor:
+        return False
+    meta = x._af
+    if meta.__class__ is Node:
+        meta = meta.meta
+    elif meta.__class__ is not Meta:
+        return False
+    return meta.device.type not in DEVICES or (meta.requires_grad and is_grad_enabled())
 
 
 def _write(chosen: Any, target: Any) -> bool:

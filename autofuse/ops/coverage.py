@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .operators import BINARY_OPERATORS
+from .reductions import REDUCTIONS
 from .row import COMPOSITES, OPS, PLAIN, SPELLINGS
 
 _SERIES = "a series that is summed until it converges"
@@ -76,11 +77,26 @@ def coverage() -> dict[str, str]:
     return table
 
 
+_ORDER = "a reduction whose order was not reproduced"
+EAGER_REDUCTIONS: dict[str, str] = {
+    **dict.fromkeys(
+        ("var", "std", "var_mean", "std_mean", "norm", "vector_norm", "prod", "nansum", "logsumexp",
+         "cumsum", "cumprod", "group_norm", "batch_norm", "instance_norm", "nll_loss",
+         "cross_entropy", "softmin", "normalize"), _ORDER,
+    ),
+    **dict.fromkeys(
+        ("max", "min", "argmax", "argmin", "all", "any", "median"), "a reduction of another kind"
+    ),
+}  # fmt: skip
+LAST = "fused over the last dimension of contiguous rows, on CUDA without grad"
+
+
 def look_up(name: str) -> tuple[str, str] | None:
     """(name, state) of an op as it is called: `torch.special.i0`, `add_`, `mse_loss`; None if there
-    is none, among the pointwise ones and those that autofuse fuses besides."""
+    is none, among the pointwise ones, those that autofuse fuses besides, and reductions."""
     bare = name.rpartition(".")[2]
-    for table in (coverage(), dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused")):
+    own = dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused")
+    for table in (coverage(), own, dict.fromkeys(REDUCTIONS, LAST), EAGER_REDUCTIONS):
         for known in (bare, f"special_{bare}", _base(bare)):
             if known in table:
                 return known, table[known]
