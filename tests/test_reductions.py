@@ -159,6 +159,21 @@ def test_several_rows_a_block_and_numbers_of_rows(emulated):
     assert_same(y, bits(want) + 1.0, None)
 
 
+def test_operands_of_other_layouts(emulated):
+    """Columns of a transposed one, rows that repeat, of three dimensions."""
+    x, y = table(6, 130).view(2, 3, 130), table(130, 6, 1).t().reshape(2, 3, 130)
+    y = y.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    m = row(130, 2).view(1, 130)[:, None]
+    assert y.stride(-1) > 1
+    got = autofuse.unwrap(autofuse.materialize(F.rms_norm(autofuse.wrap(x) + y, (130,)) + m))
+    assert len(launched) == 1
+    rows = (x + y).view(6, 130).numpy()
+    ones = np.ones(130, np.float32)
+    eps = simt.F32(torch.finfo(torch.float32).eps)
+    want = bits([row_oracle.rms_norm(r, ones, eps) for r in rows]).view(2, 3, 130) + m
+    assert_same(got, want, None)
+
+
 def test_a_write_to_memory_that_is_there(emulated):
     """By a copy: a row is read by more threads than write it."""
     x = table(4, 64)
@@ -328,6 +343,15 @@ def test_reductions_by_other_threads_are_another_chain(recorded):
     z = torch.softmax(y + 1.0, -1)
     assert flushes() == {"rows": 1}
     assert_same(autofuse.unwrap(z), torch.softmax(F.layer_norm(x * 2.0, (64,)) + 1.0, -1), None)
+
+
+def test_a_loop_of_reductions_has_kernels_of_a_few(recorded):
+    x = table(4, 8)
+    y, want = autofuse.wrap(x), x
+    for _ in range(20):
+        y, want = torch.softmax(y * 2.0, -1), torch.softmax(want * 2.0, -1)
+    assert flushes() == {"rows": 3}
+    assert_same(autofuse.unwrap(y), want, None)
 
 
 def test_where_the_order_is_not_known_they_are_eager():

@@ -1,6 +1,7 @@
 """Row kernels: the order in which they add, without a GPU, against numpy; what becomes one."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -286,6 +287,28 @@ def test_other_live_outs_have_kernels_of_their_own():
     ], 0)  # fmt: skip
     (only,) = make_pieces(dead, "cuda", H200)
     assert not isinstance(only.plan, RowPlan), "the reduction is dead"
+
+
+@pytest.mark.parametrize("n", [131, 256])
+def test_indices_of_64_bits(n):
+    x = random("f32", 3, n)
+    program = program_of([view("f32", 3, n)], [
+        (OPS["neg"], (~0,), (3, n), "f32"), (reduction("mean"), (0,), (3, 1), "f32"),
+        (OPS["sub"], (0, 1), (3, n), "f32"),
+    ], 2)  # fmt: skip
+    (piece,) = make_pieces(program, "cuda", H200)
+    assert piece.loads == (~0,)
+    wide = replace(piece, plan=replace(piece.plan, wide=True))
+    found = []
+    for own in (piece, wide):
+        source, out = source_of(own.plan), torch.zeros(3, n)
+        assert source.wide is own.plan.wide and compile_ptx(source, "sm_90")
+        count, blocks, _ = launch_of(own)
+        tensors = {1 << 32: x, 2 << 32: out}
+        buffers = {base: t.numpy().reshape(-1).view(np.uint8) for base, t in tensors.items()}
+        run(source, blocks, [*buffers, count, *own.numbers], buffers)
+        found.append(out)
+    assert torch.equal(*found) and found[0].any()
 
 
 def test_sizes_are_no_part_of_a_kernel():

@@ -21,6 +21,7 @@ from .infer import Inferred
 from .meta import Meta, make_meta
 from .state import Node
 
+MOST = 6  # reductions in a kernel, whose compile time grows with each
 RowsOf = tuple[Ints, int]  # their shape, and the threads of each
 
 
@@ -89,7 +90,8 @@ def goes_along(tip: Node, node: Node) -> bool:
         if isinstance(known.op, Reduction) or not following.isdisjoint(known.args):
             following.add(known.index)
     if isinstance(node.op, Reduction):
-        return node.rows == tip.rows
+        reduced = sum(isinstance(known.op, Reduction) for known in path)
+        return node.rows == tip.rows and reduced < MOST
     if node.meta.requires_grad:
         return False
     shape, _ = tip.rows

@@ -186,6 +186,11 @@ class _RowPiece:
         self.program, self.steps, self.shape = program, program.steps, shape
         self.following, self.processors = following, processors
         self.args = [step.args for step in program.steps]
+        # what a number of a row is computed from once its row is reduced: from statistics alone
+        self.finishing = [
+            () if isinstance(step, Reduced) and step.out.shape != shape else step.args
+            for step in program.steps
+        ]
         self.loads: list[tuple[Ref, Ints]] = []  # what is read, and the shape it is read in
         self.consts: list[int] = []
         self.codes: list[str] = []
@@ -380,7 +385,7 @@ class _RowPiece:
         given = {k for k in self.numbers if (k, 0) in self.values and k not in targets}
         given |= kept.keys()
         own = [k for k in targets if k >= 0 and k not in given]
-        nodes = needed(self.args, own, given)
+        nodes = needed(self.finishing, own, given)
         position = {node: line for line, node in enumerate(nodes)}
         reads: list[int] = []  # loads of the kernel, or ~values of the row
         operands: list[Operand] = []
