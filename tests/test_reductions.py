@@ -174,6 +174,36 @@ def test_operands_of_other_layouts(emulated):
     assert_same(got, want, None)
 
 
+def test_choices_by_a_mask(emulated):
+    """A bool operand, of which four are moved at once."""
+    x, y, mask = table(3, 64), table(3, 64, 1), table(3, 64, 2) > 0
+    h = torch.where(autofuse.wrap(mask), autofuse.wrap(x), y)
+    got = autofuse.unwrap(autofuse.materialize(F.layer_norm(h, (64,)) * 2.0))
+    assert len(launched) == 1
+    rows = torch.where(mask, x, y).numpy()
+    want = bits([row_oracle.layer_norm(r, None, None, simt.F32(1e-5)) for r in rows])
+    assert_same(got, want * 2.0, None)
+
+
+def test_reductions_alone_run_as_torchs_kernels(emulated, monkeypatch):
+    """Even where longer chains begin with the same; with something after them they are a kernel."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", False)
+    x = table(4, 64)
+
+    def run(after):
+        y = torch.softmax(autofuse.wrap(x), -1)
+        return autofuse.unwrap(autofuse.materialize(after(y)))
+
+    for _ in range(2):
+        assert_same(run(lambda y: y), torch.softmax(x, -1), None)
+        assert not launched
+    run(lambda y: -y)
+    assert len(launched) == 1
+    for _ in range(5):
+        assert_same(run(lambda y: y), torch.softmax(x, -1), None)
+    assert len(launched) == 1
+
+
 def test_a_write_to_memory_that_is_there(emulated):
     """By a copy: a row is read by more threads than write it."""
     x = table(4, 64)

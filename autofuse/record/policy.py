@@ -15,6 +15,7 @@ from ..chain.state import Node, Recorder, counts, this_thread
 from ..chain.trie import eager_node
 from ..grad.segments import Outline
 from ..kernel.text import calls_functions
+from ..ops.reductions import Reduction
 from ..settings.config import config
 from ..supply import kernels as compiling
 from .contest import Contest, clock_of
@@ -70,6 +71,11 @@ def is_short(nodes: list[Node], device_type: str) -> bool:
     if nodes[0].long or config.always_fuse:
         return False
     return _gain(nodes, device_type, _OP_US[device_type]) < 0
+
+
+def are_alone(nodes: list[Node]) -> bool:
+    """Whether these are reductions with nothing to fuse them with: torch's kernels are as fast."""
+    return not config.always_fuse and all(isinstance(node.op, Reduction) for node in nodes)
 
 
 def gain_of(nodes: list[Node]) -> float:

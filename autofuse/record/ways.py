@@ -20,7 +20,7 @@ from ..settings.config import config
 from ..supply import kernels as compiling
 from ..supply.kernels import Order
 from ..supply.load import processors_of
-from .policy import TRIES, is_short, make_eager, pays, rest
+from .policy import TRIES, are_alone, is_short, make_eager, pays, rest
 from .ranges import annotated, open_ranges
 
 
@@ -82,6 +82,8 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
     device, nodes = recorder.device, node.path()
     if sys.is_finalizing():  # a finalizer, when modules are gone that a kernel needs
         return EagerRunner(node, outputs)
+    if are_alone(nodes):
+        return ShortRunner(node, outputs)
     short, tells = is_short(nodes, device.type), _tells(node)
     if short and not tells:
         alone = ShortRunner(node, outputs)
@@ -137,6 +139,8 @@ class ShortRunner(EagerRunner):
     def reason(self) -> str:
         if len(self.nodes) == 1:
             return "a chain of one op"
+        if are_alone(self.nodes):
+            return "reductions alone"
         return "a short chain" if self.until_long else "a short chain under grad"
 
     def run(self, chain: Chain) -> None:
