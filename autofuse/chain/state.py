@@ -18,7 +18,8 @@ import torch
 
 from .. import hooks
 from ..ops.row import Op
-from ..program.program import Output, Program, Ref, Step
+from ..ops.views import ViewOp
+from ..program.program import Output, Pointwise, Program, Ref, Step, View
 from ..settings.config import config
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
@@ -29,11 +30,12 @@ from .shell import Tensor
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "autocast", "by_outputs", "cast", "common", "consts", "counted",
-                 "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key", "likely",
-                 "limits", "long", "looked_on", "meta", "next", "op", "parent",
+    __slots__ = ("args", "autocast", "base", "by_outputs", "cast", "common", "consts", "counted",
+                 "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key",
+                 "likely", "limits", "long", "looked_on", "meta", "next", "offset", "op", "parent",
                  "pinned_limit", "reason", "recent", "recorder", "relaxed", "returns", "runners",
-                 "saves", "shell", "skips", "told", "usual", "writers")  # fmt: skip
+                 "saves", "shell", "skips", "told", "usual", "viewed", "views",
+                 "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -54,6 +56,11 @@ class Node:
         self.args: tuple[Ref, ...] = ()
         self.common = ""
         self.meta: Meta | None = None
+        # of a view: the node whose memory its value lies in, and where in that; else -1
+        self.base, self.offset = -1, 0
+        self.viewed: bool = False if parent is None else parent.viewed  # a view is among the nodes
+        self.views: dict[Any, tuple[ViewOp, ...]] = {}  # ops of its views, by how they are asked
+        self.cuts = ""  # why this op begins another chain, if it does
         self.inputs: tuple[Meta, ...] = () if parent is None else parent.inputs
         self.consts: tuple[type, ...] = () if parent is None else parent.consts
         self.limits: tuple[float, float] | None = None  # of Consts that have to fit a dtype
@@ -94,10 +101,13 @@ class Node:
 
     def program(self, outputs: tuple[Output, ...]) -> Program:
         """The program that ends here, of which `outputs` are wanted."""
-        steps = []
+        steps: list[Step] = []
         for node in self.path():
             assert node.op is not None and node.meta is not None
-            steps.append(Step(node.op, node.args, node.common, node.meta.spec))
+            if node.base >= 0:
+                steps.append(View((node.base,), node.meta.spec, node.offset))
+            else:
+                steps.append(Pointwise(node.op, node.args, node.common, node.meta.spec))
         inputs = tuple(meta.spec for meta in self.inputs)
         return Program(tuple(steps), inputs, self.consts, outputs, self.relaxed)
 
@@ -268,7 +278,7 @@ class Recorder:
             if runner.elides:
                 total["nodes_elided"] += runs * runner.elided
                 total["bytes_elided"] += runs * runner.elided_bytes
-            total["live_outs_stored"] += runs * len(runner.live)
+            total["live_outs_stored"] += runs * runner.stored
         return total
 
     def forget(self) -> None:

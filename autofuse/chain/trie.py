@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from ..ops.row import Op
+from ..ops.views import ViewOp
 from ..settings.config import config
 from .infer import infer
-from .meta import Meta
+from .meta import Meta, make_meta
 from .state import Node, Recorder
 
 
@@ -33,6 +34,8 @@ def extend(
     recorder: Recorder, tip: Node, op: Op, operands: Sequence[int | Meta | type], metas: list[Meta]
 ) -> Node:
     """The node for `op` after `tip`; not yet an edge of it. operands, metas: see `infer`."""
+    if isinstance(op, ViewOp):
+        return _extend_view(recorder, tip, op, operands[0])
     found = infer(
         op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode, tip.relaxed,
         tip.autocast,
@@ -50,4 +53,17 @@ def extend(
     largest = max((meta.nbytes for meta in node.inputs), default=0)
     node.pinned_limit = max(config.pinned_bytes, 2 * largest)
     node.holds_grad |= found.meta.requires_grad
+    return node
+
+
+def _extend_view(recorder: Recorder, tip: Node, op: ViewOp, operand: int | Meta | type) -> Node:
+    """The node for a view of a value of the program, without a gradient."""
+    if not isinstance(operand, int) or operand < 0:  # it has been computed meanwhile
+        return eager_node(recorder, tip, op, "a view of memory")
+    node = Node(recorder, tip, op)
+    viewed = tip.path()[operand]
+    node.args, node.viewed = (operand,), True
+    node.base, node.offset = operand if viewed.base < 0 else viewed.base, op.offset
+    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device)
+    node.pinned_limit = tip.pinned_limit
     return node

@@ -28,6 +28,7 @@ from ..record.flush import flush_thread
 from ..record.numbers import follows
 from ..record.origins import keep
 from ..record.record import record, record_fresh, relieve
+from ..record.views import record_view
 from ..record.writes import flush_readers, record_inplace, record_write
 from ..torch_private import autocast_is_on, functions_off, looked_on
 from .eager import (
@@ -346,6 +347,22 @@ def passing(func: Handler) -> Handler:
     handler, known = eagerly(func), known_of(func)
     if known.in_c and not known.writes:
         HOT.append(("passing", handler, (func, known)))
+    return handler
+
+
+def viewing(name: str, func: Handler) -> Handler:
+    """A handler for `func`, which gives views: of a pending value they are recorded."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0].__class__ is Tensor and args[0]._af.recorder is not None:
+            views = record_view(name, func, args, kwargs)
+            if views is not None:
+                return views
+        return run_eager(func, args, kwargs)
+
+    handler, known = functools.wraps(func)(call), known_of(func)
+    if known.in_c and not known.writes:
+        HOT.append(("viewing", handler, (func, known)))
     return handler
 
 

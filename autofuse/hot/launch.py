@@ -103,12 +103,13 @@ def sent(words, at, consts, stream):
         bits = 0
         operands = at[4]
         at += 40
-        for _ in range(operands):  # pointers: which, and 15 if the kernel moves 16 bytes at a time
-            pointer = pointers[at[0]]
-            bits = bits | (pointer & at[1])
+        for _ in range(operands):
+            # pointers: which, how many bytes on, and 15 if the kernel moves 16 bytes at a time
+            pointer = pointers[at[0]] + at[1]
+            bits = bits | (pointer & at[2])
             slot[0] = pointer
             slot += 8
-            at += 16
+            at += 24
         if bits != 0:
             return 0
         operands = at[0]

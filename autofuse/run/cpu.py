@@ -19,6 +19,7 @@ from ..torch_private import NoModes, address_of, count_write
 from .generated import declared, log_of, result_of, tuple_of
 from .runner import Runner, check_inputs
 from .settle import WRITING, bump, publish, settle
+from .views import viewer
 from .words import Answer
 
 _CHUNK = 1 << 15  # elements below which a second thread costs more than it saves
@@ -46,6 +47,7 @@ class CpuRunner(Runner):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._entries = [kernel.entry for kernel in self.kernels]
+        self._bases, self._viewer = viewer(self.nodes, self.views) if self.views else ([], None)
 
     def answering(
         self, given: list[Ref | None], numbers: list[str], places: list[tuple[int, int]]
@@ -87,6 +89,9 @@ class CpuRunner(Runner):
             value = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
             values[pack[0]] = value
             outs |= zip(pack, (value,) if len(pack) == 1 else value, strict=True)
+        if self._viewer is not None:
+            views = self._viewer(*[values[base] for base in self._bases])
+            values |= zip([node.index for node in self.views], views, strict=True)
         into = chain.into if chain is not None and self.writes else None
         if into is not None:
             outs[self.live[-1]] = into
@@ -94,9 +99,10 @@ class CpuRunner(Runner):
                 outs[self.live[-1]] = values[self.live[-1]] = torch.empty_like(into)
         for piece, entry in zip(self.pieces, self._entries, strict=True):
             pointers = [
-                addresses[~ref] if ref < 0 else address_of(outs[ref])
-                for ref in (*piece.loads, *piece.stores)
+                (addresses[~ref] if ref < 0 else address_of(outs[ref])) + offset
+                for ref, offset in zip(piece.loads, piece.offsets, strict=True)
             ]
+            pointers += [address_of(outs[ref]) for ref in piece.stores]
             scalars = [consts[const] for const in piece.consts]
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
             steps, chunks = _shares(piece)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from threading import get_ident
 from typing import Any
@@ -35,6 +35,7 @@ from ..torch_private import (
 from .generated import declared, defined, log_of, reciprocal_of, result_of, tuple_of
 from .runner import Runner, check_inputs
 from .settle import WRITING, bump, settle
+from .views import viewer
 from .words import RUNS, Answer, Words, answer
 
 # as `hot.launch.sent` tells them apart; 2 more for a reciprocal
@@ -142,6 +143,8 @@ class CudaRunner(Runner):
         ]
         self._loaded: object = self.kernels  # what the entries are of
 
+    _bases: Sequence[int] = ()  # steps that the views of `views` lie in
+
     def bind(self) -> CudaRunner:
         """Make ready for `run`; returns self."""
         head = [
@@ -190,8 +193,9 @@ class CudaRunner(Runner):
             words += [entry, slots.blocks, slots.address, ctypes.addressof(slots.buffer)]
             refs = [*piece.loads, *piece.stores]
             words.append(len(refs))
-            for ref, wide in zip(refs, _wide(piece), strict=True):
-                words += [places[ref], 15 if wide and piece.plan.lanes > 1 else 0]
+            offsets = (*piece.offsets, *[0] * len(piece.stores))
+            for ref, offset, wide in zip(refs, offsets, _wide(piece), strict=True):
+                words += [places[ref], offset, 15 if wide and piece.plan.lanes > 1 else 0]
             words.append(len(piece.consts))
             codes = slots.formats[len(refs) :]
             for const, code, inverse in zip(piece.consts, codes, piece.plan.inverted, strict=True):
@@ -254,6 +258,10 @@ class CudaRunner(Runner):
             lines.append(f"q{index} = address(o{index})")
             for k, other in enumerate(others, 1):
                 lines.append(f"q{other} = q{index} + {k * meta.nbytes}")
+        if self.views:
+            self._bases, space["views"] = viewer(self.nodes, self.views)
+            results = tuple_of(f"o{node.index}" for node in self.views)[1:-1]
+            lines.append(f"{results} = views({', '.join(f'o{base}' for base in self._bases)})")
         writing = len(self.pieces) - 1 if self.writes else -1
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space, writing=k == writing)
@@ -307,7 +315,8 @@ class CudaRunner(Runner):
 
     def _generate_made(self) -> list[str]:
         """Lines that list the values which shells get, with their versions."""
-        made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
+        indices = sorted({owner.index for owner in self.visible}.union(self._bases))
+        made = "".join(f"{index}: o{index}, " for index in indices)
         return [f"made = {{{made}}}", "if chain.bumps is not None: bump(chain, made)"]
 
     def _generate_piece(
@@ -323,6 +332,8 @@ class CudaRunner(Runner):
         space[f"buffer{k}"], space[f"slots{k}"] = slots.buffer, slots
         space[f"blocks{k}"], space[f"params{k}"] = slots.blocks, slots.address
         pointers = [f"p{~ref}" if ref < 0 else f"q{ref}" for ref in (*piece.loads, *piece.stores)]
+        for n, offset in enumerate(piece.offsets):
+            pointers[n] += f" + {offset}" if offset else ""
         values = [*pointers]
         for const, inverse in zip(piece.consts, piece.plan.inverted, strict=True):
             values.append(f"reciprocal(consts[{const}])" if inverse else f"consts[{const}]")
@@ -335,8 +346,9 @@ class CudaRunner(Runner):
             ]
         lines.append(f"entry, blocks, params = entry{k}, blocks{k}, params{k}")
         if piece.plan.lanes > 1:
+            wide = [f"({pointer})" for pointer in itertools.compress(pointers, _wide(piece))]
             lines = [
-                f"if ({' | '.join(itertools.compress(pointers, _wide(piece)))}) & 15:",
+                f"if ({' | '.join(wide)}) & 15:",
                 f"    entry, blocks, params = unaligned({k}, {arguments})",
                 "else:",
                 *("    " + line for line in lines),

@@ -108,6 +108,7 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
     lines = []
     wanted = {*needed([node.args for node in nodes], live)}
     last = {ref: node.index for node in nodes if node.index in wanted for ref in node.args}
+    viewed = {nodes[index].base for index in live}
     for index, node in enumerate(nodes):
         assert node.op is not None
         if index not in wanted:
@@ -120,7 +121,7 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
         lines.append(f"v{index} = f{index}({', '.join(operands)})")
         if node.meta is not None and node.meta.requires_grad:
             lines.append(f"if late is not None: {numbered(index)}")
-        if index in live:  # before another op saves it
+        if index in live or index in viewed:  # before another op saves it
             lines.append(f"for _ in range(bumps and bumps.get({index}, 0) or 0): bump(v{index})")
         values = {ref for ref in node.args if 0 <= ref < CONST}
         done = [f"v{ref}" for ref in values if last[ref] == index and ref not in live]

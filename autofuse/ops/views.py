@@ -1,0 +1,48 @@
+"""Views: ops whose results lie in the memory of their operand, by torch's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..layout import Ints
+from .row import Op
+
+# torch's functions and methods that give views; whether one does may depend on the operand's layout
+VIEWS = frozenset(
+    "adjoint broadcast_to chunk diagonal dsplit expand expand_as flatten hsplit movedim moveaxis "
+    "narrow permute ravel reshape reshape_as select split split_with_sizes squeeze swapaxes "
+    "swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view view_as vsplit "
+    "__getitem__".split()
+)
+ATTRIBUTES = ("T", "mT", "H", "mH")
+SQUARE = ("T", "H")  # which torch wants to be matrices
+LIKE = {"expand_as": torch.Tensor.expand, "reshape_as": torch.Tensor.reshape,
+        "view_as": torch.Tensor.view}  # take a tensor for its shape  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ViewOp(Op):
+    """What one view function makes of one operand: a single use, not a row of the table."""
+
+    dtype: torch.dtype = torch.float32
+    shape: Ints = ()
+    stride: Ints = ()
+    offset: int = 0  # in the memory of its base
+    call: Callable[..., Any] | None = None  # of the operand; the same for all of several results
+    part: int | None = None  # which result of several
+
+
+def view_op(
+    name: str, call: Callable[..., Any], part: int | None, result: torch.Tensor
+) -> ViewOp:
+    """The op that gives `result`, a view of a stand-in without values."""
+    eager = call if part is None else lambda x: call(x)[part]
+    return ViewOp(
+        name, "x", "x", accepts="fib", eager=eager, dtype=result.dtype,
+        shape=tuple(result.shape), stride=tuple(result.stride()), offset=result.storage_offset(),
+        call=call, part=part,
+    )  # fmt: skip
