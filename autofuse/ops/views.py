@@ -34,15 +34,16 @@ class ViewOp(Op):
     offset: int = 0  # in the memory of its base
     call: Callable[..., Any] | None = None  # of the operand; the same for all of several results
     part: int | None = None  # which result of several
+    parts: int = 0  # and how many these are
 
 
 def view_op(
-    name: str, call: Callable[..., Any], part: int | None, result: torch.Tensor
+    name: str, call: Callable[..., Any], part: int | None, parts: int, result: torch.Tensor
 ) -> ViewOp:
     """The op that gives `result`, a view of a stand-in without values."""
     eager = call if part is None else lambda x: call(x)[part]
     return ViewOp(
         name, "x", "x", accepts="fib", eager=eager, dtype=result.dtype,
         shape=tuple(result.shape), stride=tuple(result.stride()), offset=result.storage_offset(),
-        call=call, part=part,
+        call=call, part=part, parts=parts,
     )  # fmt: skip

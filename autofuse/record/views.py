@@ -122,5 +122,6 @@ def _ops_of(name: str, call: partial[Any], node: Node) -> tuple[ViewOp, ...]:
         if not all(one.__class__ is torch.Tensor and one._base is base for one in results):
             return ()  # a copy
         return tuple(
-            view_op(name, call, k if several else None, one) for k, one in enumerate(results)
+            view_op(name, call, k if several else None, len(results) if several else 0, one)
+            for k, one in enumerate(results)
         )

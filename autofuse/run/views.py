@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..chain.state import Node
+from ..ops.views import ViewOp
 from ..torch_private import set_grad_enabled
 from .generated import defined, tuple_of
 
@@ -21,7 +22,7 @@ def viewer(nodes: list[Node], wanted: list[Node]) -> tuple[list[int], Callable[.
     bases = sorted({node.base for node in wanted})
     space: dict[str, Any] = {"grad_is_on": torch.is_grad_enabled, "set_grad": set_grad_enabled}
     lines: list[str] = []
-    calls: dict[tuple[int, int], str] = {}  # by operand and function
+    calls: dict[tuple[int, int, int | None], str] = {}  # results not given yet, by operand
     known = set(bases)
 
     def need(node: Node) -> None:
@@ -29,15 +30,15 @@ def viewer(nodes: list[Node], wanted: list[Node]) -> tuple[list[int], Callable[.
             return
         known.add(node.index)
         (operand,), op = node.args, node.op
-        assert op is not None
         need(nodes[operand])
-        key = operand, id(op.call)  # type: ignore[attr-defined]
-        if key not in calls:
-            calls[key] = name = f"made{len(calls)}"
-            space[f"f_{name}"] = op.call  # type: ignore[attr-defined]
+        assert isinstance(op, ViewOp)
+        name = calls.pop((operand, id(op.call), op.part), "")
+        if not name:
+            name = f"made{node.index}"
+            space[f"f_{name}"] = op.call
             lines.append(f"{name} = f_{name}(v{operand})")
-        part = op.part  # type: ignore[attr-defined]
-        lines.append(f"v{node.index} = {calls[key]}" + ("" if part is None else f"[{part}]"))
+            calls.update(((operand, id(op.call), k), name) for k in range(op.parts) if k != op.part)
+        lines.append(f"v{node.index} = {name}" + ("" if op.part is None else f"[{op.part}]"))
 
     for node in wanted:
         need(node)
