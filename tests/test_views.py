@@ -407,6 +407,12 @@ def test_a_pending_base_is_renamed_where_nobody_holds_a_view(device, on):
     assert v._version == y._version == 1
     y.add_(1.0)
     assert v._version == y._version == 2
+    y = x * 2.0
+    y.add_(1.0)
+    v = y[2]
+    del y
+    autofuse.materialize(v)
+    assert v._version == 1
 
 
 def test_memory_written_by_what_reads_it_elsewhere(device, on):
@@ -660,7 +666,9 @@ class Programs:
             return x.reshape(*x.shape[:axis], -1) if x.numel() else x
         if kind == "flatten":
             return x.flatten(axis)
-        return x.expand(2, *x.shape) if n < 4 and x.numel() < 512 else x.permute(*range(n - 1, -1, -1))
+        if n < 4 and x.numel() < 512:
+            return x.expand(2, *x.shape)
+        return x.permute(*range(n - 1, -1, -1))
 
     def step(self):
         rng, tensors = self.rng, self.tensors
@@ -689,7 +697,8 @@ def test_random_programs(device, on, tier, block):
     seeds = random.Random(f"{block} {on} {tier}")
     for _ in range(12):
         seed = seeds.randrange(1 << 40)
-        x = random_tensor(seeds.choice([(4, 6), (2, 3, 4), (8,), (1, 4, 1, 2)]), torch.float32, device)
+        shape = seeds.choice([(4, 6), (2, 3, 4), (8,), (1, 4, 1, 2)])
+        x = random_tensor(shape, torch.float32, device)
         ours, theirs = Programs(seed, W(x.clone())), Programs(seed, x.clone())
         with torch.set_grad_enabled(seeds.random() < 0.3):
             for number in range(seeds.randrange(4, 30)):

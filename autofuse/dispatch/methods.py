@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 from ..chain.shell import Tensor
+from ..ops.views import ATTRIBUTES, VIEWS
 from ..torch_private import TensorBase
 from .eager import Handler, Plain, run_eager
-from ..ops.views import ATTRIBUTES, VIEWS
 from .handlers import HOT, eagerly, handle, passing, unhandled, viewing
 from .protocol import HANDLERS, OPTIONS
 from .unrecorded import IN_C, LIKE_C, PASSED, asks_for_overrides, known_of

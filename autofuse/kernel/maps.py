@@ -166,7 +166,7 @@ def _place_in(
                 return _Cut(k, inner)
         return Apart(base)
     zero = (0,) * len(sizes)
-    place = [(0, zero)] * len(spec.shape)
+    place: list[tuple[int, Ints]] = [(0, zero)] * len(spec.shape)
     for axis in axes:
         place[axis] = start[axis], tuple(move[axis] for move in moves)
     return base, tuple(place)

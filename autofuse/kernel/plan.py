@@ -17,7 +17,7 @@ from ..layout import Ints
 from ..ops.row import Op
 from ..program.program import ALIAS, CONST, STORED, Output, Pointwise, Program, Ref, Spec, View
 from ..program.walk import needed
-from .maps import Apart, Computed, Loop, Place, Read, loop_over
+from .maps import Computed, Loop, Place, Read, loop_over
 from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, Operand
 
 

@@ -82,10 +82,14 @@ class Report(Observer, Findings):
     def flushing(self, flush: Flush, chain: Chain, refcounts: Sequence[int], node: Node) -> None:
         self.flushes.append(flush)
         shells = [chain[index] for index in flush.live]
-        held = self._holders(flush, shells, refcounts, node)
+        held, nodes = self._holders(flush, shells, refcounts, node), node.path()
         for index, who in zip(flush.live, held, strict=True):
             op, meta, last = flush.ops[index], flush.values[index], index == len(flush.ops) - 1
-            out = LiveOut(op, spelled(meta), meta.nbytes, flush.position, who, last)
+            base = nodes[index].base
+            if base in flush.live:  # a view takes no memory of its own
+                continue
+            nbytes = flush.values[index if base < 0 else base].nbytes
+            out = LiveOut(op, spelled(meta), nbytes, flush.position, who, last)
             self.stored.append(out)
 
     def flushed(self, flush: Flush) -> None:

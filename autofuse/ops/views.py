@@ -43,7 +43,7 @@ def view_op(
     """The op that gives `result`, a view of a stand-in without values."""
     eager = call if part is None else lambda x: call(x)[part]
     return ViewOp(
-        name, "x", "x", accepts="fib", eager=eager, dtype=result.dtype,
-        shape=tuple(result.shape), stride=tuple(result.stride()), offset=result.storage_offset(),
-        call=call, part=part, parts=parts,
+        name, "x", "x", accepts="fib", eager=eager, call=call, part=part, parts=parts,
+        dtype=result.dtype, shape=tuple(result.shape), stride=tuple(result.stride()),
+        offset=int(result.storage_offset()),
     )  # fmt: skip

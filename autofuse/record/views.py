@@ -16,6 +16,7 @@ from .record import record
 
 _OURS = (Tensor, torch.Tensor, torch.nn.Parameter)
 _REFUSED = RuntimeError, IndexError, TypeError, ValueError, NotImplementedError
+_MOST = 16  # views that one call records: more would fill a chain
 _ITSELF: tuple[Any, ...] = (None,)  # in place of ops: torch returns the operand
 
 
@@ -41,11 +42,13 @@ def record_view(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     key = func, given, *(kwargs or ()), *values
     ops = node.views.get(key)
     if ops is None:
-        options = dict(zip(kwargs or (), map(_thawed, values), strict=True))
+        options: dict[str, Any] = dict(zip(kwargs or (), map(_thawed, values), strict=True))
         call = partial(_call, LIKE.get(name, func), tuple(map(_thawed, given)), options)
         ops = node.views[key] = _ops_of(name, call, node)
     if ops is _ITSELF:
         return x
+    if len(ops) > _MOST:
+        return None
     made = []
     for op in ops:
         shell = record(op, (x,))

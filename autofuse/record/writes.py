@@ -90,9 +90,7 @@ def _is_seen_apart(chain: Chain, node: Node) -> bool:
     if node.base >= 0:
         return True
     held = counts_of(chain)
-    return any(
-        view.base == node.index and held[view.index] > DEAD for view in chain.tip.path()
-    )
+    return any(view.base == node.index and held[view.index] > DEAD for view in chain.tip.path())
 
 
 def _is_cast(op: Op, recorder: Recorder | None) -> bool:

@@ -143,10 +143,13 @@ class CudaRunner(Runner):
         ]
         self._loaded: object = self.kernels  # what the entries are of
 
-    _bases: Sequence[int] = ()  # steps that the views of `views` lie in
+    _bases: Sequence[int] = ()  # steps that `views` lie in, and what makes these of their tensors
+    _viewer: Callable[..., Any] | None = None
 
     def bind(self) -> CudaRunner:
         """Make ready for `run`; returns self."""
+        if self.views:
+            self._bases, self._viewer = viewer(self.nodes, self.views)
         head = [
             "inputs = chain.inputs; stream = chain.stream; consts = chain.consts",
             *self._generate_check(),
@@ -259,7 +262,7 @@ class CudaRunner(Runner):
             for k, other in enumerate(others, 1):
                 lines.append(f"q{other} = q{index} + {k * meta.nbytes}")
         if self.views:
-            self._bases, space["views"] = viewer(self.nodes, self.views)
+            space["views"] = self._viewer
             results = tuple_of(f"o{node.index}" for node in self.views)[1:-1]
             lines.append(f"{results} = views({', '.join(f'o{base}' for base in self._bases)})")
         writing = len(self.pieces) - 1 if self.writes else -1
