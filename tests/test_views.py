@@ -220,6 +220,29 @@ def test_an_lstm_cell_is_one_kernel_after_its_products(device, on):
     assert stats.kernels_launched == 1 and stats.live_outs_stored == 2 and stats.ops_eager == 0
     assert_same(got, cell(gates, c), 1e-6)
 
+    def kept(gates, c):
+        gates = gates + 1.0
+        return cell(gates, c), gates.chunk(4, 1), gates
+
+    autofuse.reset_stats()
+    got, parts, whole = kept(W(gates), W(c))
+    autofuse.materialize((got, parts, whole))
+    assert autofuse.stats().kernels_launched == 1  # which stores the whole in four parts
+    plain = gates + 1.0
+    assert_seen_alike([whole, *parts], [plain, *plain.chunk(4, 1)])
+
+    def held(gates, c):
+        i, f, g, o = parts = (gates + 1.0).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return [o.sigmoid() * c.tanh(), c], parts
+
+    autofuse.reset_stats()
+    got, parts = held(W(gates), W(c))
+    autofuse.materialize((got, parts))
+    assert autofuse.stats().kernels_launched == 1  # which stores the gates in four parts
+    assert_seen_alike(parts, (gates + 1.0).chunk(4, 1))
+    assert_same(got, held(gates, c)[0], 1e-6)
+
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -259,6 +282,13 @@ def test_what_is_allocated(device, on, monkeypatch):
     y = x * 2.0
     v, w = y.chunk(2)
     assert stored(v, w, y) == (1, 1)
+    y = x * 2.0
+    v, w = y.chunk(2, 1)
+    z = v * w
+    assert stored(v, w, z) == (2, 1)  # the halves where they belong, and their product
+    y = x * 2.0
+    z = y[1:] - y[:-1]
+    assert stored(z, y) == (2, 2)
     y = x * 2.0
     z = y.t() + y
     assert stored(z, y) == (2, 1)
@@ -326,7 +356,7 @@ def test_plans_of_views():
     program = program_of("add")
     (piece,) = pieces_of(program, "cuda", 3)
     assert [line.op.name for line in piece.plan.lines] == ["neg", "neg", "add"]
-    assert piece.loads == (~0, ~0) and piece.offsets == (0, 64 * 4)
+    assert piece.loads == (~0, ~0) and piece.offsets == (0, 64 * 4, 0)
     held = Program(program.steps, program.inputs, (), (Output(1, ALIAS), Output(3)))
     assert completed(held, "cuda").outputs == (Output(0, STORED), Output(1, ALIAS), Output(3))
 

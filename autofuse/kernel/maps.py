@@ -7,6 +7,7 @@ several places of the loop is computed once for each.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Container
 from dataclasses import dataclass
@@ -39,7 +40,6 @@ class Loop:
     sizes: Ints
     places: dict[int, list[Place]]  # by step
     operands: dict[Computed, list[Found]]
-    stores: list[Ints]  # elements along each axis, of each output
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,30 @@ def _loop_over(
                         known.append(operand[1])
                 found.append(operand)
             operands[index, place] = found
-    stores = [_walk(steps[index].out.stride, own, len(sizes))[1] for index in outs]
-    return Loop(sizes, places, operands, stores)
+    return Loop(sizes, places, operands)
+
+
+def tiles(shape: Ints, loop: Loop, places: list[Place]) -> bool:
+    """Whether a loop that computes a value of `shape` at `places` computes each element once."""
+    moves = [move for _, move in places[0]]
+    if any([move for _, move in place] != moves for place in places):
+        return False
+    extents, used = [], set[int]()
+    for move in moves:
+        extent = 1
+        for distance, axis in sorted((n, axis) for axis, n in enumerate(move) if n):
+            if distance != extent or axis in used:
+                return False
+            used.add(axis)
+            extent *= loop.sizes[axis]
+        extents.append(extent)
+    if any(size != 1 and axis not in used for axis, size in enumerate(loop.sizes)):
+        return False
+    counts = [divmod(size, extent) for size, extent in zip(shape, extents, strict=True)]
+    if any(rest for _, rest in counts) or math.prod(n for n, _ in counts) != len(places):
+        return False
+    grid = [range(0, size, extent) for size, extent in zip(shape, extents, strict=True)]
+    return {tuple(start for start, _ in place) for place in places} == {*itertools.product(*grid)}
 
 
 def _own_place(parts: list[list[int]], rank: int) -> Place:
@@ -125,17 +147,17 @@ def _operand(
     own = tuple(still if n == 1 else place[lead + k] for k, n in enumerate(spec.shape))
     step = None if ref < 0 else program.steps[ref]
     if isinstance(step, View):
-        offset, walk = _walk(spec.stride, own, len(sizes))
+        offset, walk = walk_of(spec.stride, own, len(sizes))
         offset, (base,) = offset + step.offset, step.args
         if base in given:
             return Read(base, offset, walk)
         return _place_in(program, base, offset, walk, sizes)
     if ref < 0 or ref in given:
-        return Read(ref, *_walk(spec.stride, own, len(sizes)))
+        return Read(ref, *walk_of(spec.stride, own, len(sizes)))
     return ref, own
 
 
-def _walk(stride: Ints, place: Place, rank: int) -> tuple[int, Ints]:
+def walk_of(stride: Ints, place: Place, rank: int) -> tuple[int, Ints]:
     """Where in memory of these strides `place` begins, and how it moves with the loop."""
     pairs = list(zip(stride, place, strict=True))
     offset = sum(step * start for step, (start, _) in pairs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .. import layout
@@ -17,7 +18,7 @@ from ..layout import Ints
 from ..ops.row import Op
 from ..program.program import ALIAS, CONST, STORED, Output, Pointwise, Program, Ref, Spec, View
 from ..program.walk import needed
-from .maps import Computed, Loop, Place, Read, loop_over
+from .maps import Computed, Loop, Place, Read, loop_over, tiles, walk_of
 from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, Operand
 
 
@@ -70,8 +71,8 @@ class Piece:
     plan: Plan
     loads: tuple[Ref, ...]  # ~k: Input k; k: the output of step k, stored by an earlier piece
     consts: Ints  # which of the chain's Consts
-    offsets: Ints  # bytes from where the memory of each of them begins to what is read of it
-    stores: Ints  # steps
+    stores: Ints  # steps; one in several parts several times
+    offsets: Ints  # bytes from where the memory of each load and store begins to the first element
     numel: int  # elements of the loop
     numbers: Ints  # sizes of the inner axes, then strides of the STRIDED axes
 
@@ -80,18 +81,44 @@ def make_pieces(program: Program, device: str) -> tuple[Piece, ...]:
     """The kernels that compute the outputs of `program`, which is `completed`.
 
     One kernel per shape of a live-out: a value of another shape that is dead is computed inside
-    the kernel that needs it, one that is live is stored first and read back.
+    the kernel that needs it, one that is live is stored first and read back; or it is stored by the
+    kernel that needs it, where that computes each of its elements once, in parts.
     """
     pieces: list[Piece] = []
     left, stored = list(program.live), set[int]()
     while left:
         outs = _next_outs(program, left, stored)
         if layout.numel(program.steps[outs[0]].out.shape):
-            outs, loop = _fitting(program, outs, stored, device)
-            pieces.append(_make_piece(program, outs, loop, device))
+            together = _together(program, outs, left, stored)
+            if together is not None:
+                others, loop = together
+                pieces.append(_make_piece(program, others, loop, device, outs))
+                outs = [*outs, *others]
+            else:
+                outs, loop = _fitting(program, outs, stored, device)
+                pieces.append(_make_piece(program, outs, loop, device))
         stored.update(outs)
         left = [out for out in left if out not in outs]
     return tuple(pieces)
+
+
+def _together(
+    program: Program, outs: list[int], left: list[int], stored: set[int]
+) -> tuple[list[int], Loop] | None:
+    """What one kernel computes that computes each element of `outs` once for it, and its loop."""
+    rest = [out for out in left if out not in outs]
+    if not rest or not any(isinstance(step, View) for step in program.steps):
+        return None
+    others = _next_outs(program, rest, {*stored, *outs})
+    loop = loop_over(program, others, stored)
+    if not isinstance(loop, Loop) or len(loop.operands) > _LINES or 0 in loop.sizes:
+        return None
+    for out in outs:
+        if out not in loop.places or not tiles(
+            program.steps[out].out.shape, loop, loop.places[out]
+        ):
+            return None
+    return others, loop
 
 
 def _fitting(
@@ -189,7 +216,10 @@ def _weight(program: Program, index: int) -> int:
     return 1 if calls is None else _FUNCTION
 
 
-def _make_piece(program: Program, outs: list[int], loop: Loop, device: str) -> Piece:
+def _make_piece(
+    program: Program, outs: list[int], loop: Loop, device: str, parts: Sequence[int] = ()
+) -> Piece:
+    """The kernel for `outs`. parts: what it stores besides, wherever the loop computes it."""
     steps = program.steps
     nodes = [(index, place) for index in sorted(loop.places) for place in loop.places[index]]
     loads: list[Read] = []
@@ -216,14 +246,20 @@ def _make_piece(program: Program, outs: list[int], loop: Loop, device: str) -> P
             op = op.by_scalar
         lines.append(Line(op, refs, step.common, step.out.code))
     own: Place = loop.places[max(outs)][0]
+    written: list[Computed] = [(out, own) for out in outs]
+    written += [(part, place) for part in parts for place in loop.places[part]]
     reads = [steps[x.ref].out if x.ref >= 0 else program.inputs[~x.ref] for x in loads]
-    results = [steps[node].out for node in outs]
+    results = [steps[index].out for index, _ in written]
     shape = results[0].shape
-    sizes, walks = layout.collapse(loop.sizes, [*loop.stores, *(x.walk for x in loads)])
+    stores = [
+        Read(index, *walk_of(spec.stride, place, len(loop.sizes)))
+        for spec, (index, place) in zip(results, written, strict=True)
+    ]
+    sizes, walks = layout.collapse(loop.sizes, [x.walk for x in [*stores, *loads]])
     lanes = 1
     if device == "cuda":
         lanes = _lanes(sizes, walks, len(results), results + reads, len(lines))
-        if any(x.offset % lanes for x in loads):  # they would never be aligned
+        if any(x.offset % lanes for x in [*stores, *loads]):  # they would never be aligned
             lanes = 1
     reach = max(
         sum((n - 1) * s for n, s in zip(sizes, walk, strict=True)) * ITEMSIZE[spec.code]
@@ -240,7 +276,7 @@ def _make_piece(program: Program, outs: list[int], loop: Loop, device: str) -> P
         consts=tuple(program.consts[k] for k in consts),
         lines=tuple(lines),
         stores=tuple(
-            (position[k, own], to) for k, to in zip(outs, operands[len(reads) :], strict=True)
+            (position[node], to) for node, to in zip(written, operands[len(reads) :], strict=True)
         ),
         rank=len(sizes),
         lanes=lanes,
@@ -256,9 +292,12 @@ def _make_piece(program: Program, outs: list[int], loop: Loop, device: str) -> P
     return Piece(
         plan=plan,
         loads=tuple(x.ref for x in loads),
-        offsets=tuple(x.offset * ITEMSIZE[s.code] for x, s in zip(loads, reads, strict=True)),
         consts=tuple(consts),
-        stores=tuple(outs),
+        stores=tuple(x.ref for x in stores),
+        offsets=tuple(
+            x.offset * ITEMSIZE[spec.code]
+            for x, spec in zip([*loads, *stores], reads + results, strict=True)
+        ),
         numel=layout.numel(shape),
         numbers=(*(*sizes[:-1], sizes[-1] // lanes)[1:], *strides),
     )

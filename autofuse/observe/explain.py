@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..chain.liveness import DEAD
+from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, all_recorders
 from ..fused import Site, call_fused
@@ -170,11 +171,16 @@ def _uses(runner: Runner) -> list[KernelUse]:
                 launches=1,
                 reads=tuple(map(spelled, moved[0])),
                 writes=tuple(map(spelled, moved[1])),
-                bytes_read=sum(meta.nbytes for meta in moved[0]),
-                bytes_written=sum(meta.nbytes for meta in moved[1]),
+                bytes_read=sum(_moved(meta, piece.numel) for meta in moved[0]),
+                bytes_written=sum(_moved(meta, piece.numel) for meta in moved[1]),
                 backward=not runner.recorded,
                 target=target_of(runner.device),
                 kernel=kernel.source,
             )
         )
     return found
+
+
+def _moved(meta: Meta, numel: int) -> int:
+    """Bytes that a loop over so many elements moves of a tensor, of which it may see a part."""
+    return min(meta.nbytes, numel * meta.dtype.itemsize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -99,10 +100,11 @@ class CpuRunner(Runner):
                 outs[self.live[-1]] = values[self.live[-1]] = torch.empty_like(into)
         for piece, entry in zip(self.pieces, self._entries, strict=True):
             pointers = [
-                (addresses[~ref] if ref < 0 else address_of(outs[ref])) + offset
-                for ref, offset in zip(piece.loads, piece.offsets, strict=True)
+                addresses[~ref] if ref < 0 else address_of(outs[ref])
+                for ref in (*piece.loads, *piece.stores)
             ]
-            pointers += [address_of(outs[ref]) for ref in piece.stores]
+            if any(piece.offsets):
+                pointers = list(map(operator.add, pointers, piece.offsets))
             scalars = [consts[const] for const in piece.consts]
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
             steps, chunks = _shares(piece)

@@ -196,8 +196,7 @@ class CudaRunner(Runner):
             words += [entry, slots.blocks, slots.address, ctypes.addressof(slots.buffer)]
             refs = [*piece.loads, *piece.stores]
             words.append(len(refs))
-            offsets = (*piece.offsets, *[0] * len(piece.stores))
-            for ref, offset, wide in zip(refs, offsets, _wide(piece), strict=True):
+            for ref, offset, wide in zip(refs, piece.offsets, _wide(piece), strict=True):
                 words += [places[ref], offset, 15 if wide and piece.plan.lanes > 1 else 0]
             words.append(len(piece.consts))
             codes = slots.formats[len(refs) :]
