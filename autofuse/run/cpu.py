@@ -48,6 +48,7 @@ class CpuRunner(Runner):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._entries = [kernel.entry for kernel in self.kernels]
+        self._offsets = [piece.offsets if any(piece.offsets) else () for piece in self.pieces]
         self._bases, self._viewer = viewer(self.nodes, self.views) if self.views else ([], None)
 
     def answering(
@@ -98,13 +99,13 @@ class CpuRunner(Runner):
             outs[self.live[-1]] = into
             if _shares(self.pieces[-1])[1] > 1:  # not in one step, and so not in place
                 outs[self.live[-1]] = values[self.live[-1]] = torch.empty_like(into)
-        for piece, entry in zip(self.pieces, self._entries, strict=True):
+        for piece, entry, offsets in zip(self.pieces, self._entries, self._offsets, strict=True):
             pointers = [
                 addresses[~ref] if ref < 0 else address_of(outs[ref])
                 for ref in (*piece.loads, *piece.stores)
             ]
-            if any(piece.offsets):
-                pointers = list(map(operator.add, pointers, piece.offsets))
+            if offsets:
+                pointers = list(map(operator.add, pointers, offsets))
             scalars = [consts[const] for const in piece.consts]
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
             steps, chunks = _shares(piece)

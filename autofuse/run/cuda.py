@@ -161,7 +161,8 @@ class CudaRunner(Runner):
 
     def _programmed(self) -> Words | None:
         """`run` as Words."""
-        if self.tells or not {owner.index for owner in self.visible} <= {*self.made}:
+        outputs = [*self.made, *(node.index for node in self.views)]
+        if self.tells or not {owner.index for owner in self.visible} <= {*outputs}:
             return None
         if self.copied or (self.writes and len(self.pieces) > 1):  # only one launch is one step
             return None
@@ -170,9 +171,10 @@ class CudaRunner(Runner):
         begin.append(len(self.visible))
         for owner in self.visible:
             kept += [owner, owner.meta]
-            begin += [owner.index, id(owner), id(owner.meta), self.made.index(owner.index)]
+            begin += [owner.index, id(owner), id(owner.meta), outputs.index(owner.index)]
         program = self._program(begin, kept)
-        program.attach = self.attach
+        program.attach, program.viewer = self.attach, self._viewer
+        program.bases = tuple(map(outputs.index, self._bases))
         return program
 
     def _program(self, begin: list[int], kept: list[object]) -> Words:
@@ -184,7 +186,8 @@ class CudaRunner(Runner):
         if self.writes:
             places[self.live[-1]] = len(places)
         made = len(self.memory)
-        room = [(ctypes.c_int64 * n)() for n in (made + 3, len(places), made)]
+        sizes = made + 3, len(places), made + len(self.views)
+        room = [(ctypes.c_int64 * n)() for n in sizes]
         device = self.device.index if torch.cuda.device_count() > 1 else -1
         words = [0, len(self.inputs), *map(ctypes.addressof, room), len(places), device,
                  self._entry, 0, 0, *begin, made]  # fmt: skip
