@@ -2,6 +2,7 @@
 of their base where somebody holds them; and writes to what they share."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -503,10 +504,50 @@ def test_errors_are_eagers(device, on, name):
 
 def test_indices_that_are_no_views(device, on):
     x = random_tensor(SHAPE, torch.float32, device)
-    for index in (True, [0, 1], torch.tensor([1, 0], device=device), x > 0, ([0], [1])):
-        got, want = (W(x) * 2.0)[index], (x * 2.0)[index]
-        assert_same(got, want, None)
-    assert_same((W(x) * 2.0)[1], (x * 2.0)[1], None)  # 1 is not True
+    for index in (1, True, 1, [0, 1], torch.tensor([1, 0], device=device), x > 0, ([0], [1])):
+        for _ in range(2):
+            got, want = (W(x) * 2.0)[index], (x * 2.0)[index]
+            assert_same(got, want, None)
+
+
+def test_calls_that_look_alike(device, on):
+    """Each means something else of the same node."""
+    x = random_tensor(SHAPE, torch.float32, device)
+    calls = [
+        lambda y: y.tensor_split((1, 3), 1),
+        lambda y: y.tensor_split((1, 3, 1)),
+        lambda y: y.tensor_split(2, 1),
+        lambda y: y.split(2, 1),
+        lambda y: y.chunk(2, 1),
+        lambda y: (y[1:3], y[1, 3:], y[(slice(1, 3),)]),
+        lambda y: (y[1], y[1:], y[:1], y[::1], y[None, 1], y[1, None]),
+        lambda y: (y.permute(1, 0, 2), y.permute((1, 0, 2)), y.transpose(1, 0), y.movedim(1, 0)),
+        lambda y: (y.expand(4, 6, 2), y.view(4, 6, 2), y.reshape(4, 6, 2), y.view((4, 6, 2))),
+        lambda y: (y.select(0, 1), y.narrow(0, 1, 1), y.unsqueeze(1), y.squeeze(1)),
+    ]
+    for _ in range(3):
+        for call in calls:
+            assert_same(call(W(x) * 2.0), call(x * 2.0), None)
+
+
+def test_machine_code_records_what_was_recorded_before(on):
+    """With ints, slices and tuples of these, and in one call for several."""
+    if not on:
+        pytest.skip("there is machine code for this")
+    x = W(random_tensor(SHAPE, torch.float32))
+    calls = []
+    for _ in range(3):
+        y = x * 2.0
+        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name))
+        try:
+            parts = *y.chunk(2, 1), y[1:, 0], y[2], y.T if y.ndim == 2 else y.mT, y.unsqueeze(0)
+        finally:
+            sys.setprofile(None)
+        assert all(map(autofuse.is_pending, parts))
+        del y, parts
+        flush.flush_all("test")
+        before, calls = calls, []
+    assert "record_view" not in before
 
 
 def test_views_made_in_no_grad_mode_say_so(device, on):

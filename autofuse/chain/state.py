@@ -32,10 +32,10 @@ class Node:
 
     __slots__ = ("args", "autocast", "base", "by_outputs", "cast", "common", "consts", "counted",
                  "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key",
-                 "likely", "limits", "long", "looked_on", "meta", "next", "offset", "op", "parent",
-                 "pinned_limit", "reason", "recent", "recorder", "relaxed", "returns", "runners",
-                 "saves", "shell", "skips", "told", "usual", "viewed", "views",
-                 "writers")  # fmt: skip
+                 "known_views", "likely", "limits", "long", "looked_on", "meta", "next", "offset",
+                 "op", "parent", "pinned_limit", "reason", "recent", "recorder", "relaxed",
+                 "returns", "runners", "saves", "shell", "skips", "told", "usual", "viewed",
+                 "views", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -60,6 +60,8 @@ class Node:
         self.base, self.offset = -1, 0
         self.viewed: bool = False if parent is None else parent.viewed  # a view is among the nodes
         self.views: dict[Any, tuple[ViewOp, ...]] = {}  # ops of its views, by how they are asked
+        # the same for machine code, by its own keys: an op, or several
+        self.known_views: dict[tuple[Any, ...], ViewOp | tuple[ViewOp, ...]] = {}
         self.cuts = ""  # why this op begins another chain, if it does
         self.inputs: tuple[Meta, ...] = () if parent is None else parent.inputs
         self.consts: tuple[type, ...] = () if parent is None else parent.consts

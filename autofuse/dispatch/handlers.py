@@ -355,7 +355,7 @@ def viewing(name: str, func: Handler) -> Handler:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if args and args[0].__class__ is Tensor and args[0]._af.recorder is not None:
-            views = record_view(name, func, args, kwargs)
+            views = record_view(name, func, call, args, kwargs)
             if views is not None:
                 return views
         return run_eager(func, args, kwargs)

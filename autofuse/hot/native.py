@@ -157,6 +157,9 @@ def _check_objects() -> None:
     inside = (ctypes.c_uint64 * 3).from_address(id(many) + c.ITEMS)
     if list(inside) != list(map(id, held)):
         raise NotImplementedError("tuples have their items elsewhere")
+    cut = slice(*held)
+    if list((ctypes.c_uint64 * 3).from_address(id(cut) + c.SLICED)) != list(map(id, held)):
+        raise NotImplementedError("slices have their ends elsewhere")
     if c.LISTED + 8 > list.__basicsize__ or not words_of(held)[c.LISTED // 8]:
         raise NotImplementedError("lists have another size")
     inside = (ctypes.c_uint64 * 3).from_address(words_of(held)[c.LISTED // 8])

@@ -283,7 +283,7 @@ _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_operators, "handler record flush"),
     (_by_hand, "record flush torch_function ask_overrides handler"),
     (_eager, "handler passing viewing flush"),
-    (_views, "handler record flush"),
+    (_views, "handler record viewing flush"),
     (_writes, "handler writing flush"),
     (_writes_by_hand, "record_inplace record_write handler flush"),
     (_gradients, "answer"),

@@ -17,13 +17,14 @@ from .record import record
 _OURS = (Tensor, torch.Tensor, torch.nn.Parameter)
 _REFUSED = RuntimeError, IndexError, TypeError, ValueError, NotImplementedError
 _MOST = 16  # views that one call records: more would fill a chain
+_MANY = 256  # ways in which views of one value are asked for
 _ITSELF: tuple[Any, ...] = (None,)  # in place of ops: torch returns the operand
 
 
-def record_view(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def record_view(name: str, func: Any, handler: Any, args: Any, kwargs: Any) -> Any:
     """Record a view of the pending value args[0], or several; None if eager PyTorch has to run.
 
-    name, func: what torch calls it, and the function.
+    name, func: what torch calls it, and the function; handler: what stands for that.
     """
     x = args[0]
     node = x._af
@@ -42,6 +43,9 @@ def record_view(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     key = func, given, *(kwargs or ()), *values
     ops = node.views.get(key)
     if ops is None:
+        if len(node.views) >= _MANY:
+            node.views.clear()
+            node.known_views.clear()
         options: dict[str, Any] = dict(zip(kwargs or (), map(_thawed, values), strict=True))
         call = partial(_call, LIKE.get(name, func), tuple(map(_thawed, given)), options)
         ops = node.views[key] = _ops_of(name, call, node)
@@ -57,7 +61,39 @@ def record_view(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         made.append(shell)
     if not made:
         return None
-    return made[0] if ops[0].part is None else tuple(made)
+    several = ops[0].part is not None
+    if not kwargs:
+        known = key_of(handler, args[1:])
+        if known is not None:
+            node.known_views[known] = ops if several else ops[0]
+    return tuple(made) if several else made[0]
+
+
+def key_of(handler: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The key by which machine code finds views; None where it leaves them to Python."""
+    key: list[Any] = [handler]
+
+    def flatten(values: Any, outer: bool) -> bool:
+        for x in values:
+            cls = x.__class__
+            if x is None or cls is int:
+                key.append(x)
+            elif cls is slice and all(e is None or e.__class__ is int for e in _ends(x)):
+                key.extend((slice, *_ends(x)))
+            elif cls is tuple and outer:
+                key.append(tuple)
+                if not flatten(x, False):
+                    return False
+                key.append(tuple)
+            else:
+                return False
+        return True
+
+    return tuple(key) if flatten(given, True) else None
+
+
+def _ends(x: slice) -> tuple[Any, Any, Any]:
+    return x.start, x.stop, x.step
 
 
 def _call(func: Any, given: tuple[Any, ...], options: dict[str, Any], x: Any) -> Any:
@@ -76,10 +112,9 @@ def _frozen(values: Any, lists: bool, like: bool) -> tuple[Any, ...] | None:
         if cls is int or x is None or x is Ellipsis:
             found.append(x)
         elif cls is slice:
-            ends = x.start, x.stop, x.step
-            if not all(end is None or end.__class__ is int for end in ends):
+            if not all(end is None or end.__class__ is int for end in _ends(x)):
                 return None
-            found.append((slice, *ends))
+            found.append((slice, *_ends(x)))
         elif cls is tuple or cls is torch.Size or (cls is list and lists):
             inner = _frozen(x, False, False)
             if inner is None:
