@@ -718,7 +718,7 @@ class Programs:
         kind = rng.choice("slice int none transpose chunk unbind reshape flatten expand".split())
         axis = rng.randrange(n) if n else 0
         if n == 0 or kind == "none":
-            return x.unsqueeze(axis) if n < 5 else x[..., 0]
+            return x.unsqueeze(axis) if n < 5 or not x.shape[-1] else x[..., 0]
         size = x.shape[axis]
         index = [slice(None)] * axis
         if kind == "slice":
@@ -745,11 +745,15 @@ class Programs:
         rng, tensors = self.rng, self.tensors
         a = rng.choice(tensors)
         b = rng.choice([x for x in tensors if x.shape == a.shape])
-        kind = rng.choices(("op", "view", "write", "drop", "read"), (8, 10, 3, 3, 1))[0]
+        kinds = "op", "view", "join", "write", "drop", "read"
+        kind = rng.choices(kinds, (8, 10, 2, 3, 3, 1))[0]
         if kind == "op":
             tensors.append(rng.choice(self.OPS)(a, b))
         elif kind == "view":
             tensors.append(self.view(a))
+        elif kind == "join" and a.ndim and a.numel() < 512:
+            dim = rng.randrange(a.ndim)
+            tensors.append(rng.choice((torch.cat, torch.stack))((a, b), dim))
         elif kind == "write":
             write = rng.choice(self.WRITES)
             try:

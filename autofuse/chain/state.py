@@ -18,8 +18,8 @@ import torch
 
 from .. import hooks
 from ..ops.row import Op
-from ..ops.views import ViewOp
-from ..program.program import Output, Pointwise, Program, Ref, Step, View
+from ..ops.views import JoinOp, ViewOp
+from ..program.program import Join, Output, Pointwise, Program, Ref, Step, View
 from ..settings.config import config
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
@@ -58,7 +58,8 @@ class Node:
         self.meta: Meta | None = None
         # of a view: the node whose memory its value lies in, and where in that; else -1
         self.base, self.offset = -1, 0
-        self.viewed: bool = False if parent is None else parent.viewed  # a view is among the nodes
+        # whether views or joins are among the nodes
+        self.viewed: bool = False if parent is None else parent.viewed
         self.views: dict[Any, tuple[ViewOp, ...]] = {}  # ops of its views, by how they are asked
         # the same for machine code, by its own keys: an op, or several
         self.known_views: dict[tuple[Any, ...], ViewOp | tuple[ViewOp, ...]] = {}
@@ -108,6 +109,8 @@ class Node:
             assert node.op is not None and node.meta is not None
             if node.base >= 0:
                 steps.append(View((node.base,), node.meta.spec, node.offset))
+            elif isinstance(node.op, JoinOp):
+                steps.append(Join(node.args, node.meta.spec, node.op.parts))
             else:
                 steps.append(Pointwise(node.op, node.args, node.common, node.meta.spec))
         inputs = tuple(meta.spec for meta in self.inputs)

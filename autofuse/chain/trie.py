@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ..ops.row import Op
-from ..ops.views import ViewOp
+from ..ops.views import JoinOp, ViewOp
 from ..settings.config import config
 from .infer import infer
 from .meta import Meta, make_meta
@@ -36,6 +36,8 @@ def extend(
     """The node for `op` after `tip`; not yet an edge of it. operands, metas: see `infer`."""
     if isinstance(op, ViewOp):
         return _extend_view(recorder, tip, op, operands[0])
+    if isinstance(op, JoinOp):
+        return _extend_join(recorder, tip, op, operands)
     found = infer(
         op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode, tip.relaxed,
         tip.autocast,
@@ -64,6 +66,19 @@ def _extend_view(recorder: Recorder, tip: Node, op: ViewOp, operand: int | Meta 
     viewed = tip.path()[operand]
     node.args, node.viewed = (operand,), True
     node.base, node.offset = operand if viewed.base < 0 else viewed.base, op.offset
+    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device)
+    node.pinned_limit = tip.pinned_limit
+    return node
+
+
+def _extend_join(
+    recorder: Recorder, tip: Node, op: JoinOp, operands: Sequence[int | Meta | type]
+) -> Node:
+    """The node for values of the program side by side in memory, without a gradient."""
+    if not all(isinstance(operand, int) and operand >= 0 for operand in operands):
+        return eager_node(recorder, tip, op, "a join of memory")
+    node = Node(recorder, tip, op)
+    node.args, node.viewed = tuple(operands), True  # type: ignore[arg-type]
     node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device)
     node.pinned_limit = tip.pinned_limit
     return node

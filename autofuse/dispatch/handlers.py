@@ -25,6 +25,7 @@ from ..ops import row as rows
 from ..ops.autocast import COMPOSITES
 from ..ops.row import OPS, Op
 from ..record.flush import flush_thread
+from ..record.joins import record_join
 from ..record.numbers import follows
 from ..record.origins import keep
 from ..record.record import record, record_fresh, relieve
@@ -363,6 +364,21 @@ def viewing(name: str, func: Handler) -> Handler:
     handler, known = functools.wraps(func)(call), known_of(func)
     if known.in_c and not known.writes:
         HOT.append(("viewing", handler, (func, known)))
+    return handler
+
+
+def joining(name: str, func: Handler) -> Handler:
+    """A handler for `func`, which puts tensors side by side: pending values, where they belong."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs or (len(args) == 1 and kwargs.keys() == {"dim"}):
+            joined = record_join(name, *args, **kwargs) if 0 < len(args) < 3 else None
+            if joined is not None:
+                return joined
+        return run_eager(func, args, kwargs)
+
+    handler = functools.wraps(func)(call)
+    HOT.append(("joining", handler, (func, known_of(func))))
     return handler
 
 

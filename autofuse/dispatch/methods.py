@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 from ..chain.shell import Tensor
-from ..ops.views import ATTRIBUTES, VIEWS
+from ..ops.views import ATTRIBUTES, JOINS, VIEWS
 from ..torch_private import TensorBase
 from .eager import Handler, Plain, run_eager
-from .handlers import HOT, eagerly, handle, passing, unhandled, viewing
+from .handlers import HOT, eagerly, handle, joining, passing, unhandled, viewing
 from .protocol import HANDLERS, OPTIONS
 from .unrecorded import IN_C, LIKE_C, PASSED, asks_for_overrides, known_of
 
@@ -20,6 +20,9 @@ def install_methods() -> None:
     for name in VIEWS:
         for place, func in unhandled(name):
             handle(place, name, viewing(name, func))
+    for name in JOINS:
+        for place, func in unhandled(name):
+            handle(place, name, joining(name, func))
     for name in PASSED | {func.__name__ for func in LIKE_C}:
         for place, func in unhandled(name):
             handle(place, name, passing(func))

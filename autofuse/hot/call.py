@@ -176,6 +176,28 @@ def viewing(table, function, args, count, names) -> object:
     return passing(table, function, args, count, names)
 
 
+def joining(table, function, args, count, names) -> object:
+    """`passing` for a function of several tensors, which Python records of pending values."""
+    if count != 0:
+        kind = class_of(args[0])
+        if kind is list:
+            if has_pending(load(args[0] + LISTED), PyList_Size(args[0])) != 0:
+                return 0
+        elif kind is tuple:
+            if has_pending(args[0] + ITEMS, PyTuple_Size(args[0])) != 0:
+                return 0
+    return passing(table, function, args, count, names)
+
+
+def has_pending(items, count):
+    """Whether one of the items is pending."""
+    for k in range(count):
+        if class_of(items[k]) is Tensor:
+            if class_of(state_of(items[k])) is Node:
+                return 1
+    return 0
+
+
 def is_everyday(recorder: Recorder, known: Known, args, count, names):
     """Whether Python has nothing to do for these arguments; pending ones are flushed."""
     if are_watched() != 0 or looked_on() != 0:

@@ -202,7 +202,15 @@ def _views(s: _State) -> Any:
     upper, lower = torch.chunk(s.w * 2.0 + s.v, 2)
     middle = torch.narrow(s.v - s.w, 1, 1, 4)
     product = upper * lower
-    return upper, product, torch.t(product), torch.sin(middle)
+    both = torch.stack([s.w, s.v])
+    return (
+        upper,
+        product,
+        torch.t(product),
+        torch.sin(middle),
+        both,
+        torch.cat([both[0] + 1.0, s.w]),
+    )
 
 
 def _writes(s: _State) -> Any:

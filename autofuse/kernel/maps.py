@@ -13,7 +13,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from ..layout import Ints
-from ..program.program import CONST, Program, Ref, View
+from ..program.program import CONST, Join, Program, Ref, View
 
 # Of each axis of a value: the index where the loop begins, and how far it moves along that axis
 # with each axis of the loop
@@ -146,6 +146,9 @@ def _operand(
     lead = len(shape) - len(spec.shape)
     own = tuple(still if n == 1 else place[lead + k] for k, n in enumerate(spec.shape))
     step = None if ref < 0 else program.steps[ref]
+    memory = step.args[0] if isinstance(step, View) else ref
+    if memory >= 0 and memory not in given and isinstance(program.steps[memory], Join):
+        return Apart(memory)
     if isinstance(step, View):
         offset, walk = walk_of(spec.stride, own, len(sizes))
         offset, (base,) = offset + step.offset, step.args

@@ -16,7 +16,18 @@ from dataclasses import dataclass, replace
 from .. import layout
 from ..layout import Ints
 from ..ops.row import Op
-from ..program.program import ALIAS, CONST, STORED, Output, Pointwise, Program, Ref, Spec, View
+from ..program.program import (
+    ALIAS,
+    CONST,
+    STORED,
+    Join,
+    Output,
+    Pointwise,
+    Program,
+    Ref,
+    Spec,
+    View,
+)
 from ..program.walk import needed
 from .maps import Computed, Loop, Place, Read, loop_over, tiles, walk_of
 from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, Operand
@@ -85,21 +96,43 @@ def make_pieces(program: Program, device: str) -> tuple[Piece, ...]:
     kernel that needs it, where that computes each of its elements once, in parts.
     """
     pieces: list[Piece] = []
-    left, stored = list(program.live), set[int]()
+    targets = _targets(program)
+    left, stored = sorted(targets), set[int]()
     while left:
         outs = _next_outs(program, left, stored)
         if layout.numel(program.steps[outs[0]].out.shape):
             together = _together(program, outs, left, stored)
             if together is not None:
                 others, loop = together
-                pieces.append(_make_piece(program, others, loop, device, outs))
+                pieces.append(_make_piece(program, others, loop, device, targets, outs))
                 outs = [*outs, *others]
             else:
                 outs, loop = _fitting(program, outs, stored, device)
-                pieces.append(_make_piece(program, outs, loop, device))
-        stored.update(outs)
+                pieces.append(_make_piece(program, outs, loop, device, targets))
         left = [out for out in left if out not in outs]
+        stored = {out for out in program.live if not set(_written(program, out)) & {*left}}
     return tuple(pieces)
+
+
+def _written(program: Program, out: int) -> tuple[int, ...]:
+    """The steps whose values are written to the memory of `out`."""
+    step = program.steps[out]
+    return step.args if isinstance(step, Join) else (out,)
+
+
+# where the value of a step is written: a step with memory, and offset and strides in that
+Target = tuple[int, int, Ints]
+
+
+def _targets(program: Program) -> dict[int, list[Target]]:
+    """Where the values of steps are written, by those."""
+    targets: dict[int, list[Target]] = {}
+    for out in program.live:
+        step = program.steps[out]
+        parts = step.parts if isinstance(step, Join) else ((0, step.out.stride),)
+        for ref, (offset, stride) in zip(_written(program, out), parts, strict=True):
+            targets.setdefault(ref, []).append((out, offset, stride))
+    return targets
 
 
 def _together(
@@ -109,7 +142,9 @@ def _together(
     rest = [out for out in left if out not in outs]
     if not rest or not any(isinstance(step, View) for step in program.steps):
         return None
-    others = _next_outs(program, rest, {*stored, *outs})
+    others = _next_outs(program, rest, stored.union(outs))
+    if not others:
+        return None
     loop = loop_over(program, others, stored)
     if not isinstance(loop, Loop) or len(loop.operands) > _LINES or 0 in loop.sizes:
         return None
@@ -143,14 +178,19 @@ def _on(program: Program, out: int, given: set[int] | tuple[()] = ()) -> list[in
 def _next_outs(program: Program, left: list[int], stored: set[int]) -> list[int]:
     """Of the outputs that are left, those of one shape that read none of another shape.
 
-    All of that shape, if possible, and the smallest first: broadcast, they are read by others.
+    All of that shape, if possible, and the smallest first: broadcast, they are read by others. None
+    where all wait for a Join that is not yet whole.
     """
+    joins = {out for out in program.live if isinstance(program.steps[out], Join)} - stored
     shapes = {out: program.steps[out].out.shape for out in left}
     groups: dict[Ints, list[int]] = {}
     for out in left:
-        before = shapes.keys() & _on(program, out, stored)
-        if all(shapes[other] == shapes[out] for other in before):
+        needs = {*_on(program, out, stored)}
+        before = shapes.keys() & needs
+        if not joins & needs and all(shapes[other] == shapes[out] for other in before):
             groups.setdefault(shapes[out], []).append(out)
+    if not groups:
+        return []
     counts = Counter(shapes.values())
     shape = min(groups, key=lambda s: (len(groups[s]) < counts[s], layout.numel(s), len(s)))
     return groups[shape]
@@ -171,7 +211,7 @@ def completed(program: Program, device: str) -> Program:
     and what views are read of at several places, where computing it again for each takes longer
     than going through memory.
     """
-    if not any(isinstance(step, View) for step in program.steps):
+    if not any(isinstance(step, (View, Join)) for step in program.steps):
         return program
     outputs = {output.step: output for output in program.outputs}
     for output in program.outputs:
@@ -182,9 +222,9 @@ def completed(program: Program, device: str) -> Program:
     while not done:
         done = True
         program = replace(program, outputs=tuple(outputs[step] for step in sorted(outputs)))
-        for out in program.live:
-            given = {step for step in program.live if step < out}
-            loop = loop_over(program, [out], given)
+        for out, written in [(x, step) for x in program.live for step in _written(program, x)]:
+            given = {step for step in program.live if step < out and step != written}
+            loop = loop_over(program, [written], given)
             apart = _better_stored(program, loop, device) if isinstance(loop, Loop) else loop.step
             if apart is not None and apart not in outputs:
                 outputs[apart] = Output(apart, STORED)
@@ -217,7 +257,12 @@ def _weight(program: Program, index: int) -> int:
 
 
 def _make_piece(
-    program: Program, outs: list[int], loop: Loop, device: str, parts: Sequence[int] = ()
+    program: Program,
+    outs: list[int],
+    loop: Loop,
+    device: str,
+    targets: dict[int, list[Target]],
+    parts: Sequence[int] = (),
 ) -> Piece:
     """The kernel for `outs`. parts: what it stores besides, wherever the loop computes it."""
     steps = program.steps
@@ -246,15 +291,17 @@ def _make_piece(
             op = op.by_scalar
         lines.append(Line(op, refs, step.common, step.out.code))
     own: Place = loop.places[max(outs)][0]
-    written: list[Computed] = [(out, own) for out in outs]
-    written += [(part, place) for part in parts for place in loop.places[part]]
+    computed: list[Computed] = [(out, own) for out in outs]
+    computed += [(part, place) for part in parts for place in loop.places[part]]
+    stores, written = list[Read](), list[Computed]()
+    for node in computed:
+        for memory, offset, stride in targets[node[0]]:
+            begins, walk = walk_of(stride, node[1], len(loop.sizes))
+            stores.append(Read(memory, offset + begins, walk))
+            written.append(node)
     reads = [steps[x.ref].out if x.ref >= 0 else program.inputs[~x.ref] for x in loads]
     results = [steps[index].out for index, _ in written]
     shape = results[0].shape
-    stores = [
-        Read(index, *walk_of(spec.stride, place, len(loop.sizes)))
-        for spec, (index, place) in zip(results, written, strict=True)
-    ]
     sizes, walks = layout.collapse(loop.sizes, [x.walk for x in [*stores, *loads]])
     lanes = 1
     if device == "cuda":

@@ -37,6 +37,30 @@ class ViewOp(Op):
     parts: int = 0  # and how many these are
 
 
+JOINS = ("cat", "concat", "concatenate", "stack")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinOp(Op):
+    """Tensors side by side in new memory: a use of torch.cat or torch.stack."""
+
+    dtype: torch.dtype = torch.float32
+    shape: Ints = ()
+    stride: Ints = ()
+    parts: tuple[tuple[int, Ints], ...] = ()  # where each operand begins there, and its strides
+
+
+def join_op(name: str, dim: int, result: torch.Tensor, parts: list[torch.Tensor]) -> JoinOp:
+    """The op that gives `result`, a stand-in without values, of which `parts` are views."""
+    join = torch.stack if name == "stack" else torch.cat
+    return JoinOp(
+        name, " ".join(f"x{k}" for k in range(len(parts))), "x0", accepts="fib",
+        eager=lambda *xs: join(xs, dim), dtype=result.dtype, shape=tuple(result.shape),
+        stride=tuple(result.stride()),
+        parts=tuple((int(x.storage_offset()), tuple(x.stride())) for x in parts),
+    )  # fmt: skip
+
+
 def view_op(
     name: str, call: Callable[..., Any], part: int | None, parts: int, result: torch.Tensor
 ) -> ViewOp:

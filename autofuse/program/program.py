@@ -39,7 +39,16 @@ class View:
     offset: int  # of its first element in that memory, in elements
 
 
-Step = Pointwise | View
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A step with memory of its own, in which the values of others are written side by side."""
+
+    args: tuple[Ref, ...]  # Pointwise steps
+    out: Spec
+    parts: tuple[tuple[int, Ints], ...]  # of each: where it begins in that memory, and its strides
+
+
+Step = Pointwise | View | Join
 
 # kinds of Outputs
 NEW = "new"  # memory of its own, for a shell that somebody holds
