@@ -84,11 +84,13 @@ class Report(Observer, Findings):
         self.flushes.append(flush)
         shells = [chain[index] for index in flush.live]
         held, nodes = self._holders(flush, shells, refcounts, node), node.path()
+        stored = {*flush.live}
         for index, who in zip(flush.live, held, strict=True):
             op, meta, last = flush.ops[index], flush.values[index], index == len(flush.ops) - 1
             base = nodes[index].base
-            if base in flush.live:  # a view takes no memory of its own
+            if base in stored:  # a view takes no memory of its own
                 continue
+            stored.add(index if base < 0 else base)
             nbytes = flush.values[index if base < 0 else base].nbytes
             out = LiveOut(op, spelled(meta), nbytes, flush.position, who, last)
             self.stored.append(out)
