@@ -21,6 +21,7 @@ JOINED = {
     "of itself": lambda x: torch.cat((y := x + x, y), 1),
     "stack": lambda x: torch.stack((x + x, x * x)),
     "stack last": lambda x: torch.stack((x + x, x, x * x), -1),
+    "stack from behind": lambda x: torch.stack((x + x, x), -4),
     "stack inside": lambda x: torch.stack([x + x, x], dim=1),
     "views": lambda x: torch.cat(((y := x + x)[1:], y[:1]), 0),
     "halves": lambda x: torch.cat([part * part for part in (x + x).chunk(2, 1)][::-1], 1),
@@ -146,6 +147,8 @@ def test_gradients_and_errors(device, on):
         lambda x: torch.cat((x * 2.0, x.t() * 2.0)),
         lambda x: torch.cat((x * 2.0, x), 5),
         lambda x: torch.stack((x * 2.0, x[:2])),
+        lambda x: torch.stack((x * 2.0, x), 3),
+        lambda x: torch.stack((x * 2.0, x), -4),
         lambda x: torch.cat((x * 2.0, 1.0)),
         lambda x: torch.cat([]),
     ):

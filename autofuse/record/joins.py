@@ -78,13 +78,18 @@ def _op_of(name: str, dim: int, metas: Sequence[Any]) -> JoinOp | None:
 
 
 def _made(name: str, dim: int, metas: Sequence[Any]) -> JoinOp | None:
-    stacks = name == "stack"
-    if stacks and not all(meta.flat for meta in metas):
-        return None
+    stacks, shape = name == "stack", metas[0].shape
+    if stacks:  # what stands for torch.stack on stand-ins says other errors in some versions
+        if not all(meta.flat and meta.shape == shape for meta in metas):
+            return None
+        if not -len(shape) <= dim + (dim < 0) <= len(shape):
+            return None
     with NoModes(), InferenceMode(False):
         xs = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas]
         try:
-            result = torch.stack(xs, dim) if stacks else torch.cat(xs, dim)
+            if stacks:
+                xs = [x.unsqueeze(dim) for x in xs]
+            result = torch.cat(xs, dim)
         except _REFUSED:
             return None
         if stacks:

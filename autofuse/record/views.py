@@ -15,7 +15,8 @@ from ..torch_private import InferenceMode, NoModes, looked_on
 from .record import record
 
 _OURS = (Tensor, torch.Tensor, torch.nn.Parameter)
-_REFUSED = RuntimeError, IndexError, TypeError, ValueError, NotImplementedError
+# an AssertionError by functions of torch in Python
+_REFUSED = RuntimeError, IndexError, TypeError, ValueError, AssertionError
 _MOST = 16  # views that one call records: more would fill a chain
 _MANY = 256  # ways in which views of one value are asked for
 _ITSELF: tuple[Any, ...] = (None,)  # in place of ops: torch returns the operand
