@@ -95,6 +95,33 @@ def rows(device: str) -> dict[str, Callable[[], object]]:
         z = state[0] @ weight
         state[0] = torch.tanh(torch.sigmoid(z) * bias + z * 0.5)
 
+    cell = [autofuse.wrap(torch.randn(64, 64, device=device)) for _ in range(2)]
+    mixing = torch.randn(64, 256, device=device) / 8
+
+    def lstm() -> None:
+        hidden, memory = cell
+        i, f, g, o = (w + hidden @ mixing + bias).chunk(4, 1)
+        memory = torch.sigmoid(f) * memory + torch.sigmoid(i) * torch.tanh(g)
+        cell[:] = torch.sigmoid(o) * torch.tanh(memory), memory
+
+    def lstm_with_gates() -> None:
+        hidden, memory = cell
+        i, f, g, o = (w + hidden @ mixing + bias).chunk(4, 1)
+        memory = torch.sigmoid(f) * memory + torch.sigmoid(i) * torch.tanh(g)
+        cell[:] = torch.sigmoid(o) * torch.tanh(memory), memory
+        autofuse.materialize(cell[0], memory)
+
+    def gated() -> torch.Tensor:
+        a, b = (w * 2.0 + bias).chunk(2, 1)
+        return a * torch.sigmoid(b)
+
+    def halves() -> None:
+        autofuse.materialize(gated())
+
+    def views() -> None:
+        whole, front, turned = w[1:], w[:, :128].unsqueeze(0), v.t()
+        del whole, front, turned
+
     def flushes() -> None:
         for _ in range(4):
             autofuse.materialize(w * v + 1.0)
@@ -110,7 +137,9 @@ def rows(device: str) -> dict[str, Callable[[], object]]:
             chain = make(length)
             found[f"{length} ops, {form}"] = lambda chain=chain: autofuse.materialize(chain(w, v))
     return {
-        **found, "RNN step": recur, "4 flushes of 2 ops": flushes, "2 writes": write,
+        **found, "RNN step": recur, "LSTM step": lstm,
+        "LSTM, gates held": lstm_with_gates, "GLU of halves": halves,
+        "4 views of memory": views, "4 flushes of 2 ops": flushes, "2 writes": write,
         "a step of training": train,
     }  # fmt: skip
 

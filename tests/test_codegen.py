@@ -12,7 +12,7 @@ from autofuse.kernel.cuda import assemble, compile_ptx
 from autofuse.kernel.plan import unvectorised
 from autofuse.kernel.text import render, source_of
 from autofuse.ops.arithmetic import CASTS, OPS
-from autofuse.program.program import CONST, Program, Spec, Step
+from autofuse.program.program import CONST, Pointwise, Program, Spec
 from support import pieces_of
 
 TARGET = "sm_90"
@@ -46,7 +46,7 @@ def single(op, dtype):
             args.append(~len(inputs))
             inputs.append(view(CODES[kind]))
     common, result = resolved
-    step = Step(op, tuple(args), CODES[common], view(CODES[result]))
+    step = Pointwise(op, tuple(args), CODES[common], view(CODES[result]))
     return Program((step,), tuple(inputs), tuple(consts))
 
 
@@ -91,7 +91,7 @@ def chain_of(*names, code="f32"):
     for name in names:
         op = OPS[name]
         args = (k - 1 if k else ~0, *([~1] if len(op.names) > 1 else []))
-        steps.append(Step(op, args, code, view(code)))
+        steps.append(Pointwise(op, args, code, view(code)))
         k += 1
     return Program(tuple(steps), (view(code), view(code)), ())
 
@@ -158,14 +158,14 @@ def test_a_scalar_is_more_than_16_bits(code):
     """It stays float32, of which there are too many to have walked all pairs."""
     x = view(code)
     for args in ((~0, CONST), (CONST, ~0)):
-        program = Program((Step(OPS["div"], args, code, x),), (x,), (float,))
+        program = Program((Pointwise(OPS["div"], args, code, x),), (x,), (float,))
         assert text_of(program) == text_of(program, "")
 
 
 def test_scalars_are_not_rounded_to_16_bits():
     """A Python scalar stays float32, and with it the product."""
     x = view("bf16")
-    program = Program((Step(OPS["mul"], (~0, CONST), "bf16", x),), (x,), (float,))
+    program = Program((Pointwise(OPS["mul"], (~0, CONST), "bf16", x),), (x,), (float,))
     (ptx,) = ptx_of(program)
     assert "bf16x2 " not in ptx.replace("cvt.rn.bf16x2.f32 ", "")
     assert ptx.count("mul.rn.f32") == 8
@@ -195,7 +195,7 @@ def test_contiguous_path_has_wide_stores_too():
 
 def test_a_row_broadcast_keeps_wide_accesses():
     program = Program(
-        (Step(OPS["add"], (~0, ~1), "f32", view("f32")),), (view("f32"), view("f32", 256)), ()
+        (Pointwise(OPS["add"], (~0, ~1), "f32", view("f32")),), (view("f32"), view("f32", 256)), ()
     )
     (piece,) = pieces_of(program, "cuda", 0)
     assert piece.plan.lanes == 4 and piece.plan.rank == 2
@@ -207,7 +207,7 @@ def test_neighbours_that_are_near_are_read_by_one_thread():
     out = view("f32", 64, 128)
     for step, lanes in ((2, 4), (8, 4), (9, 1)):
         gapped = view("f32", 64, 128, stride=(128 * step, step))
-        program = Program((Step(OPS["add"], (~0, ~1), "f32", out),), (gapped, out), ())
+        program = Program((Pointwise(OPS["add"], (~0, ~1), "f32", out),), (gapped, out), ())
         (piece,) = pieces_of(program, "cuda", 0)
         assert piece.plan.lanes == lanes
         ptx = compile_ptx(source_of(piece.plan), TARGET)
@@ -216,7 +216,7 @@ def test_neighbours_that_are_near_are_read_by_one_thread():
 
 def test_64_bit_indices_where_they_are_needed():
     big = view("f32", 1 << 16, 1 << 16)
-    program = Program((Step(OPS["neg"], (~0,), "f32", big),), (big,), ())
+    program = Program((Pointwise(OPS["neg"], (~0,), "f32", big),), (big,), ())
     (piece,) = pieces_of(program, "cuda", 0)
     assert piece.plan.wide
     small = pieces_of(chain_of("neg"), "cuda", 0)[0]

@@ -583,3 +583,19 @@ def test_tensors_are_no_sequences_to_c_inside_and_after():
         assert [x.tolist() if isinstance(x, torch.Tensor) else x for x in made()] == want
         assert torch.ones(3)[1].item() == 1.0
     assert [x.tolist() if isinstance(x, torch.Tensor) else x for x in made()] == want
+
+
+def test_views_count_the_memory_that_they_keep_once():
+    x = autofuse.wrap(torch.ones(8, 4))
+    with autofuse.explain() as report:
+        a, b = (x * 2.0).chunk(2)
+        c = a * b
+        autofuse.materialize(c)
+        y = x + 1.0
+        rows = y[0], y[1]
+        autofuse.materialize(y)
+    assert [(out.op, out.nbytes) for out in report.stored] == [
+        ("chunk", 128), ("mul", 64), ("add", 128),
+    ]  # fmt: skip
+    assert report.flushes[0].kernels == 1 and rows[0]._base is y
+    del a, b

@@ -172,9 +172,9 @@ def test_identity_and_attributes_survive_the_flush(device):
 def test_steady_state_creates_no_shells(device, monkeypatch):
     x, make, made = wrapped(device, 8, 4), record.make_shell, []
 
-    def counting(meta, state):
-        made.append(meta)
-        return make(meta, state)
+    def counting(*arguments):
+        made.append(arguments)
+        return make(*arguments)
 
     monkeypatch.setattr(record, "make_shell", counting)
     for k in range(20):

@@ -290,10 +290,10 @@ def test_ptx_is_dumped_for_cuda(tmp_path):
 
 
 def cuda_plan():
-    from autofuse.program.program import Program, Spec, Step
+    from autofuse.program.program import Pointwise, Program, Spec
 
     view = Spec("f32", (8,), (1,))
-    program = Program((Step(op.OPS["neg"], (~0,), "f32", view),), (view,), ())
+    program = Program((Pointwise(op.OPS["neg"], (~0,), "f32", view),), (view,), ())
     return pieces_of(program, "cuda", 0)[0].plan
 
 

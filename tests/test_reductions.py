@@ -367,6 +367,31 @@ def test_numbers_of_rows_meet_what_is_no_row_of_theirs(recorded):
     assert_same(autofuse.unwrap(z), (x * 2.0).sum(-1, keepdim=True) * torch.ones(1, 7), None)
 
 
+def test_views_joins_and_reductions_are_in_chains_of_their_own(recorded):
+    x, y = table(4, 16), table(4, 16, 1)
+    w, v = autofuse.wrap(x), autofuse.wrap(y)
+
+    def half(x, y):
+        return torch.softmax((x * 2.0)[:, :8] + y[:, 8:], -1) * 3.0
+
+    def columns(x, y):
+        return torch.softmax(x * 2.0, -1).t() + y.t()
+
+    def beside(x, y):
+        return torch.cat([torch.softmax(x * 2.0, -1), y + 1.0]) * 2.0
+
+    def after(x, y):
+        return torch.softmax(torch.stack([x * 2.0, y]), -1) + 1.0
+
+    for program, reason in ((half, "views"), (columns, "t"), (beside, "cat"), (after, "views")):
+        for _ in range(3):  # what is known of a value in one chain is not used in another
+            before = flushes().get(reason, 0)
+            got = program(w, v)
+            assert flushes()[reason] == before + 1, program
+            assert_same(autofuse.unwrap(got), program(x, y), None)
+            assert_same(autofuse.unwrap((w * 2.0).t() + 1.0), (x * 2.0).t() + 1.0, None)
+
+
 def test_reductions_by_other_threads_are_another_chain(recorded):
     x = table(4, 64)
     y = F.layer_norm(autofuse.wrap(x) * 2.0, (64,))

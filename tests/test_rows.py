@@ -16,7 +16,7 @@ from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of
 from autofuse.kernel.source import Source
 from autofuse.ops import reductions
 from autofuse.ops.arithmetic import OPS
-from autofuse.program.program import CONST, Output, Program, Reduced, Spec, Step
+from autofuse.program.program import CONST, Output, Pointwise, Program, Reduced, Spec
 
 H200 = (132, 2048)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -41,7 +41,7 @@ def program_of(inputs, steps, *live, consts=0):
     """steps: (op, operands, shape, code)."""
     made = []
     for op, args, shape, code in steps:
-        kind = Reduced if isinstance(op, reductions.Reduction) else Step
+        kind = Reduced if isinstance(op, reductions.Reduction) else Pointwise
         made.append(kind(op, args, code, view(code, *shape)))
     return Program(tuple(made), tuple(inputs), (float,) * consts, tuple(map(Output, live)))
 
@@ -249,8 +249,8 @@ def test_masks_that_repeat_and_other_dtypes():
     shape = (b, s, n)
     program = Program(
         (
-            Step(OPS["add"], (~0, ~1), "bf16", view("bf16", *shape)),
-            Step(OPS["mul"], (0, ~2), "bf16", view("bf16", *shape)),
+            Pointwise(OPS["add"], (~0, ~1), "bf16", view("bf16", *shape)),
+            Pointwise(OPS["mul"], (0, ~2), "bf16", view("bf16", *shape)),
             Reduced(reduction("softmax"), (1,), "bf16", view("bf16", *shape)),
         ),
         (view("bf16", *shape), view("bf16", b, 1, n), view("b1", n)), (), (Output(2),),

@@ -25,7 +25,7 @@ from autofuse.grad.backward import Backward
 from autofuse.kernel.source import Source
 from autofuse.kernel.text import source_of
 from autofuse.ops.row import OPS as ROWS
-from autofuse.program.program import CONST, Program, Spec, Step
+from autofuse.program.program import CONST, Pointwise, Program, Spec
 from autofuse.record import flush
 from autofuse.record.modes import forget_all
 from autofuse.supply import kernels as compile
@@ -73,7 +73,7 @@ def run(x):
 def jobs(count):
     """Sources of kernels that differ in their number of ops."""
     view, add = Spec("f32", (4,), (1,)), ROWS["add"]
-    steps = tuple(Step(add, (k - 1, CONST + k), "f32", view) for k in range(count))
+    steps = tuple(Pointwise(add, (k - 1, CONST + k), "f32", view) for k in range(count))
     sources = []
     for k in range(count):
         program = Program(steps[: k + 1], (view,), (float,) * (k + 1))

@@ -84,11 +84,12 @@ set_attribute = torch.Tensor.__setattr__
 set_class: Any = vars(object)["__class__"].__set__
 
 
-def make_shell(meta: Meta, state: object) -> Tensor:
-    """A new pending shell that reports `meta`."""
+def make_shell(meta: Meta, state: object, offset: int = 0) -> Tensor:
+    """A new pending shell that reports `meta`; offset: where it lies in its base, in elements."""
     shell = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        Tensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device
-    )
+        Tensor, meta.shape, strides=meta.stride, storage_offset=offset, dtype=meta.dtype,
+        device=meta.device,
+    )  # fmt: skip
     set_attribute(shell, "_af", state)
     return shell
 

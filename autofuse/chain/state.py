@@ -20,7 +20,8 @@ from .. import hooks
 from ..layout import Ints
 from ..ops.reductions import Reduction
 from ..ops.row import Op
-from ..program.program import Output, Program, Reduced, Ref, Step
+from ..ops.views import JoinOp, ViewOp
+from ..program.program import Join, Output, Pointwise, Program, Reduced, Ref, Step, View
 from ..settings.config import config
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
@@ -31,11 +32,12 @@ from .shell import Tensor
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "autocast", "by_outputs", "cast", "common", "consts", "counted", "cut",
-                 "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key", "likely",
-                 "limits", "long", "looked_on", "meta", "next", "op", "parent",
-                 "pinned_limit", "reason", "recent", "recorder", "relaxed", "returns", "rows",
-                 "runners", "saves", "shell", "skips", "told", "usual", "writers")  # fmt: skip
+    __slots__ = ("args", "autocast", "base", "by_outputs", "cast", "common", "consts", "counted",
+                 "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key",
+                 "known_views", "likely", "limits", "long", "looked_on", "meta", "next", "offset",
+                 "op", "parent", "pinned_limit", "reason", "recent", "recorder", "relaxed",
+                 "returns", "rows", "runners", "saves", "shell", "skips", "told", "usual", "viewed",
+                 "views", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -52,13 +54,20 @@ class Node:
         self.looked_on: bool = False if parent is None else parent.looked_on
         self.saves: tuple[Ref, ...] = ()
         self.cast: torch.dtype | None = None  # of operands, which have to be cast before
-        self.cut = False  # it does not go with the rows of the chain, which has to be flushed
         # what the rows of the chain are, once one is reduced: their shape, the threads of each
         self.rows: tuple[Ints, int] | None = None if parent is None else parent.rows
         self.index: int = -1 if parent is None else parent.index + 1
         self.args: tuple[Ref, ...] = ()
         self.common = ""
         self.meta: Meta | None = None
+        # of a view: the node whose memory its value lies in, and where in that; else -1
+        self.base, self.offset = -1, 0
+        # whether views or joins are among the nodes
+        self.viewed: bool = False if parent is None else parent.viewed
+        self.views: dict[Any, tuple[ViewOp, ...]] = {}  # ops of its views, by how they are asked
+        # the same for machine code, by its own keys: an op, or several
+        self.known_views: dict[tuple[Any, ...], ViewOp | tuple[ViewOp, ...]] = {}
+        self.cuts = ""  # why this op begins another chain, if it does
         self.inputs: tuple[Meta, ...] = () if parent is None else parent.inputs
         self.consts: tuple[type, ...] = () if parent is None else parent.consts
         self.limits: tuple[float, float] | None = None  # of Consts that have to fit a dtype
@@ -99,10 +108,16 @@ class Node:
 
     def program(self, outputs: tuple[Output, ...]) -> Program:
         """The program that ends here, of which `outputs` are wanted."""
-        steps = []
+        steps: list[Step] = []
         for node in self.path():
             assert node.op is not None and node.meta is not None
-            kind = Reduced if isinstance(node.op, Reduction) else Step
+            if node.base >= 0:
+                steps.append(View((node.base,), node.meta.spec, node.offset))
+                continue
+            if isinstance(node.op, JoinOp):
+                steps.append(Join(node.args, node.meta.spec, node.op.parts))
+                continue
+            kind = Reduced if isinstance(node.op, Reduction) else Pointwise
             steps.append(kind(node.op, node.args, node.common, node.meta.spec))
         inputs = tuple(meta.spec for meta in self.inputs)
         return Program(tuple(steps), inputs, self.consts, outputs, self.relaxed)
@@ -274,7 +289,7 @@ class Recorder:
             if runner.elides:
                 total["nodes_elided"] += runs * runner.elided
                 total["bytes_elided"] += runs * runner.elided_bytes
-            total["live_outs_stored"] += runs * len(runner.live)
+            total["live_outs_stored"] += runs * runner.stored
         return total
 
     def forget(self) -> None:

@@ -14,10 +14,11 @@ import torch
 
 from ..ops.reductions import Reduction
 from ..ops.row import Op
+from ..ops.views import JoinOp, ViewOp
 from ..settings.config import config
 from ..supply.load import processors_of
 from .infer import Inferred, infer
-from .meta import Meta
+from .meta import Meta, make_meta
 from .rowwise import RowsOf, goes_along, infer_rows
 from .state import Node, Recorder
 from .verified import refusal
@@ -37,6 +38,12 @@ def extend(
     recorder: Recorder, tip: Node, op: Op, operands: Sequence[int | Meta | type], metas: list[Meta]
 ) -> Node:
     """The node for `op` after `tip`; not yet an edge of it. operands, metas: see `infer`."""
+    if isinstance(op, ViewOp):
+        return _extend_view(recorder, tip, op, operands[0])
+    if isinstance(op, JoinOp):
+        return _extend_join(recorder, tip, op, operands)
+    if isinstance(op, Reduction) and tip.viewed:  # row kernels read no index maps
+        return _cut(recorder, tip, op, "views")
     rows = tip.rows
     if isinstance(op, Reduction):
         reduced = _reduced(recorder, tip, op, operands, metas)
@@ -61,8 +68,14 @@ def extend(
     node.holds_grad |= found.meta.requires_grad
     node.rows = rows
     if tip.rows is not None and not goes_along(tip, node):
-        node = eager_node(recorder, tip, op, "")
-        node.cut = True
+        return _cut(recorder, tip, op, "rows")
+    return node
+
+
+def _cut(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:
+    """A node that says: another chain begins with this op, for `reason`."""
+    node = eager_node(recorder, tip, op, "")
+    node.cuts = reason
     return node
 
 
@@ -73,3 +86,29 @@ def _reduced(
     device = recorder.device
     reason = refusal(device) if device.type == "cuda" else ""
     return reason or infer_rows(op, operands, metas, tip, device, processors_of(device))
+
+
+def _extend_view(recorder: Recorder, tip: Node, op: ViewOp, operand: int | Meta | type) -> Node:
+    """The node for a view of a value of the program, without a gradient."""
+    if not isinstance(operand, int) or operand < 0:  # it has been computed meanwhile
+        return eager_node(recorder, tip, op, "a view of memory")
+    node = Node(recorder, tip, op)
+    viewed = tip.path()[operand]
+    node.args, node.viewed = (operand,), True
+    node.base, node.offset = operand if viewed.base < 0 else viewed.base, op.offset
+    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device)
+    node.pinned_limit = tip.pinned_limit
+    return node
+
+
+def _extend_join(
+    recorder: Recorder, tip: Node, op: JoinOp, operands: Sequence[int | Meta | type]
+) -> Node:
+    """The node for values of the program side by side in memory, without a gradient."""
+    if not all(isinstance(operand, int) and operand >= 0 for operand in operands):
+        return eager_node(recorder, tip, op, "a join of memory")
+    node = Node(recorder, tip, op)
+    node.args, node.viewed = tuple(operands), True  # type: ignore[arg-type]
+    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device)
+    node.pinned_limit = tip.pinned_limit
+    return node

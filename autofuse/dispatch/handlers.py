@@ -19,11 +19,10 @@ from torch import is_autocast_enabled, is_grad_enabled
 
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta
 from ..chain.shell import Tensor
-from ..chain.state import Node, counts, is_alone, this_thread, writing
+from ..chain.state import counts, is_alone, this_thread, writing
 from ..ops import arithmetic, operators
 from ..ops import row as rows
 from ..ops.autocast import COMPOSITES
-from ..ops.reductions import DEVICES, REDUCTIONS
 from ..ops.row import OPS, Op
 from ..record.flush import flush_thread
 from ..record.numbers import follows
@@ -45,7 +44,6 @@ from .unrecorded import TARGETS, Known, known_of
 
 # (function of `hot`, the one here that it stands for, what it is given of that)
 HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
-RECORDING: list[Handler] = []  # torch functions and methods whose handlers may record
 _OPERANDS = set(map(id, (int, float, bool, Plain, Parameter)))  # classes, of ops in the table
 
 
@@ -202,7 +200,7 @@ _UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, Overflo
                       RuntimeError)  # fmt: skip
 
 
-def _chosen(choose: Handler, args: Any, kwargs: Any) -> Any:
+def chosen_by(choose: Handler, args: Any, kwargs: Any) -> Any:
     """What a chooser or a composite makes of a call; None where torch decides."""
     # modes are told of what was called, and not of what it is made of
     if this_thread.closed or looked_on():
@@ -227,7 +225,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
             options = {key: value for key, value in kwargs.items() if key not in TARGETS}
             out = kwargs.get("out")
             if kwargs.get("inplace"):
-                if args and _write(_chosen(choose, args, options), args[0]):
+                if args and _write(chosen_by(choose, args, options), args[0]):
                     return args[0]
                 return run_eager(func, args, kwargs)
             if out is not None:
@@ -235,12 +233,12 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
                     keep(out)
                     if out.__class__ is not Tensor:
                         flush_readers(out, func.__name__, others=True)
-                    chosen = _chosen(choose, args, options)
+                    chosen = chosen_by(choose, args, options)
                     if chosen.__class__ is tuple:  # whether it casts differs from op to op
                         if record_write(chosen[0], out, chosen[1], cast=False):
                             return out
                 return run_eager(func, args, kwargs)
-        chosen = _chosen(choose, args, options)
+        chosen = chosen_by(choose, args, options)
         if chosen.__class__ is tuple:
             shell = record(*chosen)
             if shell is not None:
@@ -250,32 +248,6 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
         return rest(*args, **kwargs)
 
     return call
-
-
-def _reducing(choose: Handler, func: Handler) -> Handler:
-    """A handler for reductions, of which `choose` knows those that go into a chain."""
-    rest = passing(func)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if args and _is_never_reduced(args[0]):
-            return rest(*args, **kwargs)
-        chosen = _chosen(choose, args, kwargs)
-        shell = None if chosen is None else record(*chosen)
-        return rest(*args, **kwargs) if shell is None else shell
-
-    return call
-
-
-def _is_never_reduced(x: Any) -> bool:
-    """Whether it is known at a glance that a reduction of `x` is not recorded: 0.2 us, not 2."""
-    if x.__class__ is not Tensor:
-        return False
-    meta = x._af
-    if meta.__class__ is Node:
-        meta = meta.meta
-    elif meta.__class__ is not Meta:
-        return False
-    return meta.device.type not in DEVICES or (meta.requires_grad and is_grad_enabled())
 
 
 def _write(chosen: Any, target: Any) -> bool:
@@ -294,7 +266,7 @@ def _composite(compose: Handler, func: Handler) -> Handler:
     def call(*args: Any, **kwargs: Any) -> Any:
         others = has_others((*args, *kwargs.values()))
         cast = listed and autocast_is_on()
-        result = None if others or cast else _chosen(compose, args, kwargs)
+        result = None if others or cast else chosen_by(compose, args, kwargs)
         return rest(*args, **kwargs) if result is None else result
 
     return call
@@ -324,7 +296,7 @@ def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
         return pending(self, *args, **kwargs)
 
     def pending(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if _write(_chosen(choose, (self, *args), kwargs), self):
+        if _write(chosen_by(choose, (self, *args), kwargs), self):
             return self
         return run_eager(func, (self, *args), kwargs)
 
@@ -432,9 +404,6 @@ def install_ops() -> None:
     for name, choose in choices.items():
         _install(name, choose)
         _install(name + "_", choose, inplace=True)
-    for name, choose in REDUCTIONS.items():
-        for place, func in unhandled(name):
-            handle(place, name, _reducing(choose, func))
     for name, compose in rows.COMPOSITES.items():
         for place, func in unhandled(name):
             handle(place, name, _composite(compose, func))
@@ -450,8 +419,6 @@ def install_ops() -> None:
     for name, (tensor_row, scalar_row) in operators.REFLECTED_OPERATORS.items():
         handle(Plain, name, _reflected(tensor_row, scalar_row, getattr(Plain, name)))
     handle(Plain, "__rpow__", _rpow)
-    RECORDING.extend(HANDLERS)
-    handle(Plain, "__hash__", Plain.__hash__)
 
 
 def _install(name: str, choose: Handler, inplace: bool = False) -> None:

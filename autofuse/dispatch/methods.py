@@ -7,15 +7,18 @@ import sys
 from typing import Any
 
 from ..chain.shell import Tensor
+from ..ops.views import ATTRIBUTES
 from ..torch_private import TensorBase
 from .eager import Handler, Plain, run_eager
 from .handlers import HOT, eagerly, handle, passing, unhandled
 from .protocol import HANDLERS, OPTIONS
+from .shapes import viewing
 from .unrecorded import IN_C, LIKE_C, PASSED, asks_for_overrides, known_of
 
 
 def install_methods() -> None:
     """Every other C method of a tensor, and the functions that stand beside chains."""
+    handle(Plain, "__hash__", Plain.__hash__)
     for name in PASSED | {func.__name__ for func in LIKE_C}:
         for place, func in unhandled(name):
             handle(place, name, passing(func))
@@ -24,10 +27,11 @@ def install_methods() -> None:
         if name in _OPERATORS or not name.startswith("_"):
             if func.__class__ in IN_C and name not in Tensor.__dict__:
                 handle(Plain, name, passing(func))
-    for name in _ATTRIBUTES:
+    for name in (*ATTRIBUTES, *_ATTRIBUTES):
         getter = getattr(Plain, name).__get__
         setter = getattr(getattr(Plain, name), "__set__", None)
-        HANDLERS[getter] = OPTIONS[getter] = handler = passing(getter)
+        handler = viewing(name, getter) if name in ATTRIBUTES else passing(getter)
+        HANDLERS[getter] = OPTIONS[getter] = handler
         setattr(Tensor, name, property(handler, None if setter is None else eagerly(setter)))
     handle(Plain, "__setitem__", _setting(Plain.__setitem__))
     for name, func in vars(Plain).items():
@@ -40,7 +44,7 @@ def install_methods() -> None:
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
 
 
-_ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "grad_fn")  # for which a value is needed
+_ATTRIBUTES = ("real", "imag", "grad_fn")  # for which a value is needed
 _OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__",
               "__rmatmul__"}  # fmt: skip
 # not of operators: Python would ask a reflected one first that differs from a plain tensor's

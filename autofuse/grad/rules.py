@@ -240,7 +240,7 @@ class Expected:
         live = sorted({ref for ref in given if ref is not None and ref >= 0})
         self.outputs = tuple(map(Output, live))
         device = tape.recorder.device
-        self.pieces = make_pieces(tape.tip.program(self.outputs), device.type)
+        self.pieces = make_pieces(tape.tip.program(self.outputs), device.type)  # without views
         self.order = Order([piece.plan for piece in self.pieces], device, counted=False)
 
     def ready(self) -> Answer | None:

@@ -89,6 +89,7 @@ ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python
 EQUAL = 2  # Py_EQ
 FAILED = (1 << 32) - 1  # the bits of a C int, which is not 0 where a setter fails
 LISTED = 24  # where a list has the address of its first item
+SLICED = 16  # where a slice has its start, stop and step
 AF, CURRENT, OBSERVER, WORDS, EAGER, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE = (
     "_af", "current", "flushing", "words", "eager", "recorders", "",
     "write", "inplace", "materialize",

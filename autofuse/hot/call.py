@@ -50,7 +50,7 @@ from .c import (
     tried,
 )
 from .flush import flush_now
-from .record import are_watched, called, handed, number_chain, verdict_on
+from .record import are_watched, called, handed, number_chain, recorded_views, verdict_on
 from .values import (
     class_of,
     current_recorder,
@@ -165,6 +165,37 @@ def passing(table, function, args, count, names) -> object:
     if is_everyday(recorder, entry[1], args, count, names) == 0:
         return 0
     return passed(recorder, entry, entry[1], args, count, names)
+
+
+def viewing(table, function, args, count, names) -> object:
+    """`passing` for a function that gives views, or of a pending value `record.views`."""
+    if count != 0 and class_of(args[0]) is Tensor and class_of(state_of(args[0])) is Node:
+        if names != 0 or count > 7:
+            return 0
+        return recorded_views(function, args, count)
+    return passing(table, function, args, count, names)
+
+
+def joining(table, function, args, count, names) -> object:
+    """`passing` for a function of several tensors, which Python records of pending values."""
+    if count != 0:
+        kind = class_of(args[0])
+        if kind is list:
+            if has_pending(load(args[0] + LISTED), PyList_Size(args[0])) != 0:
+                return 0
+        elif kind is tuple:
+            if has_pending(args[0] + ITEMS, PyTuple_Size(args[0])) != 0:
+                return 0
+    return passing(table, function, args, count, names)
+
+
+def has_pending(items, count):
+    """Whether one of the items is pending."""
+    for k in range(count):
+        if class_of(items[k]) is Tensor:
+            if class_of(state_of(items[k])) is Node:
+                return 1
+    return 0
 
 
 def is_everyday(recorder: Recorder, known: Known, args, count, names):

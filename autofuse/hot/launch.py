@@ -89,6 +89,22 @@ def allocated(words, at, place):
     return at
 
 
+def viewed(program: Words, words):
+    """Make the views that somebody holds, and put them after the outputs; 0 if that fails."""
+    outputs = words[OUTPUTS]
+    args = words[ARGUMENTS]
+    bases: tuple = program.bases
+    for k in range(len(bases)):
+        args[k] = outputs[int(bases[k])]
+    views: tuple = tried(PyObject_Vectorcall(program.viewer, args, len(bases), 0))
+    if views == 0:
+        return 0
+    for k in range(len(views)):
+        outputs[words[MADE]] = kept(views[k])
+        words[MADE] = words[MADE] + 1
+    return 1
+
+
 def sent(words, at, consts, stream):
     """Launch the pieces, with `consts` as items; whether that went well."""
     pointers = words[POINTERS]
@@ -103,12 +119,13 @@ def sent(words, at, consts, stream):
         bits = 0
         operands = at[5]
         at += 48
-        for _ in range(operands):  # pointers: which, and 15 if the kernel moves 16 bytes at a time
-            pointer = pointers[at[0]]
-            bits = bits | (pointer & at[1])
+        for _ in range(operands):
+            # pointers: which, how many bytes on, and 15 if the kernel moves 16 bytes at a time
+            pointer = pointers[at[0]] + at[1]
+            bits = bits | (pointer & at[2])
             slot[0] = pointer
             slot += 8
-            at += 16
+            at += 24
         if bits != 0:
             return 0
         operands = at[0]
@@ -175,8 +192,12 @@ def ran_kernels(chain: Chain, program: Words, words):
         if int(call_object(USERS_METHOD, chain[at[0]], 0)) != 1:
             return 0
         at += 32
+    if program.viewer is not None and chain.bumps is not None:  # of which bases have some, too
+        return 0
     at = allocated(words, at, pointers + 8 * count)
     if at == 0:
+        return 0
+    if program.viewer is not None and viewed(program, words) == 0:
         return 0
     into = kept(chain.into)
     own = None

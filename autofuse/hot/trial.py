@@ -197,6 +197,22 @@ def _eager(s: _State) -> Any:
     return torch.mm(x, s.w), torch.sum(x), torch.sum(s.plain, dim=0), *some
 
 
+def _views(s: _State) -> Any:
+    """Views of a pending value that are only read, and that somebody holds; parts of it stored."""
+    upper, lower = torch.chunk(s.w * 2.0 + s.v, 2)
+    middle = torch.narrow(s.v - s.w, 1, 1, 4)
+    product = upper * lower
+    both = torch.stack([s.w, s.v])
+    return (
+        upper,
+        product,
+        torch.t(product),
+        torch.sin(middle),
+        both,
+        torch.cat([both[0] + 1.0, s.w]),
+    )
+
+
 def _writes(s: _State) -> Any:
     """In place: at once, into memory that a chain reads or not, and of what is pending."""
     w = operator.iadd(s.w, 0.5)
@@ -274,7 +290,8 @@ def _stale(s: _State) -> Any:
 _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_operators, "handler record flush"),
     (_by_hand, "record flush torch_function ask_overrides handler"),
-    (_eager, "handler passing flush"),
+    (_eager, "handler passing viewing flush"),
+    (_views, "handler record viewing flush"),
     (_writes, "handler writing flush"),
     (_writes_by_hand, "record_inplace record_write handler flush"),
     (_gradients, "answer"),

@@ -218,7 +218,7 @@ def renamed(op, target, operands, count):
     chain: Chain = kept(recorder.chain)
     tip: Node = chain.tip
     first = int(node.index)
-    if tip.holds_grad is True or first >= len(chain):
+    if tip.holds_grad is True or tip.viewed is True or first >= len(chain):
         return 0
     if chain[first] is not target:
         return 0
@@ -327,6 +327,9 @@ def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, co
         return 0
     if reads == 0:
         return 1
+    tip: Node = chain.tip
+    if tip.viewed is True:
+        return 0
     for k in range(len(chain)):  # another shape would be another kernel
         node: Node = state_of(chain[k])
         own: Meta = node.meta

@@ -52,6 +52,10 @@ def emit_cpu(source: Source, halves: bool) -> ir.Module:
     else:
         columns = emitter.sizes[-1]
         with _loop(builder, start, stop) as row:
+            if len(source.stores) > 2:
+                # parts of one value lie apart in a row and not over all rows, at which LLVM would
+                # look before the loops, and not vectorise, if it knew what a row is
+                row = builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [row], False)
             outer = emitter.walks(row, emitter.sizes[:-1])
             with _loop(builder, I64(0), columns) as column:
                 emitter.work([*outer, column], column)

@@ -7,14 +7,30 @@ that equal Plans share one kernel.
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import layout
 from ..layout import Ints
 from ..ops.row import Op
-from ..program.program import CONST, Program, Ref, Spec
+from ..program.program import (
+    ALIAS,
+    CONST,
+    STORED,
+    Join,
+    Output,
+    Pointwise,
+    Program,
+    Ref,
+    Spec,
+    View,
+)
 from ..program.walk import needed
+from .maps import Computed, Loop, Place, Read, loop_over, tiles, walk_of
 from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, Operand
 
 
@@ -67,64 +83,232 @@ class Piece:
     plan: Any  # a Plan, or a `rows.RowPlan`
     loads: tuple[Ref, ...]  # ~k: Input k; k: the output of step k, stored by an earlier piece
     consts: Ints  # which of the chain's Consts
-    stores: Ints  # steps
+    stores: Ints  # steps; one in several parts several times
+    offsets: Ints  # bytes from where the memory of each load and store begins to the first element
     numel: int  # elements of the loop
     numbers: Ints  # sizes of the inner axes, then strides of the STRIDED axes
 
 
 def make_pieces(program: Program, device: str) -> tuple[Piece, ...]:
-    """The kernels that compute the outputs of `program`.
+    """The kernels that compute the outputs of `program`, which is `completed`.
 
     One kernel per shape of a live-out: a value of another shape that is dead is computed inside
-    the kernel that needs it, one that is live is stored first and read back.
+    the kernel that needs it, one that is live is stored first and read back; or it is stored by the
+    kernel that needs it, where that computes each of its elements once, in parts.
     """
-    groups: dict[Ints, list[int]] = {}
-    for index in program.live:
-        groups.setdefault(program.steps[index].out.shape, []).append(index)
-    order = sorted(groups, key=lambda shape: (layout.numel(shape), len(shape)))
     pieces: list[Piece] = []
-    stored: set[int] = set()
-    for shape in order:
-        if layout.numel(shape):
-            pieces.append(_make_piece(program, groups[shape], stored, device))
-        stored.update(groups[shape])
+    targets = _targets(program)
+    left, stored = sorted(targets), set[int]()
+    while left:
+        outs = _next_outs(program, left, stored)
+        if layout.numel(program.steps[outs[0]].out.shape):
+            together = _together(program, outs, left, stored)
+            if together is not None:
+                others, loop = together
+                pieces.append(_make_piece(program, others, loop, device, targets, outs))
+                outs = [*outs, *others]
+            else:
+                outs, loop = _fitting(program, outs, stored, device)
+                pieces.append(_make_piece(program, outs, loop, device, targets))
+        left = [out for out in left if out not in outs]
+        stored = {out for out in program.live if not set(_written(program, out)) & {*left}}
     return tuple(pieces)
 
 
-def _make_piece(program: Program, outs: list[int], stored: set[int], device: str) -> Piece:
-    steps = program.steps
-    nodes = needed([step.args for step in steps], outs, stored)
-    loads: list[Ref] = []
-    consts: list[int] = []
-    position = {node: line for line, node in enumerate(nodes)}
+def _written(program: Program, out: int) -> tuple[int, ...]:
+    """The steps whose values are written to the memory of `out`."""
+    step = program.steps[out]
+    return step.args if isinstance(step, Join) else (out,)
 
-    def local(ref: Ref) -> Ref:
-        if ref >= CONST:
-            consts.append(ref - CONST)
-            return CONST + len(consts) - 1
-        if ref in position:
-            return position[ref]
-        if ref not in loads:
-            loads.append(ref)
-        return ~loads.index(ref)
+
+# where the value of a step is written: a step with memory, and offset and strides in that
+Target = tuple[int, int, Ints]
+
+
+def _targets(program: Program) -> dict[int, list[Target]]:
+    """Where the values of steps are written, by those."""
+    targets: dict[int, list[Target]] = {}
+    for out in program.live:
+        step = program.steps[out]
+        parts = step.parts if isinstance(step, Join) else ((0, step.out.stride),)
+        for ref, (offset, stride) in zip(_written(program, out), parts, strict=True):
+            targets.setdefault(ref, []).append((out, offset, stride))
+    return targets
+
+
+def _together(
+    program: Program, outs: list[int], left: list[int], stored: set[int]
+) -> tuple[list[int], Loop] | None:
+    """What one kernel computes that computes each element of `outs` once for it, and its loop."""
+    rest = [out for out in left if out not in outs]
+    if not rest or not any(isinstance(step, View) for step in program.steps):
+        return None
+    others = _next_outs(program, rest, stored.union(outs))
+    if not others:
+        return None
+    loop = loop_over(program, others, stored)
+    if not isinstance(loop, Loop) or len(loop.operands) > _LINES or 0 in loop.sizes:
+        return None
+    for out in outs:
+        if out not in loop.places or not tiles(
+            program.steps[out].out.shape, loop, loop.places[out]
+        ):
+            return None
+    return others, loop
+
+
+def _fitting(
+    program: Program, outs: list[int], stored: set[int], device: str
+) -> tuple[list[int], Loop]:
+    """As many of `outs` as one kernel had better compute, and its loop."""
+    while True:
+        loop = loop_over(program, outs, stored)
+        apart = _better_stored(program, loop, device) if isinstance(loop, Loop) else loop.step
+        first = [out for out in outs if out == apart or apart not in _on(program, out)]
+        if isinstance(loop, Loop) and (apart not in outs or first == outs):
+            return outs, loop
+        # the first can be computed, for what it needs is stored if it has to be
+        outs = first if 0 < len(first) < len(outs) else outs[:1]
+
+
+def _on(program: Program, out: int, given: set[int] | tuple[()] = ()) -> list[int]:
+    """The steps that `out` follows from, and itself."""
+    return needed([step.args for step in program.steps], [out], given)
+
+
+def _next_outs(program: Program, left: list[int], stored: set[int]) -> list[int]:
+    """Of the outputs that are left, those of one shape that read none of another shape.
+
+    All of that shape, if possible, and the smallest first: broadcast, they are read by others. None
+    where all wait for a Join that is not yet whole.
+    """
+    joins = {out for out in program.live if isinstance(program.steps[out], Join)} - stored
+    shapes = {out: program.steps[out].out.shape for out in left}
+    groups: dict[Ints, list[int]] = {}
+    for out in left:
+        needs = {*_on(program, out, stored)}
+        before = shapes.keys() & needs
+        if not joins & needs and all(shapes[other] == shapes[out] for other in before):
+            groups.setdefault(shapes[out], []).append(out)
+    if not groups:
+        return []
+    counts = Counter(shapes.values())
+    shape = min(groups, key=lambda s: (len(groups[s]) < counts[s], layout.numel(s), len(s)))
+    return groups[shape]
+
+
+# What it costs to compute an element again, and what to store a value and read it back: us for an
+# op on 10^6 elements, bytes through memory in 1 us, and us for a launch; of functions, in ops.
+# Estimates by what the machines can do: 132 processors of 128 lanes, 8 instructions for an op.
+_AGAIN = {"cuda": (0.28, 3.0e6, 4.0), "cpu": (250.0, 1.0e4, 2.0)}
+_FUNCTION = 8
+_LINES = 192  # of a kernel that computes something twice: compile time grows with them
+
+
+def completed(program: Program, device: str) -> Program:
+    """`program` with what has to be stored besides its outputs, or had better be.
+
+    That is what somebody holds a view of; what no kernel can compute where a view of it is read;
+    and what views are read of at several places, where computing it again for each takes longer
+    than going through memory.
+    """
+    if not any(isinstance(step, (View, Join)) for step in program.steps):
+        return program
+    outputs = {output.step: output for output in program.outputs}
+    for output in program.outputs:
+        if output.kind == ALIAS:
+            (base,) = program.steps[output.step].args
+            outputs.setdefault(base, Output(base, STORED))
+    done = False
+    while not done:
+        done = True
+        program = replace(program, outputs=tuple(outputs[step] for step in sorted(outputs)))
+        for out, written in [(x, step) for x in program.live for step in _written(program, x)]:
+            given = {step for step in program.live if step < out and step != written}
+            loop = loop_over(program, [written], given)
+            apart = _better_stored(program, loop, device) if isinstance(loop, Loop) else loop.step
+            if apart is not None and apart not in outputs:
+                outputs[apart] = Output(apart, STORED)
+                done = False
+                break
+    return program
+
+
+def _better_stored(program: Program, loop: Loop, device: str) -> int | None:
+    """A step that had better be stored than computed again and again in `loop`, if any."""
+    again = {step: places for step, places in loop.places.items() if len(places) > 1}
+    if not again:
+        return None
+    each, speed, launch = _AGAIN[device]
+    ops = sum(_weight(program, step) * (len(places) - 1) for step, places in again.items())
+    # what is read at most places, and of these what most is computed for
+    most = max(again, key=lambda step: (len(again[step]), step))
+    spec = program.steps[most].out
+    trip = launch + 2 * layout.numel(spec.shape) * ITEMSIZE[spec.code] / speed
+    costly = ops * each * math.prod(loop.sizes) / 1e6 > trip
+    return most if costly or len(loop.operands) > _LINES else None
+
+
+def _weight(program: Program, index: int) -> int:
+    """What it costs to compute an element of a step, in ops."""
+    step = program.steps[index]
+    assert isinstance(step, Pointwise)
+    calls = re.search(r"\w\(", step.op.expression(step.common, "cuda"))
+    return 1 if calls is None else _FUNCTION
+
+
+def _make_piece(
+    program: Program,
+    outs: list[int],
+    loop: Loop,
+    device: str,
+    targets: dict[int, list[Target]],
+    parts: Sequence[int] = (),
+) -> Piece:
+    """The kernel for `outs`. parts: what it stores besides, wherever the loop computes it."""
+    steps = program.steps
+    nodes = [(index, place) for index in sorted(loop.places) for place in loop.places[index]]
+    loads: list[Read] = []
+    consts: list[int] = []
+    position: dict[Computed, int] = {node: line for line, node in enumerate(nodes)}
+
+    def local(operand: Computed | Read | Ref) -> Ref:
+        if isinstance(operand, Read):
+            if operand not in loads:
+                loads.append(operand)
+            return ~loads.index(operand)
+        if isinstance(operand, tuple):
+            return position[operand]
+        consts.append(operand - CONST)
+        return CONST + len(consts) - 1
 
     lines = []
     for node in nodes:
-        step = steps[node]
-        refs = tuple(map(local, step.args))
+        step = steps[node[0]]
+        assert isinstance(step, Pointwise)
+        refs = tuple(map(local, loop.operands[node]))
         op = step.op
         if op.by_scalar is not None and refs[-1] >= CONST:
             op = op.by_scalar
         lines.append(Line(op, refs, step.common, step.out.code))
-    reads = [steps[ref].out if ref >= 0 else program.inputs[~ref] for ref in loads]
-    results = [steps[node].out for node in outs]
+    own: Place = loop.places[max(outs)][0]
+    computed: list[Computed] = [(out, own) for out in outs]
+    computed += [(part, place) for part in parts for place in loop.places[part]]
+    stores, written = list[Read](), list[Computed]()
+    for node in computed:
+        for memory, offset, stride in targets[node[0]]:
+            begins, walk = walk_of(stride, node[1], len(loop.sizes))
+            stores.append(Read(memory, offset + begins, walk))
+            written.append(node)
+    reads = [steps[x.ref].out if x.ref >= 0 else program.inputs[~x.ref] for x in loads]
+    results = [steps[index].out for index, _ in written]
     shape = results[0].shape
-    sizes, walks = layout.collapse(
-        shape, [layout.expand(spec.shape, spec.stride, shape) for spec in results + reads]
-    )
+    sizes, walks = layout.collapse(loop.sizes, [x.walk for x in [*stores, *loads]])
     lanes = 1
     if device == "cuda":
         lanes = _lanes(sizes, walks, len(results), results + reads, len(lines))
+        if any(x.offset % lanes for x in [*stores, *loads]):  # they would never be aligned
+            lanes = 1
     reach = max(
         sum((n - 1) * s for n, s in zip(sizes, walk, strict=True)) * ITEMSIZE[spec.code]
         for walk, spec in zip(walks, results + reads, strict=True)
@@ -139,7 +323,9 @@ def _make_piece(program: Program, outs: list[int], stored: set[int], device: str
         loads=tuple(operands[: len(reads)]),
         consts=tuple(program.consts[k] for k in consts),
         lines=tuple(lines),
-        stores=tuple((position[k], to) for k, to in zip(outs, operands[len(reads) :], strict=True)),
+        stores=tuple(
+            (position[node], to) for node, to in zip(written, operands[len(reads) :], strict=True)
+        ),
         rank=len(sizes),
         lanes=lanes,
         wide=max(reach, layout.numel(shape)) >= 1 << 31,
@@ -153,9 +339,13 @@ def _make_piece(program: Program, outs: list[int], stored: set[int], device: str
     ]
     return Piece(
         plan=plan,
-        loads=tuple(loads),
+        loads=tuple(x.ref for x in loads),
         consts=tuple(consts),
-        stores=tuple(outs),
+        stores=tuple(x.ref for x in stores),
+        offsets=tuple(
+            x.offset * ITEMSIZE[spec.code]
+            for x, spec in zip([*loads, *stores], reads + results, strict=True)
+        ),
         numel=layout.numel(shape),
         numbers=(*(*sizes[:-1], sizes[-1] // lanes)[1:], *strides),
     )

@@ -276,6 +276,7 @@ class _RowPiece:
             plan=plan,
             loads=tuple(ref for ref, _ in self.loads),
             consts=tuple(self.consts),
+            offsets=(0,) * (len(self.loads) + len(stores)),
             stores=tuple(k for k, _, _ in stores),
             numel=layout.numel(shape),
             numbers=(*sizes[1:], *strides),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..chain.liveness import DEAD
+from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, all_recorders
 from ..fused import Site, call_fused
@@ -123,10 +124,15 @@ class _Witness(Observer):
         flush.lines, flush.gain = recorded.lines_of(path), gain_of(path)
         self.report.flushes.append(flush)
         shells = [chain[index] for index in flush.live]
-        held = self._holders(flush, shells, refcounts, node)
+        held, stored = self._holders(flush, shells, refcounts, node), {*flush.live}
         for index, who in zip(flush.live, held, strict=True):
             op, meta, last = flush.ops[index], flush.values[index], index == len(flush.ops) - 1
-            out = LiveOut(op, spelled(meta), meta.nbytes, flush.position, who, last)
+            base = path[index].base
+            if base in stored:  # a view takes no memory of its own
+                continue
+            stored.add(index if base < 0 else base)
+            nbytes = flush.values[index if base < 0 else base].nbytes
+            out = LiveOut(op, spelled(meta), nbytes, flush.position, who, last)
             self.report.stored.append(out)
 
     def flushed(self, flush: Flush) -> None:
@@ -197,11 +203,16 @@ def _uses(runner: Runner) -> list[KernelUse]:
                 launches=1,
                 reads=tuple(map(spelled, moved[0])),
                 writes=tuple(map(spelled, moved[1])),
-                bytes_read=sum(meta.nbytes for meta in moved[0]),
-                bytes_written=sum(meta.nbytes for meta in moved[1]),
+                bytes_read=sum(_moved(meta, piece.numel) for meta in moved[0]),
+                bytes_written=sum(_moved(meta, piece.numel) for meta in moved[1]),
                 backward=not runner.recorded,
                 target=target_of(runner.device),
                 kernel=kernel.source,
             )
         )
     return found
+
+
+def _moved(meta: Meta, numel: int) -> int:
+    """Bytes that a loop over so many elements moves of a tensor, of which it may see a part."""
+    return min(meta.nbytes, numel * meta.dtype.itemsize)

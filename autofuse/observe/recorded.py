@@ -12,8 +12,8 @@ from typing import Any
 
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, this_thread
-from ..dispatch.handlers import RECORDING
 from ..dispatch.protocol import HANDLERS, OPTIONS
+from ..dispatch.shapes import RECORDING
 from ..lines import Position, user_position
 
 _lock = threading.RLock()  # a finalizer may look too, in the middle of it

@@ -35,13 +35,32 @@ class Reduced(Pointwise):
     """A step that computes its result from rows of its first operand; its op is a `Reduction`."""
 
 
-Step = Pointwise  # of which a view will be another kind
+@dataclass(frozen=True, slots=True)
+class View:
+    """A step that computes nothing: its value lies in the memory of another step's."""
+
+    args: tuple[Ref]  # whose: a step that has memory of its own wherever it has any
+    out: Spec
+    offset: int  # of its first element in that memory, in elements
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A step with memory of its own, in which the values of others are written side by side."""
+
+    args: tuple[Ref, ...]  # Pointwise steps
+    out: Spec
+    parts: tuple[tuple[int, Ints], ...]  # of each: where it begins in that memory, and its strides
+
+
+Step = Pointwise | View | Join
 
 # kinds of Outputs
 NEW = "new"  # memory of its own, for a shell that somebody holds
 STORED = "stored"  # memory of its own, for a backward alone
 WRITE = "write"  # memory that is there, in one step with computing it; only the last value
 COPY = "copy"  # memory of its own, which is then copied to memory that is there; likewise
+ALIAS = "alias"  # none of its own: torch's view of the memory of the step that it lies in
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,5 +83,5 @@ class Program:
 
     @property
     def live(self) -> Ints:
-        """The steps whose values get memory, ascending."""
-        return tuple(output.step for output in self.outputs)
+        """The steps whose values get memory of their own, or are written, ascending."""
+        return tuple(output.step for output in self.outputs if output.kind != ALIAS)

@@ -21,7 +21,7 @@ def is_lost(runner: Runner, error: Exception) -> bool:
 def lose(chain: Chain, runner: Runner, error: Exception) -> None:
     """Say that the live-outs are lost, but for those that have their values."""
     chain.values = {}  # nobody computes them any more
-    for owner in runner.owners:
+    for owner in [*runner.owners, *runner.views]:
         shell = chain[owner.index]
         if shell is not None:
             set_attribute(shell, "_af", Lost(error))
@@ -66,7 +66,7 @@ def recover(chain: Chain, runner: Runner, error: Exception) -> None:
             lose(chain, runner, failure)
         raise failure from error  # where nothing is lost the next flush tries again
     counts.forgotten["ops_recorded"] += len(runner.nodes)
-    counts.forgotten["live_outs_stored"] += len(runner.live)
+    counts.forgotten["live_outs_stored"] += runner.stored
     if isinstance(error, NotReadyError):
         counts.forgotten["eager_flushes"] += 1
         return

@@ -87,7 +87,8 @@ def gain_of(nodes: list[Node]) -> float:
 
 
 def _gain(nodes: list[Node], device_type: str, op_us: float) -> float:
-    gain = (op_us - _RECORDED_US) * len(nodes) - FLUSH_US[device_type]
+    ops = sum(node.base < 0 for node in nodes)  # a view that somebody holds costs the same
+    gain = (op_us - _RECORDED_US) * ops - FLUSH_US[device_type]
     return gain + _work(nodes) / 2 if device_type == "cpu" else gain
 
 
@@ -96,6 +97,8 @@ def _work(nodes: list[Node]) -> float:
     total = 0.0
     for node in nodes:
         assert node.op is not None and node.meta is not None
+        if node.base >= 0:
+            continue
         each = _ARITHMETIC_US
         if calls_functions(node.op, node.common):
             each = _FUNCTIONS_US.get(node.op.name, _FUNCTION_US)

@@ -140,12 +140,12 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         if node.reason:
             skipped(node)
             return refuse(recorder, op, node.reason)
+        if node.cuts:
+            flush(recorder, node.cuts)
+            return record(op, operands)
         if node.cast is not None:
             recorder.reading = False
             return _record_cast(op, operands, node.cast, recorder.device)
-        if node.cut:
-            flush(recorder, "rows")
-            return record(op, operands)
         shell = _shell_of(node)
     if on_host and node.meta is not None and not node.meta.shape:
         return refuse(recorder, op, "0-d tensors on two devices, which promote each other")
@@ -234,7 +234,7 @@ def record_fresh(
 def _shell_of(node: Node) -> Tensor:
     """The shell of a node that has none, or got one meanwhile."""
     assert node.meta is not None
-    shell = make_shell(node.meta, node)
+    shell = make_shell(node.meta, node, node.offset)
     if node.shell is None:
         node.shell = shell
     return node.shell
@@ -374,6 +374,9 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
             node.saves = saves
     if reason and not node.reason:
         node = eager_node(recorder, tip, op, reason, node.meta)
+    elif tip.viewed and node.holds_grad:  # autograd may save views, which here have no node
+        node = eager_node(recorder, tip, op, "")
+        node.cuts = "gradient of a view"
     node.key = key
     recorder.size += 1
     return tip.next.setdefault(key, node)  # another may stand in a chain by now

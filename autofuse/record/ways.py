@@ -10,9 +10,9 @@ from ..errors import ColdKernelError, KernelError
 from ..grad.backward import Graph
 from ..grad.segments import Outline, outline_of
 from ..inside import is_foreign
-from ..kernel.plan import Piece
+from ..kernel.plan import Piece, completed
 from ..kernel.rows import RowPlan, make_pieces
-from ..program.program import COPY, NEW, STORED, WRITE, Output
+from ..program.program import ALIAS, COPY, NEW, STORED, WRITE, Output
 from ..run.devices import runner_class
 from ..run.eager import EagerRunner
 from ..run.runner import FailedRunner, Runner
@@ -24,14 +24,14 @@ from .policy import TRIES, are_alone, is_short, make_eager, pays, rest
 from .ranges import annotated, open_ranges
 
 
-def outputs_of(refcounts: tuple[int, ...], writes: bool) -> tuple[Output, ...]:
+def outputs_of(nodes: list[Node], refcounts: tuple[int, ...], writes: bool) -> tuple[Output, ...]:
     """What a flush has to compute, by the reference counts of its shells.
 
     writes: the last value, to memory that is there.
     """
     written = len(refcounts) - 1 if writes else -1
     return tuple(
-        Output(index, WRITE if index == written else NEW)
+        Output(index, WRITE if index == written else NEW if nodes[index].base < 0 else ALIAS)
         for index, held in enumerate(refcounts)
         if held > DEAD or index == written
     )
@@ -42,7 +42,7 @@ def runner_for(recorder: Recorder, node: Node, refcounts: tuple[int, ...], write
     if recorder.size >= config.max_trie:
         recorder.forget()
         recorder.open()
-    outputs = outputs_of(refcounts, writes)
+    outputs = outputs_of(node.path(), refcounts, writes)
     known: Runner | None = node.by_outputs.get(outputs)
     runner = known
     if known is None or known.waiting:
@@ -105,7 +105,8 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
             graph.attach_to(alone)
             return alone
     nodes[0].long = True
-    pieces = make_pieces(node.program(computed), device.type, processors_of(device))
+    program = completed(node.program(computed), device.type)
+    computed, pieces = program.outputs, make_pieces(program, device.type, processors_of(device))
     if computed[-1:] and computed[-1].kind == WRITE:
         end = pieces[-1] if pieces else None  # what runs last
         # rows are read by more threads than write them

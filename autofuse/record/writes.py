@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..chain.liveness import DEAD, counts_of
 from ..chain.meta import Meta, concrete_meta, likely_meta, make_meta, plain_meta
 from ..chain.shell import Tensor
 from ..chain.state import (
@@ -44,7 +45,7 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     recorder = node.recorder
     if recorder is None or recorder.ident != get_ident() or recorder.chain.tip.holds_grad:
         return False  # under grad the value before the write may be saved for backward
-    if _is_cast(op, recorder):
+    if _is_cast(op, recorder) or _is_seen_apart(recorder.chain, node):
         return False
     result = record(op, operands)
     meta, new = node.meta, _node_of(result)
@@ -64,6 +65,8 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     bumps = chain.bumps or {}
     first, last, seen = node.index, new.index, bumps.get(node.index, 0) + 1
     mine, its = target.__dict__, result.__dict__
+    if _is_seen_apart(chain, node):  # by now
+        return False
     if recorder.chain is chain and chain.tip is new and target._af is node and result._af is new:
         # no Python runs from here...
         chain[first] = result
@@ -78,6 +81,16 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
         # ...to here
         return True
     return False
+
+
+def _is_seen_apart(chain: Chain, node: Node) -> bool:
+    """Whether somebody holds another value of `chain` in the memory of `node`, and sees a write."""
+    if not chain.tip.viewed:
+        return False
+    if node.base >= 0:
+        return True
+    held = counts_of(chain)
+    return any(view.base == node.index and held[view.index] > DEAD for view in chain.tip.path())
 
 
 def _is_cast(op: Op, recorder: Recorder | None) -> bool:
@@ -137,9 +150,12 @@ def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bo
     chain = recorder.chain
     if chain.tip is not node or result._af is not node or _reads_apart(chain, target, meta):
         return False
-    # one thread reads and writes an element; another shape would be another kernel
+    # one thread reads and writes an element; another shape would be another kernel, and through a
+    # view another element may be read
     shape = meta.shape
-    if id(target) in chain.slots and any(step.meta.shape != shape for step in node.path()):  # type: ignore[union-attr]
+    if id(target) in chain.slots and (
+        node.viewed or any(step.meta.shape != shape for step in node.path())  # type: ignore[union-attr]
+    ):
         return False
     return announced(_write_last, recorder, target, node, id(chain))
 
@@ -186,7 +202,7 @@ def pending_version(tensor: Tensor) -> int:
         return raw_version_of(tensor)
     if state.recorder is not None:
         chain = state.recorder.running or state.recorder.chain
-        return (chain.bumps or {}).get(state.index, 0)
+        return (chain.bumps or {}).get(state.index if state.base < 0 else state.base, 0)
     with NoTorchFunction():
         return raw_version_of(tensor)
 

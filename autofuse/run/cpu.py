@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -19,6 +20,7 @@ from ..torch_private import NoModes, address_of, count_write
 from .generated import declared, log_of, result_of, tuple_of
 from .runner import Runner, check_inputs
 from .settle import WRITING, bump, publish, settle
+from .views import viewer
 from .words import Answer
 
 _CHUNK = 1 << 15  # elements below which a second thread costs more than it saves
@@ -46,6 +48,8 @@ class CpuRunner(Runner):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._entries = [kernel.entry for kernel in self.kernels]
+        self._offsets = [piece.offsets if any(piece.offsets) else () for piece in self.pieces]
+        self._bases, self._viewer = viewer(self.nodes, self.views) if self.views else ([], None)
 
     def answering(
         self, given: list[Ref | None], numbers: list[str], places: list[tuple[int, int]]
@@ -87,16 +91,21 @@ class CpuRunner(Runner):
             value = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
             values[pack[0]] = value
             outs |= zip(pack, (value,) if len(pack) == 1 else value, strict=True)
+        if self._viewer is not None:
+            views = self._viewer(*[values[base] for base in self._bases])
+            values |= zip([node.index for node in self.views], views, strict=True)
         into = chain.into if chain is not None and self.writes else None
         if into is not None:
             outs[self.live[-1]] = into
             if _shares(self.pieces[-1])[1] > 1:  # not in one step, and so not in place
                 outs[self.live[-1]] = values[self.live[-1]] = torch.empty_like(into)
-        for piece, entry in zip(self.pieces, self._entries, strict=True):
+        for piece, entry, offsets in zip(self.pieces, self._entries, self._offsets, strict=True):
             pointers = [
                 addresses[~ref] if ref < 0 else address_of(outs[ref])
                 for ref in (*piece.loads, *piece.stores)
             ]
+            if offsets:
+                pointers = list(map(operator.add, pointers, offsets))
             scalars = [consts[const] for const in piece.consts]
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
             steps, chunks = _shares(piece)

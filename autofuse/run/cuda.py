@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from threading import get_ident
 from typing import Any
@@ -36,6 +36,7 @@ from ..torch_private import (
 from .generated import declared, defined, log_of, reciprocal_of, result_of, tuple_of
 from .runner import Runner, check_inputs
 from .settle import WRITING, bump, settle
+from .views import viewer
 from .words import RUNS, Answer, Words, answer
 
 # as `hot.launch.sent` tells them apart; 2 more for a reciprocal
@@ -146,8 +147,13 @@ class CudaRunner(Runner):
         ]
         self._loaded: object = self.kernels  # what the entries are of
 
+    _bases: Sequence[int] = ()  # steps that `views` lie in, and what makes these of their tensors
+    _viewer: Callable[..., Any] | None = None
+
     def bind(self) -> CudaRunner:
         """Make ready for `run`; returns self."""
+        if self.views:
+            self._bases, self._viewer = viewer(self.nodes, self.views)
         head = [
             "inputs = chain.inputs; stream = chain.stream; consts = chain.consts",
             *self._generate_check(),
@@ -159,7 +165,8 @@ class CudaRunner(Runner):
 
     def _programmed(self) -> Words | None:
         """`run` as Words."""
-        if self.tells or not {owner.index for owner in self.visible} <= {*self.made}:
+        outputs = [*self.made, *(node.index for node in self.views)]
+        if self.tells or not {owner.index for owner in self.visible} <= {*outputs}:
             return None
         if self.copied or (self.writes and len(self.pieces) > 1):  # only one launch is one step
             return None
@@ -168,9 +175,10 @@ class CudaRunner(Runner):
         begin.append(len(self.visible))
         for owner in self.visible:
             kept += [owner, owner.meta]
-            begin += [owner.index, id(owner), id(owner.meta), self.made.index(owner.index)]
+            begin += [owner.index, id(owner), id(owner.meta), outputs.index(owner.index)]
         program = self._program(begin, kept)
-        program.attach = self.attach
+        program.attach, program.viewer = self.attach, self._viewer
+        program.bases = tuple(map(outputs.index, self._bases))
         return program
 
     def _program(self, begin: list[int], kept: list[object]) -> Words:
@@ -182,7 +190,8 @@ class CudaRunner(Runner):
         if self.writes:
             places[self.live[-1]] = len(places)
         made = len(self.memory)
-        room = [(ctypes.c_int64 * n)() for n in (made + 3, len(places), made)]
+        sizes = made + 3, len(places), made + len(self.views)
+        room = [(ctypes.c_int64 * n)() for n in sizes]
         device = self.device.index if torch.cuda.device_count() > 1 else -1
         words = [0, len(self.inputs), *map(ctypes.addressof, room), len(places), device,
                  self._entry, 0, 0, *begin, made]  # fmt: skip
@@ -195,8 +204,8 @@ class CudaRunner(Runner):
             words.append(ctypes.addressof(slots.buffer))
             refs = [*piece.loads, *piece.stores]
             words.append(len(refs))
-            for ref, wide in zip(refs, _wide(piece), strict=True):
-                words += [places[ref], 15 if wide and piece.plan.lanes > 1 else 0]
+            for ref, offset, wide in zip(refs, piece.offsets, _wide(piece), strict=True):
+                words += [places[ref], offset, 15 if wide and piece.plan.lanes > 1 else 0]
             words.append(len(piece.consts))
             codes = slots.formats[len(refs) :]
             for const, code, inverse in zip(piece.consts, codes, piece.plan.inverted, strict=True):
@@ -259,6 +268,10 @@ class CudaRunner(Runner):
             lines.append(f"q{index} = address(o{index})")
             for k, other in enumerate(others, 1):
                 lines.append(f"q{other} = q{index} + {k * meta.nbytes}")
+        if self.views:
+            space["views"] = self._viewer
+            results = tuple_of(f"o{node.index}" for node in self.views)[1:-1]
+            lines.append(f"{results} = views({', '.join(f'o{base}' for base in self._bases)})")
         writing = len(self.pieces) - 1 if self.writes else -1
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space, writing=k == writing)
@@ -312,7 +325,8 @@ class CudaRunner(Runner):
 
     def _generate_made(self) -> list[str]:
         """Lines that list the values which shells get, with their versions."""
-        made = "".join(f"{owner.index}: o{owner.index}, " for owner in self.visible)
+        indices = sorted({owner.index for owner in self.visible}.union(self._bases))
+        made = "".join(f"{index}: o{index}, " for index in indices)
         return [f"made = {{{made}}}", "if chain.bumps is not None: bump(chain, made)"]
 
     def _generate_piece(
@@ -328,6 +342,8 @@ class CudaRunner(Runner):
         space[f"buffer{k}"], space[f"slots{k}"] = slots.buffer, slots
         space[f"blocks{k}"], space[f"params{k}"] = slots.blocks, slots.address
         pointers = [f"p{~ref}" if ref < 0 else f"q{ref}" for ref in (*piece.loads, *piece.stores)]
+        for n, offset in enumerate(piece.offsets):
+            pointers[n] += f" + {offset}" if offset else ""
         values = [*pointers]
         for const, inverse in zip(piece.consts, piece.plan.inverted, strict=True):
             values.append(f"reciprocal(consts[{const}])" if inverse else f"consts[{const}]")
@@ -340,8 +356,9 @@ class CudaRunner(Runner):
             ]
         lines.append(f"entry, blocks, params = entry{k}, blocks{k}, params{k}")
         if piece.plan.lanes > 1:
+            wide = [f"({pointer})" for pointer in itertools.compress(pointers, _wide(piece))]
             lines = [
-                f"if ({' | '.join(itertools.compress(pointers, _wide(piece)))}) & 15:",
+                f"if ({' | '.join(wide)}) & 15:",
                 f"    entry, blocks, params = unaligned({k}, {arguments})",
                 "else:",
                 *("    " + line for line in lines),

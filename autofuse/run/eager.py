@@ -27,6 +27,7 @@ from ..torch_private import (
 from .generated import defined, numbered
 from .runner import Runner, check_inputs
 from .settle import publish, settle
+from .views import Calls
 
 
 def _itself(packed: torch.Tensor) -> torch.Tensor:
@@ -108,19 +109,24 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
     lines = []
     wanted = {*needed([node.args for node in nodes], live)}
     last = {ref: node.index for node in nodes if node.index in wanted for ref in node.args}
+    viewed = {nodes[index].base for index in live}
+    views = Calls(space)
     for index, node in enumerate(nodes):
         assert node.op is not None
         if index not in wanted:
             continue
-        space[f"f{index}"] = node.op.eager
-        operands = [
-            f"consts[{ref - CONST}]" if ref >= CONST else f"v{ref}" if ref >= 0
-            else f"inputs[{~ref}]" for ref in node.args
-        ]  # fmt: skip
-        lines.append(f"v{index} = f{index}({', '.join(operands)})")
+        if node.base >= 0:
+            lines += views.lines_for(node)
+        else:
+            space[f"f{index}"] = node.op.eager
+            operands = [
+                f"consts[{ref - CONST}]" if ref >= CONST else f"v{ref}" if ref >= 0
+                else f"inputs[{~ref}]" for ref in node.args
+            ]  # fmt: skip
+            lines.append(f"v{index} = f{index}({', '.join(operands)})")
         if node.meta is not None and node.meta.requires_grad:
             lines.append(f"if late is not None: {numbered(index)}")
-        if index in live:  # before another op saves it
+        if index in live or index in viewed:  # before another op saves it
             lines.append(f"for _ in range(bumps and bumps.get({index}, 0) or 0): bump(v{index})")
         values = {ref for ref in node.args if 0 <= ref < CONST}
         done = [f"v{ref}" for ref in values if last[ref] == index and ref not in live]

@@ -16,7 +16,7 @@ from ..chain.state import Chain, Node
 from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
 from ..lines import shown, user_position
-from ..program.program import COPY, NEW, WRITE, Output
+from ..program.program import ALIAS, COPY, NEW, WRITE, Output
 from ..supply.load import Kernel
 from ..torch_private import NoModes, address_of, version_of
 from .words import Words
@@ -53,14 +53,18 @@ class Runner:
         self.live = tuple(output.step for output in outputs)
         self.writes = bool(outputs) and outputs[-1].kind == WRITE
         self.copied = bool(outputs) and outputs[-1].kind == COPY
-        # nodes of values that get memory of their own (not WRITE), and those of them whose shells
-        # get them (not STORED)
-        self.owners = [self.nodes[output.step] for output in outputs if output.kind != WRITE]
-        self.visible = [self.nodes[output.step] for output in outputs if output.kind in (NEW, COPY)]
+        # nodes of values that get memory of their own (not WRITE or ALIAS), and those whose shells
+        # get them (not STORED), among which are views of others
+        apart, seen = (WRITE, ALIAS), (NEW, COPY, ALIAS)
+        self.owners = [self.nodes[output.step] for output in outputs if output.kind not in apart]
+        self.visible = [self.nodes[output.step] for output in outputs if output.kind in seen]
+        self.views = [self.nodes[output.step] for output in outputs if output.kind == ALIAS]
+        self.stored = len(outputs) - len(self.views)
         self.memory = _memory(self.owners, packs)
         self.made = [pack[0] for pack, _, _ in self.memory]  # owners, a pack by its first
         self.others = 0  # runs but those of `words`
-        dead = [node for node in self.nodes if node.index not in set(self.live)]
+        computed = [node for node in self.nodes if node.base < 0]
+        dead = [node for node in computed if node.index not in set(self.live)]
         self.elided = len(dead) + self.writes
         self.elided_bytes = sum(node.meta.nbytes for node in dead if node.meta is not None)
 

@@ -27,13 +27,17 @@ class Words:
     running), then what is read one after another: Inputs, live shells, outputs, pieces.
     """
 
-    __slots__ = ("address", "attach", "kept", "numbers", "python", "results", "stream", "memory")
+    __slots__ = ("address", "attach", "bases", "kept", "memory", "numbers", "python", "results",
+                 "stream", "viewer")  # fmt: skip
 
     def __init__(self, words: list[int], kept: list[object]) -> None:
         self.memory = (ctypes.c_int64 * len(words))(*words)
         self.address = ctypes.addressof(self.memory)
         self.kept = kept  # the objects whose addresses are among the words
         self.attach: object = None  # as the runner's
+        # what makes views that somebody holds, which come after the outputs, and of which of these
+        self.viewer: Callable[..., Any] | None = None
+        self.bases: tuple[int, ...] = ()
         # of an Answer: its Consts, if any, from those of the chain, the current stream, which
         # result or incoming gradient (~k) goes where, and itself in Python
         self.numbers: Callable[[Any], tuple[Any, ...]] | None = None

@@ -1,0 +1,97 @@
+"""Handlers of recorded ops that are not pointwise, and so no rows of the table.
+
+These are reductions, views and joins.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import is_grad_enabled
+
+from ..chain.meta import Meta
+from ..chain.shell import Tensor
+from ..chain.state import Node
+from ..ops.reductions import DEVICES, REDUCTIONS
+from ..ops.views import JOINS, VIEWS
+from ..record.joins import record_join
+from ..record.record import record
+from ..record.views import record_view
+from .eager import Handler, run_eager
+from .handlers import HOT, chosen_by, handle, passing, unhandled
+from .protocol import HANDLERS
+from .unrecorded import known_of
+
+RECORDING: list[Handler] = []  # torch functions and methods whose handlers may record
+
+
+def install_shapes() -> None:
+    """Put handlers in the place of these ops, once those of the table are there."""
+    for name, choose in REDUCTIONS.items():
+        for place, func in unhandled(name):
+            handle(place, name, reducing(choose, func))
+    for name in VIEWS:
+        for place, func in unhandled(name):
+            handle(place, name, viewing(name, func))
+    for name in JOINS:
+        for place, func in unhandled(name):
+            handle(place, name, joining(name, func))
+    RECORDING.extend(HANDLERS)
+
+
+def reducing(choose: Handler, func: Handler) -> Handler:
+    """A handler for reductions, of which `choose` knows those that go into a chain."""
+    rest = passing(func)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and _is_never_reduced(args[0]):
+            return rest(*args, **kwargs)
+        chosen = chosen_by(choose, args, kwargs)
+        shell = None if chosen is None else record(*chosen)
+        return rest(*args, **kwargs) if shell is None else shell
+
+    return call
+
+
+def _is_never_reduced(x: Any) -> bool:
+    """Whether it is known at a glance that a reduction of `x` is not recorded: 0.2 us, not 2."""
+    if x.__class__ is not Tensor:
+        return False
+    meta = x._af
+    if meta.__class__ is Node:
+        meta = meta.meta
+    elif meta.__class__ is not Meta:
+        return False
+    return meta.device.type not in DEVICES or (meta.requires_grad and is_grad_enabled())
+
+
+def viewing(name: str, func: Handler) -> Handler:
+    """A handler for `func`, which gives views: of a pending value they are recorded."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0].__class__ is Tensor and args[0]._af.recorder is not None:
+            views = record_view(name, func, call, args, kwargs)
+            if views is not None:
+                return views
+        return run_eager(func, args, kwargs)
+
+    handler, known = functools.wraps(func)(call), known_of(func)
+    if known.in_c and not known.writes:
+        HOT.append(("viewing", handler, (func, known)))
+    return handler
+
+
+def joining(name: str, func: Handler) -> Handler:
+    """A handler for `func`, which puts tensors side by side: pending values, where they belong."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs or (len(args) == 1 and kwargs.keys() == {"dim"}):
+            joined = record_join(name, *args, **kwargs) if 0 < len(args) < 3 else None
+            if joined is not None:
+                return joined
+        return run_eager(func, args, kwargs)
+
+    handler = functools.wraps(func)(call)
+    HOT.append(("joining", handler, (func, known_of(func))))
+    return handler

@@ -1,0 +1,205 @@
+"""Index maps: which element of a value one position of a kernel's loop reads, through views.
+
+Pure integer arithmetic. A value that is computed inside a kernel is a function of its own indices;
+a view of it is not copied but read at other indices, which are found here. A step that is read at
+several places of the loop is computed once for each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Container
+from dataclasses import dataclass
+
+from ..layout import Ints
+from ..program.program import CONST, Join, Program, Ref, View
+
+# Of each axis of a value: the index where the loop begins, and how far it moves along that axis
+# with each axis of the loop
+Place = tuple[tuple[int, Ints], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """An operand in memory, as a loop goes through it."""
+
+    ref: Ref  # an Input, or a step whose value is stored
+    offset: int  # elements from where its memory begins to the first one that is read
+    walk: Ints  # elements along each axis of the loop
+
+
+Computed = tuple[int, Place]  # a step, and where it is computed
+Found = Computed | Read | Ref  # a Const as its reference
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """The loop of one kernel, and all that it computes."""
+
+    sizes: Ints
+    places: dict[int, list[Place]]  # by step
+    operands: dict[Computed, list[Found]]
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A step that no loop can compute where a view of it is read: it has to be stored."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """An axis of the loop that has to be two, for it joins two of a value."""
+
+    axis: int
+    inner: int  # size of the second
+
+
+def loop_over(program: Program, outs: list[int], given: Container[Ref]) -> Loop | Apart:
+    """The loop that computes the steps `outs`, all of one shape; the values of `given` are stored.
+
+    It has an axis for each of theirs, or several where a view has joined those of what it reads.
+    """
+    parts = [[size] for size in program.steps[outs[0]].out.shape]
+    while True:
+        found = _loop_over(program, outs, given, parts)
+        if not isinstance(found, _Cut):
+            return found
+        axis = found.axis
+        for part in parts:
+            if axis < len(part):
+                part[axis : axis + 1] = [part[axis] // found.inner, found.inner]
+                break
+            axis -= len(part)
+
+
+def _loop_over(
+    program: Program, outs: list[int], given: Container[Ref], parts: list[list[int]]
+) -> Loop | Apart | _Cut:
+    steps = program.steps
+    sizes = tuple(size for part in parts for size in part)
+    own = _own_place(parts, len(sizes))
+    places: dict[int, list[Place]] = {index: [own] for index in outs}
+    operands: dict[Computed, list[Found]] = {}
+    for index in range(max(outs), -1, -1):
+        for place in places.get(index, ()):
+            step, found = steps[index], []
+            for ref in step.args:
+                operand = _operand(program, given, ref, place, step.out.shape, sizes)
+                if isinstance(operand, (Apart, _Cut)):
+                    return operand
+                if isinstance(operand, tuple):
+                    known = places.setdefault(operand[0], [])
+                    if operand[1] not in known:
+                        known.append(operand[1])
+                found.append(operand)
+            operands[index, place] = found
+    return Loop(sizes, places, operands)
+
+
+def tiles(shape: Ints, loop: Loop, places: list[Place]) -> bool:
+    """Whether a loop that computes a value of `shape` at `places` computes each element once."""
+    moves = [move for _, move in places[0]]
+    if any([move for _, move in place] != moves for place in places):
+        return False
+    extents, used = [], set[int]()
+    for move in moves:
+        extent = 1
+        for distance, axis in sorted((n, axis) for axis, n in enumerate(move) if n):
+            if distance != extent or axis in used:
+                return False
+            used.add(axis)
+            extent *= loop.sizes[axis]
+        extents.append(extent)
+    if any(size != 1 and axis not in used for axis, size in enumerate(loop.sizes)):
+        return False
+    counts = [divmod(size, extent) for size, extent in zip(shape, extents, strict=True)]
+    if any(rest for _, rest in counts) or math.prod(n for n, _ in counts) != len(places):
+        return False
+    grid = [range(0, size, extent) for size, extent in zip(shape, extents, strict=True)]
+    return {tuple(start for start, _ in place) for place in places} == {*itertools.product(*grid)}
+
+
+def _own_place(parts: list[list[int]], rank: int) -> Place:
+    """Where the loop computes a value of its own shape."""
+    place, axis = [], 0
+    for part in parts:
+        moves = [0] * rank
+        for k, size in enumerate(part):
+            if size != 1:
+                moves[axis + k] = math.prod(part[k + 1 :])
+        place.append((0, tuple(moves)))
+        axis += len(part)
+    return tuple(place)
+
+
+def _operand(
+    program: Program, given: Container[Ref], ref: Ref, place: Place, shape: Ints, sizes: Ints
+) -> Found | Apart | _Cut:
+    """Where an operand of a step of `shape` is read that is computed at `place`."""
+    if ref >= CONST:
+        return ref
+    spec = program.inputs[~ref] if ref < 0 else program.steps[ref].out
+    still = (0, (0,) * len(sizes))
+    lead = len(shape) - len(spec.shape)
+    own = tuple(still if n == 1 else place[lead + k] for k, n in enumerate(spec.shape))
+    step = None if ref < 0 else program.steps[ref]
+    memory = step.args[0] if isinstance(step, View) else ref
+    if memory >= 0 and memory not in given and isinstance(program.steps[memory], Join):
+        return Apart(memory)
+    if isinstance(step, View):
+        offset, walk = walk_of(spec.stride, own, len(sizes))
+        offset, (base,) = offset + step.offset, step.args
+        if base in given:
+            return Read(base, offset, walk)
+        return _place_in(program, base, offset, walk, sizes)
+    if ref < 0 or ref in given:
+        return Read(ref, *walk_of(spec.stride, own, len(sizes)))
+    return ref, own
+
+
+def walk_of(stride: Ints, place: Place, rank: int) -> tuple[int, Ints]:
+    """Where in memory of these strides `place` begins, and how it moves with the loop."""
+    pairs = list(zip(stride, place, strict=True))
+    offset = sum(step * start for step, (start, _) in pairs)
+    return offset, tuple(sum(s * moves[k] for s, (_, moves) in pairs) for k in range(rank))
+
+
+def _place_in(
+    program: Program, base: int, offset: int, walk: Ints, sizes: Ints
+) -> Computed | Apart | _Cut:
+    """Where step `base` is computed that is read, in memory that it would have, at `offset`."""
+    spec = program.steps[base].out
+    # it would lie without a gap, so that an address is one number with a digit for each axis: a
+    # step of the loop adds digits, and as long as none carries its indices move evenly
+    axes = [axis for axis, size in enumerate(spec.shape) if size != 1]
+    axes.sort(key=lambda axis: -spec.stride[axis])
+    start = _digits(offset, axes, spec.stride)
+    moves = [_digits(step, axes, spec.stride) for step in walk]
+    for axis in reversed(axes):
+        last = start[axis] + sum(
+            move[axis] * (size - 1) for move, size in zip(moves, sizes, strict=True)
+        )
+        if last < spec.shape[axis]:
+            continue
+        whole = spec.shape[axis] * spec.stride[axis]
+        for k, size in enumerate(sizes):
+            inner = whole // walk[k] if moves[k][axis] and whole % walk[k] == 0 else size
+            if 1 < inner < size and size % inner == 0:
+                return _Cut(k, inner)
+        return Apart(base)
+    zero = (0,) * len(sizes)
+    place: list[tuple[int, Ints]] = [(0, zero)] * len(spec.shape)
+    for axis in axes:
+        place[axis] = start[axis], tuple(move[axis] for move in moves)
+    return base, tuple(place)
+
+
+def _digits(number: int, axes: list[int], stride: Ints) -> dict[int, int]:
+    """`number` as so many steps along each of the axes, the largest first."""
+    digits = {}
+    for axis in axes:
+        digits[axis], number = divmod(number, stride[axis])
+    return digits

@@ -1,0 +1,73 @@
+"""Views: ops whose results lie in the memory of their operand, by torch's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..layout import Ints
+from .row import Op
+
+# torch's functions and methods that give views; whether one does may depend on the operand's layout
+VIEWS = frozenset(
+    "adjoint broadcast_to chunk diagonal dsplit expand expand_as flatten hsplit movedim moveaxis "
+    "narrow permute ravel reshape reshape_as select split split_with_sizes squeeze swapaxes "
+    "swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view view_as vsplit "
+    "__getitem__".split()
+)
+ATTRIBUTES = ("T", "mT", "H", "mH")
+SQUARE = ("T", "H")  # which torch wants to be matrices
+LIKE = {"expand_as": torch.Tensor.expand, "reshape_as": torch.Tensor.reshape,
+        "view_as": torch.Tensor.view}  # take a tensor for its shape  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ViewOp(Op):
+    """What one view function makes of one operand: a single use, not a row of the table."""
+
+    dtype: torch.dtype = torch.float32
+    shape: Ints = ()
+    stride: Ints = ()
+    offset: int = 0  # in the memory of its base
+    call: Callable[..., Any] | None = None  # of the operand; the same for all of several results
+    part: int | None = None  # which result of several
+    parts: int = 0  # and how many these are
+
+
+JOINS = ("cat", "concat", "concatenate", "stack")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinOp(Op):
+    """Tensors side by side in new memory: a use of torch.cat or torch.stack."""
+
+    dtype: torch.dtype = torch.float32
+    shape: Ints = ()
+    stride: Ints = ()
+    parts: tuple[tuple[int, Ints], ...] = ()  # where each operand begins there, and its strides
+
+
+def join_op(name: str, dim: int, result: torch.Tensor, parts: list[torch.Tensor]) -> JoinOp:
+    """The op that gives `result`, a stand-in without values, of which `parts` are views."""
+    join = torch.stack if name == "stack" else torch.cat
+    return JoinOp(
+        name, " ".join(f"x{k}" for k in range(len(parts))), "x0", accepts="fib",
+        eager=lambda *xs: join(xs, dim), dtype=result.dtype, shape=tuple(result.shape),
+        stride=tuple(result.stride()),
+        parts=tuple((int(x.storage_offset()), tuple(x.stride())) for x in parts),
+    )  # fmt: skip
+
+
+def view_op(
+    name: str, call: Callable[..., Any], part: int | None, parts: int, result: torch.Tensor
+) -> ViewOp:
+    """The op that gives `result`, a view of a stand-in without values."""
+    eager = call if part is None else lambda x: call(x)[part]
+    return ViewOp(
+        name, "x", "x", accepts="fib", eager=eager, call=call, part=part, parts=parts,
+        dtype=result.dtype, shape=tuple(result.shape), stride=tuple(result.stride()),
+        offset=int(result.storage_offset()),
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""Joins: torch.cat and torch.stack of pending values, which are written where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from ..chain.meta import UNKNOWN, Meta, concrete_meta, plain_meta
+from ..chain.shell import Tensor
+from ..chain.state import Node, this_thread
+from ..ops.row import OPS
+from ..ops.views import JoinOp, join_op
+from ..torch_private import InferenceMode, NoModes, looked_on
+from .record import record
+
+_MOST = 8  # tensors that one kernel writes side by side
+_KNOWN: dict[tuple[Any, ...], JoinOp | None] = {}  # by name, dimension and Metas
+_REFUSED = RuntimeError, IndexError, TypeError, ValueError
+
+
+def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
+    """Record torch's function `name` of tensors of which some are pending; None for eager PyTorch.
+
+    Those that are no results of ops, as views and memory are, are copied by the same kernel.
+    """
+    if dim.__class__ is not int or tensors.__class__ not in (list, tuple):
+        return None
+    if not 2 <= len(tensors) <= _MOST or this_thread.closed or looked_on():
+        return None
+    pending = [x for x in tensors if x.__class__ is Tensor and x._af.recorder is not None]
+    recorder = pending[0]._af.recorder if pending else None
+    if recorder is None or recorder.ident != get_ident():
+        return None
+    tip = recorder.chain.tip
+    if tip.holds_grad or tip.told or tip.looked_on or tip.rows is not None:
+        return None
+    metas = [_meta_of(x) for x in tensors]
+    first = metas[0]
+    for meta in metas:
+        if meta is None or first is None or meta.dtype is not first.dtype or not meta.nbytes:
+            return None
+        if meta.device is not recorder.device or (meta.requires_grad and torch.is_grad_enabled()):
+            return None
+    op = _op_of(name, dim, metas)
+    if op is None:
+        return None
+    parts = []
+    for x in tensors:
+        node = x._af if x.__class__ is Tensor else None
+        if not isinstance(node, Node) or node.base >= 0 or node.op.__class__ is JoinOp:
+            x = record(OPS["clone"], (x,))
+            if x is None:
+                return None
+        parts.append(x)
+    return record(op, tuple(parts))
+
+
+def _meta_of(x: Any) -> Meta | None:
+    if x.__class__ is Tensor:
+        state = x._af
+        if state.__class__ is Meta:
+            return state
+        return concrete_meta(x) if state is UNKNOWN else getattr(state, "meta", None)
+    return plain_meta(x) if x.__class__ in (torch.Tensor, torch.nn.Parameter) else None
+
+
+def _op_of(name: str, dim: int, metas: Sequence[Any]) -> JoinOp | None:
+    """The op of a join of such tensors; None where only torch knows what comes of it."""
+    key = name, dim, *metas
+    if key not in _KNOWN:
+        if len(_KNOWN) > 4096:
+            _KNOWN.clear()
+        _KNOWN[key] = _made(name, dim, metas)
+    return _KNOWN[key]
+
+
+def _made(name: str, dim: int, metas: Sequence[Any]) -> JoinOp | None:
+    stacks, shape = name == "stack", metas[0].shape
+    if stacks:  # what stands for torch.stack on stand-ins says other errors in some versions
+        if not all(meta.flat and meta.shape == shape for meta in metas):
+            return None
+        if not -len(shape) <= dim + (dim < 0) <= len(shape):
+            return None
+    with NoModes(), InferenceMode(False):
+        xs = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas]
+        try:
+            if stacks:
+                xs = [x.unsqueeze(dim) for x in xs]
+            result = torch.cat(xs, dim)
+        except _REFUSED:
+            return None
+        if stacks:
+            parts = list(result.unbind(dim))
+        else:
+            parts = list(result.split([meta.shape[dim] for meta in metas], dim))
+        return join_op(name, dim, result, parts)

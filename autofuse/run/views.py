@@ -1,0 +1,61 @@
+"""Views that somebody holds: torch's own, of the memory of the step that each lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..chain.state import Node
+from ..ops.views import ViewOp
+from ..torch_private import set_grad_enabled
+from .generated import defined, tuple_of
+
+
+class Calls:
+    """Statements that make views as they were asked for: who gives several is called once."""
+
+    def __init__(self, space: dict[str, Any]) -> None:
+        self.space = space  # what the statements name
+        self.left: dict[tuple[int, int, int | None], str] = {}  # results that no node has yet
+
+    def lines_for(self, node: Node) -> list[str]:
+        """Statements that make `v<index>` of the operand of `node`."""
+        (operand,), op = node.args, node.op
+        assert isinstance(op, ViewOp)
+        lines = []
+        name = self.left.pop((operand, id(op.call), op.part), "")
+        if not name:  # the same view again is another tensor
+            name = f"made{node.index}"
+            self.space[f"f_{name}"] = op.call
+            lines.append(f"{name} = f_{name}(v{operand})")
+            others = [k for k in range(op.parts) if k != op.part]
+            self.left.update(((operand, id(op.call), k), name) for k in others)
+        part = "" if op.part is None else f"[{op.part}]"
+        return [*lines, f"v{node.index} = {name}{part}"]
+
+
+def viewer(nodes: list[Node], wanted: list[Node]) -> tuple[list[int], Callable[..., Any]]:
+    """The steps that `wanted`, which are views, lie in, and a function from their tensors to these.
+
+    It calls what was called when they were recorded, in that grad mode: torch keeps of a view how
+    it was made.
+    """
+    bases = sorted({node.base for node in wanted})
+    needed: set[int] = set()
+    for node in wanted:
+        while node.base >= 0:
+            needed.add(node.index)
+            node = nodes[node.args[0]]
+    space: dict[str, Any] = {"grad_is_on": torch.is_grad_enabled, "set_grad": set_grad_enabled}
+    calls = Calls(space)
+    lines = [line for index in sorted(needed) for line in calls.lines_for(nodes[index])]
+    lines.append(f"return {tuple_of(f'v{node.index}' for node in wanted)}")
+    body = "".join(f"        {line}\n" for line in lines)
+    source = (
+        f"def views({', '.join(f'v{base}' for base in bases)}):\n"
+        f"    was = grad_is_on()\n    try:\n        set_grad({wanted[0].grad_mode})\n{body}"
+        f"    finally:\n        set_grad(was)\n"
+    )
+    return bases, defined(source, "views", space)

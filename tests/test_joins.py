@@ -1,0 +1,157 @@
+"""torch.cat and torch.stack of pending values: each is written where it belongs."""
+
+import pytest
+import torch
+
+import autofuse
+from autofuse.ops.views import JOINS
+from autofuse.record import flush
+from support import DEVICES, DTYPES, assert_same, assert_same_as_eager, outcome, random_tensor
+
+W = autofuse.wrap
+SHAPE = 4, 6, 2
+
+JOINED = {
+    "cat": lambda x: torch.cat((x + x, x)),
+    "cat of lists": lambda x: torch.cat([x + x, x, x * x], 1),
+    "cat dim": lambda x: torch.cat((x + x, x * x), dim=-1),
+    "concat": lambda x: torch.concat((x + x, x), 2),
+    "concatenate": lambda x: torch.concatenate((x + x, x), 0),
+    "other sizes": lambda x: torch.cat((x + x, x[:1] * x[1:2], (x * x)[2:]), 0),
+    "of itself": lambda x: torch.cat((y := x + x, y), 1),
+    "stack": lambda x: torch.stack((x + x, x * x)),
+    "stack last": lambda x: torch.stack((x + x, x, x * x), -1),
+    "stack from behind": lambda x: torch.stack((x + x, x), -4),
+    "stack inside": lambda x: torch.stack([x + x, x], dim=1),
+    "views": lambda x: torch.cat(((y := x + x)[1:], y[:1]), 0),
+    "halves": lambda x: torch.cat([part * part for part in (x + x).chunk(2, 1)][::-1], 1),
+    "turned": lambda x: torch.cat(((x + x).mT, (x * x).mT), 1),
+    "nested": lambda x: torch.cat((torch.stack((x + x, x)).flatten(0, 1), x * x), 0),
+    "of a view of it": lambda x: torch.stack(torch.cat((x + x, x * x), 1).chunk(2, 1)),
+    "empty": lambda x: torch.cat((x + x, x[:0])),
+    "old empty": lambda x: torch.cat((x + x, torch.empty(0, dtype=x.dtype, device=x.device))),
+    "dtypes": lambda x: torch.cat((x + x, (x + x).double())),
+    "many": lambda x: torch.stack([x + x] * 9),
+}
+LAYOUTS = [lambda x: x, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+           lambda x: x[:1].expand(SHAPE)]  # fmt: skip
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def test_every_function_has_a_case():
+    assert {*JOINS} <= {*JOINED}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_joins_are_eagers(device, on, tier, name):
+    join = JOINED[name]
+    x = random_tensor(SHAPE, torch.float32, device)
+    for layout in LAYOUTS:
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                assert_same_as_eager(lambda x, layout=layout: join(layout(x)), x)
+                assert_same_as_eager(lambda x, layout=layout: join(layout(x)) * 2 - 1, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", JOINED)
+def test_every_dtype(device, name, dtype):
+    x = random_tensor(SHAPE, dtype, device, wild=dtype.is_floating_point)
+    assert_same_as_eager(JOINED[name], x)
+
+
+def test_a_join_is_one_kernel_and_no_copy(device, on):
+    x = random_tensor((8, 64), torch.float32, device)
+
+    def stored(make):
+        autofuse.reset_stats()
+        got = make(W(x))
+        assert autofuse.is_pending(got)
+        autofuse.materialize(got)
+        stats = autofuse.stats()
+        assert stats.ops_eager == 0
+        assert_same(got, make(x), None)
+        return stats.kernels_launched, stats.live_outs_stored
+
+    assert stored(lambda x: torch.stack((x * 2.0, x + 1.0, x.neg()), -1)) == (1, 1)
+    assert stored(lambda x: torch.cat((x * 2.0, x), 1)) == (1, 1)
+    assert stored(lambda x: torch.cat(((y := x * 2.0)[:, 32:].neg(), y[:, :32]), 1)) == (1, 1)
+    assert stored(lambda x: torch.cat((x * 2.0, (x * 3.0)[0:1]))) == (2, 1)  # two shapes
+
+
+def test_rotary_embedding(device, on):
+    x = random_tensor((2, 8, 64), torch.float32, device)
+    angles = random_tensor((8, 64), torch.float32, device, seed=1)
+
+    def rotary(x, cos, sin):
+        y = x * 2.0
+        first, second = y.chunk(2, -1)
+        return y * cos + torch.cat((-second, first), -1) * sin
+
+    autofuse.reset_stats()
+    got = rotary(W(x), angles, angles.neg())
+    autofuse.materialize(got)
+    assert autofuse.stats().kernels_launched <= 2 and autofuse.stats().ops_eager == 0
+    assert_same(got, rotary(x, angles, angles.neg()), None)
+
+
+def test_writes_to_what_was_joined_and_to_what_came_of_it(device, on):
+    x = random_tensor((4, 6), torch.float32, device)
+
+    def run(x, written):
+        a, b = x * 2.0, x + 1.0
+        joined = torch.cat((a, b), 1)
+        view = joined[:, 3:9]
+        held = [a, b, joined, view]
+        before = [one + 1.0 for one in held]
+        held[written].mul_(3.0)
+        return *held, *before, *(one - 1.0 for one in held)
+
+    for written in range(4):
+        got, want = run(W(x), written), run(x, written)
+        assert_same(got, want, None)
+        assert [one._version for one in got] == [one._version for one in want]
+
+
+def test_a_chain_that_ends_in_the_middle_takes_nobodys_memory(device, on, monkeypatch):
+    """Chains are full while what is joined is recorded, and run as eager ops then."""
+    for nodes in range(2, 8):
+        for compiled in (True, False):
+            monkeypatch.setattr(autofuse.config, "max_nodes", nodes)
+            if not compiled:
+                monkeypatch.setattr(autofuse.config, "compile", "background")
+                monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
+            x, y = (random_tensor((4, 6), torch.float32, device, seed) for seed in (0, 1))
+            w, v = W(x.clone()), W(y.clone())
+            got = torch.cat((w * 2.0, v, w, w + v), 1) + 1.0
+            assert_same(got, torch.cat((x * 2.0, y, x, x + y), 1) + 1.0, None)
+            assert_same((w, v), (x, y), None)
+            flush.flush_all("test")
+
+
+def test_gradients_and_errors(device, on):
+    x = random_tensor((4, 6), torch.float32, device)
+
+    def gradient(x, wrapped):
+        leaf = x.clone().requires_grad_()
+        y = W(leaf) if wrapped else leaf
+        torch.cat((y * 2.0, y.sigmoid() * y), 1).square().sum().backward()
+        return leaf.grad
+
+    assert_same(gradient(x, True), gradient(x, False), 1e-6)
+    for wrong in (
+        lambda x: torch.cat((x * 2.0, x.t() * 2.0)),
+        lambda x: torch.cat((x * 2.0, x), 5),
+        lambda x: torch.stack((x * 2.0, x[:2])),
+        lambda x: torch.stack((x * 2.0, x), 3),
+        lambda x: torch.stack((x * 2.0, x), -4),
+        lambda x: torch.cat((x * 2.0, 1.0)),
+        lambda x: torch.cat([]),
+    ):
+        _, want = outcome(wrong, (x,))
+        _, got = outcome(wrong, (W(x),))
+        assert type(got) is type(want) and str(got) == str(want)
