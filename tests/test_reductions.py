@@ -37,6 +37,7 @@ H200 = (132, 2048)
 @pytest.fixture
 def recording(monkeypatch, always):
     """Reductions are recorded on the CPU."""
+    monkeypatch.setattr(autofuse.config, "reductions", True)
     reductions.DEVICES.add("cpu")
     monkeypatch.setattr("autofuse.chain.trie.processors_of", lambda device: H200)
     forget_all("test")
@@ -66,6 +67,7 @@ class _Kernel:
 
 
 launched = []  # (name, blocks, threads)
+broken = []  # what kernels have raised
 
 
 class _EmulatedRunner(cuda.CudaRunner):
@@ -85,7 +87,10 @@ class _EmulatedRunner(cuda.CudaRunner):
             values = [kinds[c].from_address(at).value for c, at in zip(codes, slots, strict=True)]
             values = [simt.F32(v) if c == "f32" else v for c, v in zip(codes, values, strict=True)]
             launched.append((source.name, blocks, threads))
-            simt.run(source, blocks, values, memory=_Memory({}))
+            try:
+                simt.run(source, blocks, values, memory=_Memory({}))
+            except BaseException as error:  # who calls it is C, which has no use for it
+                broken.append(error)
             return 0
 
         self._launch = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(launch)
@@ -112,7 +117,9 @@ def emulated(monkeypatch, recording, on):
     monkeypatch.setitem(devices.RUNNERS, "cpu", _EmulatedRunner)
     monkeypatch.setattr("autofuse.record.ways.processors_of", lambda device: H200)
     launched.clear()
-    return made
+    broken.clear()
+    yield made
+    assert not broken
 
 
 def row(n, seed=0, dtype=torch.float32):
@@ -367,6 +374,52 @@ def test_numbers_of_rows_meet_what_is_no_row_of_theirs(recorded):
     assert_same(autofuse.unwrap(z), (x * 2.0).sum(-1, keepdim=True) * torch.ones(1, 7), None)
 
 
+def test_rows_that_are_no_whole_number_of_vectors_are_eager(recorded):
+    """What is broadcast or padded begins elsewhere than vectors of them do."""
+    x, b = table(6, 131), row(131, 1)
+    for shape in ((6, 131), (2, 3, 131)):
+        t = x.view(shape)
+        for program in (
+            lambda t, b: (t + b).sum(-1), lambda t, b: (t * b).amax(-1, keepdim=True) + t,
+        ):  # fmt: skip
+            got = program(autofuse.wrap(t), autofuse.wrap(b))
+            assert_same(autofuse.unwrap(got), program(t, b), None)
+    assert any("no whole number of" in reason for _, reason in autofuse.stats().eager_ops)
+
+
+def test_a_number_a_row_is_no_weight_of_columns(recorded):
+    """Which its shape says, where there are as many rows."""
+    x = table(8, 8)
+    w = autofuse.wrap(x)
+    total = w.sum(-1)
+    got = F.rms_norm(w, (8,), total)
+    assert not autofuse.is_pending(total)
+    assert_same(autofuse.unwrap(got), F.rms_norm(x, (8,), x.sum(-1)), None)
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: torch.softmax(x, -1, 3), lambda x: torch.softmax(x, -1, third=3),
+    lambda x: x.softmax(-1, "a"), lambda x: F.layer_norm(x, (8,), eps="1e-5"),
+    lambda x: F.rms_norm(x, (8,), None, "1e-5"), lambda x: F.layer_norm(x, (8.0,)),
+    lambda x: F.rms_norm(x, [8.0]),
+])  # fmt: skip
+def test_calls_that_eager_refuses_are_refused(recorded, call):
+    x = table(4, 8)
+    with pytest.raises(TypeError) as want:
+        call(x)
+    with pytest.raises(TypeError) as got:
+        call(autofuse.wrap(x) * 2.0)
+    assert str(got.value) == str(want.value)
+
+
+def test_none_is_recorded_unless_that_is_set(recorded, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "reductions", False)
+    x = table(4, 8)
+    y = torch.softmax(autofuse.wrap(x) * 2.0, -1)
+    assert not autofuse.is_pending(y) and flushes() == {"softmax": 1}
+    assert_same(autofuse.unwrap(y), torch.softmax(x * 2.0, -1), None)
+
+
 def test_views_joins_and_reductions_are_in_chains_of_their_own(recorded):
     x, y = table(4, 16), table(4, 16, 1)
     w, v = autofuse.wrap(x), autofuse.wrap(y)
@@ -410,9 +463,12 @@ def test_a_loop_of_reductions_has_kernels_of_a_few(recorded):
 
 
 def test_where_the_order_is_not_known_they_are_eager():
-    assert verified.is_verified("2.11.0+cu130", (9, 0))
-    for version, capability in (("2.14.0", (9, 0)), ("2.11.0", (8, 0)), ("3.0.1+cu140", (10, 0))):
-        assert not verified.is_verified(version, capability)
+    assert verified.is_verified("2.11.0+cu130", "13.0", (9, 0))
+    for version, toolkit, capability in (
+        ("2.14.0", "13.0", (9, 0)), ("2.11.0", "13.0", (8, 0)), ("2.11.0+cu128", "12.8", (9, 0)),
+        ("3.0.1+cu140", "14.0", (10, 0)),
+    ):  # fmt: skip
+        assert not verified.is_verified(version, toolkit, capability)
 
 
 def test_what_a_comparison_found_is_kept(monkeypatch, tmp_path):
@@ -429,6 +485,9 @@ def test_what_a_comparison_found_is_kept(monkeypatch, tmp_path):
     assert verified.keep(device, same=True) == "" and verified.refusal(device) == ""
     assert verified.keep(device, same=False) == ""
     assert "other bits than eager's" in verified.refusal(device)
+    monkeypatch.setattr(verified, "is_verified", lambda *_: True)  # it says more than the authors
+    verified._refusal.cache_clear()
+    assert "other bits than eager's" in verified.refusal(device)
     before = verified.key_of(device)
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert verified.key_of(device) != before
@@ -443,12 +502,12 @@ def test_verify_without_a_gpu(monkeypatch, capsys):
 
 def test_a_wrong_order_is_found(emulated, monkeypatch):
     """By the comparison, which then says which program differs over which rows."""
-    over = [(5, 131, "plain", 0)]
+    over = [(5, 132, "plain", 0)]
     with torch.no_grad():
         monkeypatch.setattr(verify, "differing", lambda got, want: int(not torch.equal(got, want)))
-        rows = table(5, 131, 3)
+        rows = table(5, 132, 3)
         want = bits([
-            row_oracle.reduced("sum", r, k * 131, 5, scheme_of("sum", 5, 131, 4, H200).across, 4)
+            row_oracle.reduced("sum", r, k * 132, 5, scheme_of("sum", 5, 132, 4, H200).across, 4)
             for k, r in enumerate(rows.numpy())
         ])  # fmt: skip
         values = verify.Values(rows, rows, rows[0], rows[0], rows[:, :1])
@@ -461,7 +520,7 @@ def test_a_wrong_order_is_found(emulated, monkeypatch):
         emulated.clear()
         simt._thread_of.cache_clear()
         (wrong,) = verify.compare("sum", torch.float32, over, "cpu").wrong
-        assert wrong.startswith("[5, 131] plain")
+        assert wrong.startswith("[5, 132] plain")
     simt._thread_of.cache_clear()
 
 
@@ -485,7 +544,8 @@ PROGRAMS = {
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_eagers_bits_on_cuda(name, dtype, on, always):
+def test_eagers_bits_on_cuda(name, dtype, on, always, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "reductions", True)
     if verified.refusal(torch.device("cuda", 0)):
         pytest.skip("not verified on this GPU with this torch")
     program = PROGRAMS[name]
@@ -503,15 +563,17 @@ def test_eagers_bits_on_cuda(name, dtype, on, always):
         with torch.no_grad():
             autofuse.reset_stats()
             got = program(*map(autofuse.wrap, (x, y, w, b)))
-            assert autofuse.is_pending(got)
+            whole = "_" in name or name == "softmax" or n % 8 == 0  # of vectors that torch loads
+            assert autofuse.is_pending(got) or not whole
             got = autofuse.unwrap(autofuse.materialize(got))
-            assert autofuse.stats().kernels_launched == 1
+            assert autofuse.stats().kernels_launched == 1 or not whole
             assert_same(got, program(x, y, w, b), None)
 
 
 @pytest.mark.cuda
 @needs_cuda
-def test_where_rows_begin_does_not_matter_on_cuda(always):
+def test_where_rows_begin_does_not_matter_on_cuda(always, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "reductions", True)
     for shift, n in itertools.product((1, 2, 3, 4), (64, 131, 1024)):
         x = torch.randn(6 * n + shift, device="cuda")[shift:].view(6, n)
         for program in PROGRAMS.values():

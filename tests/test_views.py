@@ -3,6 +3,7 @@ of their base where somebody holds them; and writes to what they share."""
 
 import random
 import sys
+import time
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from autofuse.ops.arithmetic import OPS
 from autofuse.ops.views import ATTRIBUTES, VIEWS
 from autofuse.program.program import ALIAS, STORED, Output, Pointwise, Program, Spec, View
 from autofuse.record import flush
+from autofuse.record import views as viewing
+from autofuse.record.modes import forget_all
 from support import (
     DEVICES,
     DTYPES,
@@ -24,7 +27,15 @@ from support import (
 )
 
 W = autofuse.wrap
+WAYS = viewing.WAYS
 SHAPE = 4, 6, 2
+
+
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch):
+    """Here one value is seen in more ways than a program would."""
+    monkeypatch.setattr(viewing, "WAYS", 1 << 10)
+
 
 # by name: a view of a tensor of SHAPE, or several
 CASES = {
@@ -791,3 +802,51 @@ def test_random_programs(device, on, tier, block):
 
 def same_said(a, b):
     return a == b or (a != a and b != b)
+
+
+def halves(x, levels):
+    y = x * 2.0
+    for _ in range(levels):
+        half = y.shape[0] // 2
+        y = y[:half] + y[half:]
+    return y
+
+
+def windows(x, levels):
+    y = x * 2.0
+    for k in range(levels):
+        y = y[: -(1 << k)] + y[1 << k :]
+    return y
+
+
+@pytest.mark.parametrize("program", [halves, windows])
+def test_views_of_views_are_planned_in_no_time(program, always):
+    """Each level doubles the places at which the first is read, of which there are 2^14."""
+    x = torch.randint(0, 5, (1 << 15,)).float()
+    begin = time.perf_counter()
+    got = autofuse.unwrap(program(autofuse.wrap(x), 14))
+    assert_same(got, program(x, 14), None)
+    assert time.perf_counter() - begin < 20  # it would take 30 s
+
+
+def test_indices_that_vary_are_soon_not_recorded(always, monkeypatch):
+    """Each would be a program of its own."""
+    monkeypatch.setattr(viewing, "WAYS", WAYS)
+    forget_all("test")
+    x = torch.randn(256, 4)
+    w = autofuse.wrap(x)
+    for k in range(100):
+        got = autofuse.unwrap((w * 2.0)[k : k + 8] + 1.0)
+        assert_same(got, (x * 2.0)[k : k + 8] + 1.0, None)
+    (eager,) = [n for (name, _), n in autofuse.stats().eager_ops.items() if name == "__getitem__"]
+    assert eager == 100 - WAYS
+    before = autofuse.stats().kernels_launched
+    assert_same(autofuse.unwrap((w * 2.0)[3:11] + 1.0), (x * 2.0)[3:11] + 1.0, None)
+    assert autofuse.stats().kernels_launched == before + 1  # one of the first is still known
+
+
+def test_what_views_repeat_is_stored_where_it_is_computed_more_often_than_it_has_elements(always):
+    x, big = torch.randn(64), torch.randn(64, 4096)
+    program = lambda x, big: big * (x * 2.0).exp().log()[:, None]  # noqa: E731
+    assert_same(autofuse.unwrap(program(autofuse.wrap(x), big)), program(x, big), 1e-5)
+    assert autofuse.stats().kernels_launched == 2

@@ -56,6 +56,8 @@ def infer_rows(
     scheme = scheme_of(op.name, rows, columns, x.dtype.itemsize, processors)
     if isinstance(scheme, str):
         return f"{scheme}, as {op.name} takes them"
+    if scheme.uneven:  # vectors that begin where rows do not: not every operand can be loaded so
+        return f"rows of {columns} elements, no whole number of the {scheme.vec} that torch loads"
     shape = x.shape
     if not op.whole:
         shape = (*x.shape[:-1], 1) if op.keepdim else x.shape[:-1]
@@ -91,7 +93,9 @@ def goes_along(tip: Node, node: Node) -> bool:
             following.add(known.index)
     if isinstance(node.op, Reduction):
         reduced = sum(isinstance(known.op, Reduction) for known in path)
-        return node.rows == tip.rows and reduced < MOST
+        if node.rows != tip.rows or reduced >= MOST:
+            return False
+        return following.isdisjoint(node.args[1:])  # a number a row is no weight of columns
     if node.meta.requires_grad:
         return False
     shape, _ = tip.rows

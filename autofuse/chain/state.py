@@ -199,7 +199,7 @@ class Recorder:
     """What one thread records on one device."""
 
     __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
-                 "hooks", "ident", "inference", "kind", "last_wait", "launches", "lock",
+                 "hooks", "ident", "inference", "joins", "kind", "last_wait", "launches", "lock",
                  "looked_on", "nowhere", "off", "reading", "release", "resting", "roots", "running",
                  "runners", "size", "spare", "stream", "thread", "untold", "waits")  # fmt: skip
 
@@ -220,6 +220,7 @@ class Recorder:
         self.launches = 0  # flushes that ran a kernel, or waited for it
         self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
         self.roots: dict[object, Node] = {}  # by what decides results besides the operands
+        self.joins: dict[object, JoinOp | None] = {}  # by torch's name, dimension and Metas
         self.size = 0  # nodes in the trie
         self.runners: list[Any] = []  # `run.runner.Runner`s
         self.reading = False  # an op that is being recorded looks at tensors that it is to read
@@ -297,6 +298,7 @@ class Recorder:
         counts.forgotten.update(self.totals())
         self.runners.clear()
         self.roots.clear()
+        self.joins.clear()
         self.size = 0
 
     def leave(self) -> None:

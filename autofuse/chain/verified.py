@@ -15,19 +15,21 @@ from functools import cache
 
 import torch
 
+from ..settings.config import config, watch
 from ..supply.disk import DiskCache
 from ..supply.load import processors_of
 from ..supply.toolchain import compilers
 
-# (torch version, compute capability): bench/reductions.py found no difference
-VERIFIED = {((2, 11), (9, 0))}
+# (torch version, its CUDA version, compute capability): bench/reductions.py found no difference
+VERIFIED = {((2, 11), "13.0", (9, 0))}
 SAME = b"the same bits"
+wanted: dict[str, bool] = {}  # has an item while reductions are recorded; machine code asks
 _assumed: list[bool] = []  # while they are being compared
 
 
-def is_verified(version: str, capability: tuple[int, int]) -> bool:
+def is_verified(version: str, cuda: str | None, capability: tuple[int, int]) -> bool:
     """Whether this torch on such a GPU is one of those that the authors have compared."""
-    return (tuple(map(int, version.split(".")[:2])), capability) in VERIFIED
+    return (tuple(map(int, version.split(".")[:2])), cuda, capability) in VERIFIED
 
 
 def refusal(device: torch.device) -> str:
@@ -38,13 +40,11 @@ def refusal(device: torch.device) -> str:
 @cache
 def _refusal(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
-    if is_verified(torch.__version__, capability):
-        return ""
     kept = DiskCache().get(key_of(device))
-    if kept == SAME:
-        return ""
-    if kept is not None:
+    if kept is not None and kept != SAME:
         return "a reduction, of which `python -m autofuse verify` found other bits than eager's"
+    if kept == SAME or is_verified(torch.__version__, torch.version.cuda, capability):
+        return ""
     release = ".".join(torch.__version__.split(".")[:2])
     place = f"torch {release} on compute capability {'.'.join(map(str, capability))}"
     return f"a reduction, not compared with {place}: `python -m autofuse verify` does"
@@ -71,7 +71,22 @@ def key_of(device: torch.device) -> str:
 def assumed() -> Iterator[None]:
     """Record reductions meanwhile, to compare them."""
     _assumed.append(True)
+    wanted["assumed"] = True
     try:
         yield
     finally:
         _assumed.pop()
+        if not _assumed:
+            wanted.pop("assumed", None)
+
+
+def _follow(*reason: object) -> None:
+    """Do what `config.reductions` says."""
+    if config.reductions:
+        wanted["set"] = True
+    else:
+        wanted.pop("set", None)
+
+
+watch(_follow)
+_follow()

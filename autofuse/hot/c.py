@@ -124,6 +124,7 @@ origins: Any = GIVEN  # Origins by their instructions
 between: Any = GIVEN  # code that calls ops for a program
 trials: Any = GIVEN  # when there are some
 measuring: Any = GIVEN  # has items while results may stay plain
+wanted: Any = GIVEN  # has items while reductions are recorded
 ask_origin: Any = GIVEN  # `origins.ask`
 STAY: Any = GIVEN
 SIMPLE: Any = GIVEN  # classes of what no walk over arguments looks into

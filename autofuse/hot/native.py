@@ -29,7 +29,7 @@ import llvmlite
 import torch
 
 from .. import api, hooks, lending
-from ..chain import liveness, state
+from ..chain import liveness, state, verified
 from ..chain.shell import Tensor
 from ..dispatch import eager, handlers, nested, protocol, unrecorded
 from ..errors import warn_once
@@ -205,7 +205,7 @@ def _given() -> dict[str, Any]:
         "SIMPLE": nested.SIMPLE_CLASSES, "TARGETS": unrecorded.TARGETS,
         "SLOTS": tuple(~k for k in range(64)), "strided": torch.strided, "AT_ONCE": (False,),
         "origins": origins.origins, "trials": origins.trials, "STAY": origins.STAY,
-        "between": origins.between, "measuring": origins.measuring,
+        "between": origins.between, "measuring": origins.measuring, "wanted": verified.wanted,
         "ask_origin": origins.ask, "increment_version": count_write,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
         **of_functions(), **of_tensors(), "WEAKREFS": of_weakrefs(),
@@ -225,7 +225,7 @@ class _Native:
             self.calls.check(function)
         # one entry for all, which finds in a table what each is given, or one entry for each, which
         # takes 20 ns less and 0.2 ms more of every import
-        shared = "passing", "viewing", "joining", "unread"
+        shared = "passing", "reducing", "viewing", "joining", "unread"
         tables: dict[str, dict[_Function, tuple[Any, ...]]] = {name: {} for name in shared}
         entries: list[tuple[str, tuple[Any, ...]]] = [
             ("builtin", (protocol.HANDLERS, protocol.OPTIONS))

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from ..layout import Ints
 from ..program.program import CONST, Join, Program, Ref, View
 
+LINES = 192  # that a loop computes at most: their number may double with each view that is read
+
 # Of each axis of a value: the index where the loop begins, and how far it moves along that axis
 # with each axis of the loop
 Place = tuple[tuple[int, Ints], ...]
@@ -44,7 +46,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A step that no loop can compute where a view of it is read: it has to be stored."""
+    """A step that has to be stored: no loop computes it where it is read, or at too many places."""
 
     step: int
 
@@ -81,7 +83,7 @@ def _loop_over(
     steps = program.steps
     sizes = tuple(size for part in parts for size in part)
     own = _own_place(parts, len(sizes))
-    places: dict[int, list[Place]] = {index: [own] for index in outs}
+    places: dict[int, dict[Place, None]] = {index: {own: None} for index in outs}
     operands: dict[Computed, list[Found]] = {}
     for index in range(max(outs), -1, -1):
         for place in places.get(index, ()):
@@ -91,12 +93,12 @@ def _loop_over(
                 if isinstance(operand, (Apart, _Cut)):
                     return operand
                 if isinstance(operand, tuple):
-                    known = places.setdefault(operand[0], [])
-                    if operand[1] not in known:
-                        known.append(operand[1])
+                    places.setdefault(operand[0], {})[operand[1]] = None
                 found.append(operand)
             operands[index, place] = found
-    return Loop(sizes, places, operands)
+        if len(places.get(index, ())) > 1 and len(operands) > LINES:
+            return Apart(index)
+    return Loop(sizes, {step: [*found] for step, found in places.items()}, operands)
 
 
 def tiles(shape: Ints, loop: Loop, places: list[Place]) -> bool:

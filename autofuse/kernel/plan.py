@@ -147,7 +147,7 @@ def _together(
     if not others:
         return None
     loop = loop_over(program, others, stored)
-    if not isinstance(loop, Loop) or len(loop.operands) > _LINES or 0 in loop.sizes:
+    if not isinstance(loop, Loop) or 0 in loop.sizes:
         return None
     for out in outs:
         if out not in loop.places or not tiles(
@@ -202,15 +202,14 @@ def _next_outs(program: Program, left: list[int], stored: set[int]) -> list[int]
 # Estimates by what the machines can do: 132 processors of 128 lanes, 8 instructions for an op.
 _AGAIN = {"cuda": (0.28, 3.0e6, 4.0), "cpu": (250.0, 1.0e4, 2.0)}
 _FUNCTION = 8
-_LINES = 192  # of a kernel that computes something twice: compile time grows with them
 
 
 def completed(program: Program, device: str) -> Program:
     """`program` with what has to be stored besides its outputs, or had better be.
 
     That is what somebody holds a view of; what no kernel can compute where a view of it is read;
-    and what views are read of at several places, where computing it again for each takes longer
-    than going through memory.
+    and what is computed more often than it has elements, because views of it overlap or repeat it,
+    where that takes longer than going through memory.
     """
     if not any(isinstance(step, (View, Join)) for step in program.steps):
         return program
@@ -236,17 +235,17 @@ def completed(program: Program, device: str) -> Program:
 
 def _better_stored(program: Program, loop: Loop, device: str) -> int | None:
     """A step that had better be stored than computed again and again in `loop`, if any."""
-    again = {step: places for step, places in loop.places.items() if len(places) > 1}
+    computed = {step: len(at) * math.prod(loop.sizes) for step, at in loop.places.items()}
+    numel = {step: layout.numel(program.steps[step].out.shape) for step in computed}
+    again = [step for step in computed if computed[step] > numel[step]]
     if not again:
         return None
     each, speed, launch = _AGAIN[device]
-    ops = sum(_weight(program, step) * (len(places) - 1) for step, places in again.items())
-    # what is read at most places, and of these what most is computed for
-    most = max(again, key=lambda step: (len(again[step]), step))
-    spec = program.steps[most].out
-    trip = launch + 2 * layout.numel(spec.shape) * ITEMSIZE[spec.code] / speed
-    costly = ops * each * math.prod(loop.sizes) / 1e6 > trip
-    return most if costly or len(loop.operands) > _LINES else None
+    ops = sum(_weight(program, step) * (computed[step] - numel[step]) for step in again)
+    # what is computed most often, and of these what most is computed for
+    most = max(again, key=lambda step: (computed[step] / numel[step], step))
+    trip = launch + 2 * numel[most] * ITEMSIZE[program.steps[most].out.code] / speed
+    return most if ops * each / 1e6 > trip else None
 
 
 def _weight(program: Program, index: int) -> int:

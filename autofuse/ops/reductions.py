@@ -101,10 +101,10 @@ for _name in ("amax", "amin"):
 def _soft(name: str) -> None:
     @_reduced(name)
     def choose(
-        input: Any, dim: Any = None, third: Any = None, *, dtype: Any = None, _stacklevel: int = 3
+        input: Any, dim: Any = None, *more: Any, dtype: Any = None, _stacklevel: int = 3
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
-        # the third is a dtype, or in torch.nn.functional a number that only its warning reads
-        if dtype is not None or isinstance(third, torch.dtype) or type(dim) is not int:
+        # more: a dtype, or in torch.nn.functional a number that only its warning reads
+        if dtype is not None or more or type(dim) is not int:
             return None
         return (_row_a_row(name, "x"), (input,)) if _is_row_wise(input, dim) else None
 
@@ -114,7 +114,10 @@ for _name in ("softmax", "log_softmax"):
 
 
 def _is_last(x: Any, shape: Any) -> bool:
-    return _is_row_wise(x, -1) and isinstance(shape, (tuple, list)) and (*shape,) == x.shape[-1:]
+    """Whether `shape`, as torch takes it, is that of a row."""
+    if not isinstance(shape, (tuple, list)) or len(shape) != 1 or type(shape[0]) is not int:
+        return False
+    return _is_row_wise(x, -1) and shape[0] == x.shape[-1]
 
 
 @_reduced()
@@ -125,6 +128,8 @@ def layer_norm(
     # with one of weight and bias alone torch's kernel was compiled to what differs by its lanes
     if (weight is None) is not (bias is None) or not _is_last(input, normalized_shape):
         return None
+    if type(eps) not in (float, int):
+        return None
     if weight is None:
         return _row_a_row("layer_norm", "x eps:opmath"), (input, float(eps))
     return _row_a_row("layer_norm", "x w b eps:opmath"), (input, weight, bias, float(eps))
@@ -134,7 +139,7 @@ def layer_norm(
 def rms_norm(
     input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> tuple[Reduction, tuple[Any, ...]] | None:
-    if not _is_last(input, normalized_shape):
+    if not _is_last(input, normalized_shape) or (eps is not None and type(eps) not in (float, int)):
         return None
     eps = torch.finfo(torch.float32).eps if eps is None else float(eps)  # of the type it adds in
     if weight is None:

@@ -17,7 +17,7 @@ from ..torch_private import InferenceMode, NoModes, looked_on
 from .record import record
 
 _MOST = 8  # tensors that one kernel writes side by side
-_KNOWN: dict[tuple[Any, ...], JoinOp | None] = {}  # by name, dimension and Metas
+_WAYS = 256  # to join that a recorder knows: each takes a plan
 _REFUSED = RuntimeError, IndexError, TypeError, ValueError
 
 
@@ -44,7 +44,7 @@ def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
             return None
         if meta.device is not recorder.device or (meta.requires_grad and torch.is_grad_enabled()):
             return None
-    op = _op_of(name, dim, metas)
+    op = _op_of(recorder.joins, name, dim, metas)
     if op is None:
         return None
     parts = []
@@ -67,14 +67,16 @@ def _meta_of(x: Any) -> Meta | None:
     return plain_meta(x) if x.__class__ in (torch.Tensor, torch.nn.Parameter) else None
 
 
-def _op_of(name: str, dim: int, metas: Sequence[Any]) -> JoinOp | None:
+def _op_of(
+    known: dict[Any, JoinOp | None], name: str, dim: int, metas: Sequence[Any]
+) -> JoinOp | None:
     """The op of a join of such tensors; None where only torch knows what comes of it."""
     key = name, dim, *metas
-    if key not in _KNOWN:
-        if len(_KNOWN) > 4096:
-            _KNOWN.clear()
-        _KNOWN[key] = _made(name, dim, metas)
-    return _KNOWN[key]
+    if key not in known:
+        if len(known) >= _WAYS:  # with sizes that vary none would be met again
+            return None
+        known[key] = _made(name, dim, metas)
+    return known[key]
 
 
 def _made(name: str, dim: int, metas: Sequence[Any]) -> JoinOp | None:
