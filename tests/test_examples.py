@@ -54,7 +54,7 @@ def test_wave(drawn, tmp_path):
 
 def test_how_it_works():
     out = run("examples/how_it_works.py")
-    assert "v3 = tanh(v2)" in out and "4 ops, 1 kernel" in out and "compiled: 0, launched: 3" in out
+    assert "v3 = tanh(v2)" in out and "5 ops, 1 kernel" in out and "compiled: 0, launched: 3" in out
 
 
 def test_foreign_model():

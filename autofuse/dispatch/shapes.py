@@ -24,11 +24,14 @@ from .handlers import HOT, chosen_by, handle, unhandled
 from .protocol import HANDLERS
 from .unrecorded import known_of
 
-RECORDING: list[Handler] = []  # torch functions and methods whose handlers may record
+# torch functions and methods of the table; those here run mostly at once, and where a function in
+# Python stands before one, `record.origins` finds its call at another instruction
+RECORDING: list[Handler] = []
 
 
 def install_shapes() -> None:
     """Put handlers in the place of these ops, once those of the table are there."""
+    RECORDING.extend(HANDLERS)
     for name, choose in REDUCTIONS.items():
         for place, func in unhandled(name):
             handle(place, name, reducing(choose, func))
@@ -38,7 +41,6 @@ def install_shapes() -> None:
     for name in JOINS:
         for place, func in unhandled(name):
             handle(place, name, joining(name, func))
-    RECORDING.extend(HANDLERS)
 
 
 def reducing(choose: Handler, func: Handler) -> Handler:

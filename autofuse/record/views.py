@@ -39,6 +39,8 @@ def record_view(name: str, func: Any, handler: Any, args: Any, kwargs: Any) -> A
     if tip.rows is not None:  # row kernels read no index maps
         return None
     lists, like = name != "__getitem__", name in LIKE
+    if like and (len(args) != 2 or kwargs):
+        return None
     given = _frozen(args[1:], lists, like)
     values = _frozen(kwargs.values(), lists, like) if kwargs else ()
     if given is None or values is None:
