@@ -159,6 +159,7 @@ ENTERED = {
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
     "passing": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
     "joining": ("call", lambda o: from_c(torch.cat)((o.x, o.x))),
+    "reducing": ("call", lambda o: from_c(autofuse.Tensor.sum)(o.x)),
     "viewing": ("call", lambda o: from_c(autofuse.Tensor.t)(o.x)),
     "getting": ("get", lambda o: from_c(vars(autofuse.Tensor)["shape"].fget)(o.x)),
     "asking": ("read", lambda o: from_c(autofuse.Tensor.size)(o.x, 0)),
