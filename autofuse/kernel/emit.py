@@ -217,7 +217,7 @@ class _Emitter:
                 for both in zip(fast, slow, strict=True)
             ]
         moved = iter([
-            self._unpacked(items, place.kind) if self._narrow(place) else items
+            unpacked(self.builder, items, place.kind) if self._narrow(place) else items
             for place, items in zip(moving, bits, strict=True)
         ])  # fmt: skip
         carried = [
@@ -236,7 +236,7 @@ class _Emitter:
                 value = self._lane(place, lane), self.builder.block
             zero = ir.Constant(place.kind, 0), before
             items.append(joined(self.builder, zero, value))
-        return self._packed(items) if self._narrow(place) else items
+        return packed(self.builder, items) if self._narrow(place) else items
 
     def _narrow(self, place: _Place) -> bool:
         """Whether lanes of an operand are moved in 32-bit words, which hold several of them."""
@@ -276,7 +276,7 @@ class _Emitter:
         each = lanes // accesses
         for k in range(accesses):
             part = values[k * each : (k + 1) * each]
-            part = self._packed(part) if self._narrow(place) else part
+            part = packed(self.builder, part) if self._narrow(place) else part
             vector = ir.Constant(ir.VectorType(part[0].type, len(part)), ir.Undefined)
             for lane, value in enumerate(part):
                 vector = builder.insert_element(vector, value, I32(lane))
@@ -288,26 +288,27 @@ class _Emitter:
         at = self._at(place, self.builder.add(place.offset, self.word(lane)))
         return self.builder.bitcast(at, self.target.pointer_to(vector))
 
-    def _unpacked(self, words: list[Any], kind: ir.IntType) -> list[Any]:
-        """The 8- or 16-bit integers in 32-bit words; NVVM splits a load of 16-bit vectors."""
-        builder, bits = self.builder, kind.width
-        return [
-            builder.trunc(builder.lshr(word, I32(place)), kind)
-            for word in words
-            for place in range(0, 32, bits)
-        ]
 
-    def _packed(self, values: list[Any]) -> list[Any]:
-        """8- or 16-bit integers as 32-bit words, the first in the low bits."""
-        builder, bits = self.builder, values[0].type.width
-        words = []
-        for k in range(0, len(values), 32 // bits):
-            word = I32(0)
-            for place, value in enumerate(values[k : k + 32 // bits]):
-                wide = builder.zext(value, I32)
-                word = builder.or_(word, builder.shl(wide, I32(place * bits)))
-            words.append(word)
-        return words
+def unpacked(builder: ir.IRBuilder, words: list[Any], kind: ir.IntType) -> list[Any]:
+    """The 8- or 16-bit integers in 32-bit words; NVVM splits a load of 16-bit vectors."""
+    return [
+        builder.trunc(builder.lshr(word, I32(place)), kind)
+        for word in words
+        for place in range(0, 32, kind.width)
+    ]
+
+
+def packed(builder: ir.IRBuilder, values: list[Any]) -> list[Any]:
+    """8- or 16-bit integers as 32-bit words, the first in the low bits."""
+    bits = values[0].type.width
+    words = []
+    for k in range(0, len(values), 32 // bits):
+        word = I32(0)
+        for place, value in enumerate(values[k : k + 32 // bits]):
+            wide = builder.zext(value, I32)
+            word = builder.or_(word, builder.shl(wide, I32(place * bits)))
+        words.append(word)
+    return words
 
 
 def cuda_index(builder: ir.IRBuilder) -> Any:

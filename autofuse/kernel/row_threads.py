@@ -13,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 from .division import WARP
+from .emit import packed, unpacked
 from .lower import Element
 from .row_exchange import Exchanges, State
 from .source import BROADCAST, ITEMSIZE, KEPT, UNIT, Operand, Parameters, Part, Source, Stage, Walk
@@ -160,7 +161,7 @@ class RowThreads(Exchanges):
         for first in range(0, len(values), each):
             part = values[first : first + each]
             size = each * ITEMSIZE[operand.code]
-            part = self._packed(part) if narrow else part
+            part = packed(self.builder, part) if narrow else part
             vector = ir.Constant(ir.VectorType(part[0].type, len(part)), ir.Undefined)
             for k, value in enumerate(part):
                 vector = builder.insert_element(vector, value, I32(k))
@@ -174,25 +175,6 @@ class RowThreads(Exchanges):
         narrow = isinstance(kind, ir.IntType) and kind.width < 32
         nbytes = {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4}.get(kind, 8)
         return min(vec, 16 // nbytes), narrow
-
-    def _unpacked(self, words: list[Any], kind: ir.IntType) -> list[Any]:
-        builder, bits = self.builder, kind.width
-        return [
-            builder.trunc(builder.lshr(word, I32(place)), kind)
-            for word in words
-            for place in range(0, 32, bits)
-        ]
-
-    def _packed(self, values: list[Any]) -> list[Any]:
-        builder, bits = self.builder, values[0].type.width
-        words = []
-        for k in range(0, len(values), 32 // bits):
-            word = I32(0)
-            for place, value in enumerate(values[k : k + 32 // bits]):
-                wide = builder.zext(value, I32)
-                word = builder.or_(word, builder.shl(wide, I32(place * bits)))
-            words.append(word)
-        return words
 
     # --- element functions --------------------------------------------------------------------
 
@@ -212,7 +194,7 @@ class RowThreads(Exchanges):
             code = self.source.loads[which].code
             bits = self._kept(which, column, vec, group)
             if len(bits) < vec:
-                bits = self._unpacked(bits, STORED[code])
+                bits = unpacked(self.builder, bits, STORED[code])
             read.append([self.element.loaded(x, code) for x in bits])
         consts = [Value(self.consts[k], self.source.consts[k]) for k in part.consts]
         return [[*(values[k] for values in read), *consts] for k in range(vec)]
