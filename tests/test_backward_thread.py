@@ -234,6 +234,19 @@ def test_twice_and_second_derivatives(device):
         assert all(map(torch.equal, found[0], got))
 
 
+def test_a_backward_that_creates_a_graph_is_left_where_eager_numbers_its_nodes(device):
+    """PyTorch numbers nodes by thread, and adds gradients up in the order of these numbers."""
+    x = torch.linspace(-1, 1, 8, device=device, requires_grad=True)
+    y = (autofuse.wrap(x) * 2.0).tanh() * x
+    seen = []
+    y.register_hook(look(seen))
+    for create in (True, False, True):
+        torch.autograd.grad(y.sum(), x, retain_graph=True, create_graph=create)
+    assert [others for _, others in seen] == [True, False, True]
+    if device == "cuda":
+        assert [ident == threading.get_ident() for ident, _ in seen] == [False, True, False]
+
+
 @pytest.mark.parametrize("place", ["caller", "auto"])
 def test_what_a_hook_raises_and_what_it_leaves(device, place):
     def fail(gradient):

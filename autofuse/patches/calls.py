@@ -122,14 +122,20 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     (`ThreadLocalStateGuard`); at the end the streams that were current at the call wait for those
     of the leaves (`exec_post_processing`). Inside another backward, as of a checkpoint, the thread
     that calls is that of the node.
+
+    A backward that creates a graph is another matter: each thread counts the nodes that it makes
+    (`at::sequence_number`), so that the numbers of these, and with them the order in which a later
+    backward adds gradients up, depend on the thread. It is eager's, by choice of `auto`.
     """
 
     @wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
         counts.backwards += 1
         place = config.backward_thread
-        if place == "auto" and not (counts.in_use and _needs_no_threads()):
-            place = "engine"
+        if place == "auto":
+            makes_nodes = args[3] if len(args) > 3 else kwargs.get("create_graph")
+            fits = counts.in_use and not makes_nodes and _needs_no_threads()
+            place = "caller" if fits else "engine"
         if place == "engine" or not is_multithreading_enabled():  # where the program says so
             return run_backward(*args, **kwargs)
         try:

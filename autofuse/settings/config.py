@@ -95,7 +95,8 @@ class Config:
         that called it, of plain tensors too, which saves handing each node to another core;
         gradients have the same bits where one device computes them. `auto`: like `caller` once
         the process has wrapped a tensor or called a fused function, while it uses one GPU and
-        `torch.distributed` is not initialized; otherwise like `engine`""")
+        `torch.distributed` is not initialized, but for backward with `create_graph=True`, whose
+        nodes are numbered by thread; otherwise like `engine`""")
     reductions: bool = _row(False, """
         record reductions over the last dimension on CUDA, without grad, where they were compared
         with eager's (`python -m autofuse verify`); otherwise they end a chain""")
