@@ -62,12 +62,15 @@ REPEATS = 4  # of eager, to see whether it gives the same bits
 PASSES = 12  # of CHECKED steps each, at most, until no new kernel is needed
 ROUND_S = 0.03  # of one variant in one round
 FEWEST, MOST = 3, 100  # steps of it
+_AHEAD = 1 << 14  # nodes, more than the checked steps of a program make in backward
 
 
 class Run:
     """A program from its beginning on, in one variant, with random numbers of its own."""
 
     def __init__(self, row: Row, peer: str, device: str, seed: int = 0, size: str = "full") -> None:
+        if device == "cuda":
+            _number_above_the_engine()
         start = row.make(device, seed, size)
         self.step, self.state, self.modules = start.step, start.state, start.modules
         self._feeds, self._grad, self._wrapped = start.feeds, row.grad, peer in ("autofuse", ALL)
@@ -111,6 +114,19 @@ class Run:
             seen += [*module.parameters(), *module.buffers()]
             seen += [p.grad for p in module.parameters() if p.grad is not None]
         return [t.clone() for t in arrays_of(seen)]
+
+
+def _number_above_the_engine() -> None:
+    """Let the nodes that this thread makes have higher numbers than those of the engine's thread.
+
+    In the order of these numbers gradients of gradients add up, so that eager's own bits depend on
+    how many nodes each thread has made since the process began.
+    """
+    x = torch.ones(1, device="cuda", requires_grad=True)
+    (slope,) = torch.autograd.grad((x * x).sum(), x, create_graph=True)
+    of_engine: Any = slope.grad_fn
+    while (x * x).grad_fn._sequence_nr() < of_engine._sequence_nr() + _AHEAD:
+        pass
 
 
 def _random_state(device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
