@@ -106,6 +106,21 @@ def test_it_is_in_use():
     assert native.active(), native.absent
 
 
+def test_in_a_thread_that_has_recorded_nothing_ops_pass_from_the_second_on():
+    names = []
+
+    def run():
+        x = autofuse.wrap(torch.ones(4, 4))
+        for _ in range(2):
+            names.append(functions_called(lambda: (x[0], torch.mm(x, x), x.view(-1))))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    first, second = names
+    assert "run_eager" in first and second == []
+
+
 class Operands:
     """What the programs below compute with."""
 

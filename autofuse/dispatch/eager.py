@@ -16,7 +16,14 @@ import torch
 from .. import hooks
 from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Held, Lost, Tensor, set_attribute
-from ..chain.state import announced, counts, is_alone, this_thread, writing
+from ..chain.state import (
+    announced,
+    counts,
+    is_alone,
+    recorder_for,
+    this_thread,
+    writing,
+)
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
 from ..record.numbers import is_next, pass_over
 from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
@@ -72,6 +79,8 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
             return run_any(func, known, args, kwargs)
     with functions_off():
         result = func(*args, **kwargs) if kwargs else func(*args)
+        if recorder is None:
+            _begin(args)
     counts.eager[known.reason] += 1
     if first is not None:
         pass_over(first)
@@ -80,6 +89,13 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     items = flattened((*args, *kwargs.values()) if kwargs else args)
     mixed = len(sources) < sum([x.__class__ is Tensor for x in items])
     return lifted(result, ask(result, sources, mixed), known.name)
+
+
+def _begin(args: Any) -> None:
+    """Give this thread its first recorder, by which machine code takes ops that only pass on."""
+    device = next((x.device for x in args if x.__class__ is Tensor), None)
+    if device is not None and not this_thread.closed:
+        this_thread.current = recorder_for(device)
 
 
 def _made_concrete(items: Any, known: Known) -> bool:
