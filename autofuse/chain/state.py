@@ -20,7 +20,7 @@ from .. import hooks
 from ..layout import Ints
 from ..ops.reductions import Reduction
 from ..ops.row import Op
-from ..ops.views import JoinOp, ViewOp
+from ..ops.views import JoinOp, ViewOp, WriteOp
 from ..program.program import Join, Output, Pointwise, Program, Reduced, Ref, Step, View
 from ..settings.config import config
 from ..supply.load import enter_context
@@ -118,7 +118,8 @@ class Node:
                 steps.append(Join(node.args, node.meta.spec, node.op.parts))
                 continue
             kind = Reduced if isinstance(node.op, Reduction) else Pointwise
-            steps.append(kind(node.op, node.args, node.common, node.meta.spec))
+            op = node.op.row if isinstance(node.op, WriteOp) else node.op
+            steps.append(kind(op, node.args, node.common, node.meta.spec))  # type: ignore[arg-type]
         inputs = tuple(meta.spec for meta in self.inputs)
         return Program(tuple(steps), inputs, self.consts, outputs, self.relaxed)
 

@@ -7,9 +7,11 @@ import sys
 from typing import Any
 
 from ..chain.shell import Tensor
+from ..chain.state import this_thread
 from ..ops.views import ATTRIBUTES
-from ..torch_private import TensorBase
-from .eager import Handler, Plain, run_eager
+from ..record.writes import record_copy, record_item
+from ..torch_private import TensorBase, looked_on
+from .eager import OURS, Handler, Plain, run_eager
 from .handlers import HOT, eagerly, handle, passing, unhandled
 from .protocol import HANDLERS, OPTIONS
 from .shapes import viewing
@@ -19,6 +21,7 @@ from .unrecorded import IN_C, LIKE_C, PASSED, asks_for_overrides, known_of
 def install_methods() -> None:
     """Every other C method of a tensor, and the functions that stand beside chains."""
     handle(Plain, "__hash__", Plain.__hash__)
+    handle(Plain, "copy_", _copying(Plain.copy_))
     for name in PASSED | {func.__name__ for func in LIKE_C}:
         for place, func in unhandled(name):
             handle(place, name, passing(func))
@@ -55,9 +58,26 @@ def _setting(func: Handler) -> Handler:
     """A handler for `x[i] = value`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 3 and not kwargs and not (this_thread.closed or looked_on()):
+            if record_item(*args):
+                return None
         return run_eager(func, args, kwargs)
 
     HOT.append(("setting", call, (func, known_of(func))))
+    return call
+
+
+def _copying(func: Handler) -> Handler:
+    """A handler for `x.copy_(value)`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and not (kwargs or this_thread.closed or looked_on()):
+            x, value = args
+            if id(x.__class__) in OURS and value.__class__ is Tensor and record_copy(x, value):
+                return x
+        return run_eager(func, args, kwargs)
+
+    HOT.append(("copying", call, ()))
     return call
 
 
