@@ -365,6 +365,75 @@ def test_views_write_for_all_who_see_the_memory(device):
         assert_same_as_eager(f, torch.randn(4, 6, device=device), torch.randn(4, 6, device=device))
 
 
+@device_param
+@pytest.mark.parametrize("target", ["wrapped", "plain", "parameter", "strided"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_are_written_where_a_pending_mask_says(dtype, target, device):
+    a = random_tensor((4, 6), dtype, device)
+    if target == "parameter" and not dtype.is_floating_point:
+        pytest.skip("no parameter has such a dtype")
+    numbers = (0, 1, -2.5, 0.1, float("inf"), 1e30, 2**40, True, 70000)
+    with torch.no_grad():
+        for number in numbers:
+            want, error = a.clone(), None
+            try:
+                want[want > 0] = number
+            except (RuntimeError, OverflowError) as raised:
+                error = raised
+            for _ in range(2):
+                memory = torch.stack((a, a), 1)[:, 0] if target == "strided" else a.clone()
+                x = {**TARGETS, "strided": W}[target](memory)
+                w, before = W(a), x._version
+                autofuse.reset_stats()
+                _, failure = outcome(set_item, (x, w > 0, number))
+                assert repr(failure) == repr(error)
+                assert bool(same_bits(memory, want).all()), number
+                assert x._version - before == (error is None)
+                fits = number is not True and abs(number) <= 100
+                if dtype.is_floating_point and fits:
+                    assert fused_writes() == 1, number
+
+
+@device_param
+def test_masks_of_pending_values_and_others(device):
+    """A mask of fewer dimensions, an unsigned one, one of another shape; tensors as values."""
+
+    def pending(x, y):
+        z = x * 2.0
+        held = z
+        z[z > 0] = 0.25
+        z[y > 0] = -1
+        return z, z._version, held is z
+
+    def memory(x, y):
+        before = x * 3.0
+        x[x > y] = 0.5
+        x[(x * 2.0).abs() < 1.0] = 0
+        return before, x._version, x * 1.0
+
+    def others(x, y):
+        x[(y > 0)[:, 0]] = 2.0
+        x[(y > 0).any(0).expand(4, 6)] = 3.0
+        x[y < 0] = (y * 2.0)[y < 0]
+        x[y > 1] = x.sum() * 1.0
+        return x._version
+
+    def wrong(x, y):
+        x[(y > 0)[:3]] = 2.0
+
+    def turned(x, y):
+        x.mT[(y > 0).mT] = 2.0
+        return x * 1.0
+
+    for f in (pending, memory, others, wrong, turned):
+        for _ in range(2):
+            x, y = torch.randn(4, 6, device=device), torch.randn(4, 6, device=device)
+            autofuse.reset_stats()
+            assert_same_as_eager(f, x, y)
+            if f in (pending, memory, turned):
+                fused_writes()
+
+
 def test_layouts_meet_where_they_have_an_address_in_common():
     """Against their addresses, for all layouts of up to two axes in little memory."""
     layouts = [

@@ -6,13 +6,16 @@ import ctypes
 import sys
 from typing import Any
 
+import torch
+
 from ..chain.shell import Tensor
 from ..chain.state import this_thread
+from ..ops.row import SPELLINGS
 from ..ops.views import ATTRIBUTES
 from ..record.writes import record_copy, record_item
 from ..torch_private import TensorBase, looked_on
 from .eager import OURS, Handler, Plain, run_eager
-from .handlers import HOT, eagerly, handle, passing, unhandled
+from .handlers import HOT, chosen_by, eagerly, handle, passing, unhandled, write_chosen
 from .protocol import HANDLERS, OPTIONS
 from .shapes import viewing
 from .unrecorded import IN_C, LIKE_C, PASSED, asks_for_overrides, known_of
@@ -59,12 +62,21 @@ def _setting(func: Handler) -> Handler:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 3 and not kwargs and not (this_thread.closed or looked_on()):
-            if record_item(*args):
+            if record_item(*args) or _fills(*args):
                 return None
         return run_eager(func, args, kwargs)
 
     HOT.append(("setting", call, (func, known_of(func))))
     return call
+
+
+def _fills(x: Any, mask: Any, value: Any) -> bool:
+    """Record `x[mask] = value` with a mask of its shape and a number, as `masked_fill_`."""
+    if id(mask.__class__) not in OURS or value.__class__ not in (float, int):
+        return False
+    if mask.dtype is not torch.bool or mask.shape != x.shape:
+        return False
+    return write_chosen(chosen_by(SPELLINGS["masked_fill"], (x, mask, value), {}), x)
 
 
 def _copying(func: Handler) -> Handler:

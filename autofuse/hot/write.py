@@ -96,6 +96,8 @@ def setting(entry, x: Tensor, index, value) -> object:
     """`x[i] = value`; entry: the function, what is known of it."""
     if is_pending(value) != 0 and makes_view(index) != 0:
         return put_item(x, index, value)
+    if class_of(index) is Tensor and (is_pending(index) != 0 or is_pending(x) != 0):
+        return 0  # it may be a mask
     recorder: Recorder = current_recorder()
     known: Known = entry[1]
     args = room(3)

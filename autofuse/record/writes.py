@@ -14,7 +14,7 @@ import torch
 
 from ..chain.liveness import DEAD, counts_of
 from ..chain.meta import Meta, concrete_meta, likely_meta, make_meta, plain_meta
-from ..chain.shell import Tensor
+from ..chain.shell import Held, Lost, Tensor
 from ..chain.state import (
     LATER,
     Chain,
@@ -192,7 +192,7 @@ def _is_basic(index: Any) -> bool:
     """Whether it is an int, a slice of ints, None or Ellipsis."""
     if index.__class__ is slice:
         ends = index.start, index.stop, index.step
-        return all(end is None or end.__class__ is int for end in ends)
+        return all([end is None or end.__class__ is int for end in ends])
     return index is None or index is Ellipsis or index.__class__ is int
 
 
@@ -200,6 +200,8 @@ def _destination(target: torch.Tensor) -> tuple[Meta, Meta] | None:
     """The Meta of memory that a kernel may write to, and that of what is to be computed for it."""
     if target.__class__ is Tensor:
         meta = target._af
+        if meta.recorder is not None or isinstance(meta, (Held, Lost)):  # not its own memory
+            return None
         if meta.__class__ is not Meta or torch.is_grad_enabled():  # it may require grad by an alias
             meta = concrete_meta(target)  # type: ignore[arg-type]
     else:
@@ -207,7 +209,7 @@ def _destination(target: torch.Tensor) -> tuple[Meta, Meta] | None:
         meta = plain_meta(target) if current is None else likely_meta(target, current.chain.tip)
     if meta is None or meta.inference or torch.is_inference_mode_enabled():
         return None
-    if any(recorder.chain.tip.holds_grad for recorder in list(this_thread.recorders.values())):
+    if any([recorder.chain.tip.holds_grad for recorder in list(this_thread.recorders.values())]):
         return None
     if not meta.requires_grad:
         return meta, meta
@@ -268,9 +270,9 @@ def _reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
         if not along.isdisjoint(node.args):
             if node.base >= 0:
                 return True
-            if any(ref < 0 and ref in along for ref in node.args):
-                if node.meta.shape != meta.shape:  # type: ignore[union-attr]
-                    return True
+            reads = any([ref < 0 and ref in along for ref in node.args])
+            if reads and node.meta.shape != meta.shape:  # type: ignore[union-attr]
+                return True
             along.add(node.index)
     return False
 
