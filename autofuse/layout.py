@@ -6,7 +6,6 @@ Pure integer arithmetic on tuples; strides are in elements. Knows nothing of tor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 
 Ints = tuple[int, ...]
 
@@ -105,7 +104,6 @@ def is_injective(shape: Ints, stride: Ints) -> bool:
 _MOST_TRIED = 4096  # partial sums
 
 
-@lru_cache(maxsize=4096)
 def meets(distance: int, sizes: Ints, strides: Ints, others: Ints, other_strides: Ints) -> bool:
     """Whether two tensors have an address in common; strides in bytes, an element as an axis.
 

@@ -37,6 +37,7 @@ from .c import (
     all_recorders,
     call_object,
     call_pointer,
+    exactly,
     kept,
     load,
     local,
@@ -95,7 +96,11 @@ def writing(entry, function, args, count, names) -> object:
 def setting(entry, x: Tensor, index, value) -> object:
     """`x[i] = value`; entry: the function, what is known of it."""
     if is_pending(value) != 0 and makes_view(index) != 0:
-        return put_item(x, index, value)
+        done = put_item(x, index, value)
+        if done == 0 or PyErr_Occurred() != 0:
+            return 0
+        if done == 1:
+            return None
     if class_of(index) is Tensor and (is_pending(index) != 0 or is_pending(x) != 0):
         return 0  # it may be a mask
     recorder: Recorder = current_recorder()
@@ -117,7 +122,7 @@ def copying(entry, function, args, count, names) -> object:
     """`x.copy_(value)`."""
     if names != 0 or count != 2 or is_ours(args[0]) == 0 or is_pending(args[1]) == 0:
         return 0
-    if looked_on() != 0 or copied(args[0], args[1]) == 0:
+    if looked_on() != 0 or copied(args[0], args[1]) != 1:
         return 0
     return args[0]
 
@@ -311,11 +316,16 @@ def laid(value, made: Meta) -> object:
 
 
 def copied(target, value):
-    """Write the pending `value` to the memory of a concrete `target`; 0 if Python has to."""
+    """Write the pending `value` to the memory of a concrete `target`.
+
+    1 if that is done, 2 if it has to be computed first, 0 if Python has to decide.
+    """
     recorder: Recorder = current_recorder()
     meta: Meta = destination(recorder, target)
-    if meta == 0 or reads_apart(recorder.chain, target, meta) != 0:
+    if meta == 0:
         return 0
+    if reads_apart(recorder.chain, target, meta) != 0:
+        return 2
     chain: Chain = kept(recorder.chain)
     node: Node = state_of(value)
     made: Meta = made_of(meta)
@@ -324,8 +334,8 @@ def copied(target, value):
     return put(recorder, chain, target, meta, recorded_write(value, made))
 
 
-def put_item(x, index, value) -> object:
-    """`x[index] = value` of a pending value, where `index` makes a view."""
+def put_item(x, index, value):
+    """`x[index] = value` of a pending value, where `index` makes a view; as `copied`."""
     if are_modes_off() == 0 or class_of(state_of(x)) is Node:
         return 0
     before = switch_off(2)
@@ -334,9 +344,7 @@ def put_item(x, index, value) -> object:
     if view == 0:
         PyErr_Clear()  # eager PyTorch will say it
         return 0
-    if copied(view, value) == 0:
-        return 0
-    return None
+    return copied(view, value)
 
 
 def makes_view(index):
@@ -457,7 +465,7 @@ def are_equal(shape, other):
 
 
 def reads_apart(chain: Chain, target, meta: Meta):
-    """Whether `chain` may read memory of `target` elsewhere than where it writes it."""
+    """`writes.reads_apart`; it is asked where their ends say nothing."""
     start = address_of(target)
     if start == -1:
         return 1
@@ -471,6 +479,10 @@ def reads_apart(chain: Chain, target, meta: Meta):
         begins = int(marks[2 * k + 1])
         if begins < end and start < begins + int(other.reach):
             if begins != start or other is not meta:
-                return 1
+                args = room(3)
+                args[0] = chain
+                args[1] = target
+                args[2] = meta
+                return tried(PyObject_Vectorcall(exactly, args, 3, 0)) is not False
             along = 1
     return along != 0 and is_even(chain, meta) == 0

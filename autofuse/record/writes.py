@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import lru_cache
 from threading import get_ident
 from typing import Any
 
@@ -160,7 +161,7 @@ def record_copy(target: torch.Tensor, value: Tensor) -> bool:
     write = _write_op(made)
     if write is None or broadcast([meta.shape, node.meta.shape]) != meta.shape:
         return False
-    if node.meta.device is not meta.device or _reads_apart(node.recorder.chain, target, meta):
+    if node.meta.device is not meta.device or reads_apart(node.recorder.chain, target, meta):
         return False
     return _write(record(write, (value,)), target, meta, made)
 
@@ -198,15 +199,16 @@ def _is_basic(index: Any) -> bool:
 
 def _destination(target: torch.Tensor) -> tuple[Meta, Meta] | None:
     """The Meta of memory that a kernel may write to, and that of what is to be computed for it."""
+    current = this_thread.current
+    place = None if current is None else current.chain.tip
     if target.__class__ is Tensor:
         meta = target._af
         if meta.recorder is not None or isinstance(meta, (Held, Lost)):  # not its own memory
             return None
         if meta.__class__ is not Meta or torch.is_grad_enabled():  # it may require grad by an alias
-            meta = concrete_meta(target)  # type: ignore[arg-type]
+            meta = concrete_meta(target, place)  # type: ignore[arg-type]
     else:
-        current = this_thread.current
-        meta = plain_meta(target) if current is None else likely_meta(target, current.chain.tip)
+        meta = plain_meta(target) if place is None else likely_meta(target, place)
     if meta is None or meta.inference or torch.is_inference_mode_enabled():
         return None
     if any([recorder.chain.tip.holds_grad for recorder in list(this_thread.recorders.values())]):
@@ -237,7 +239,7 @@ def _write(result: Tensor | None, target: torch.Tensor, meta: Meta, made: Meta) 
         return False
     recorder = node.recorder
     chain = recorder.chain
-    if chain.tip is not node or result._af is not node or _reads_apart(chain, target, meta):
+    if chain.tip is not node or result._af is not node or reads_apart(chain, target, meta):
         return False
     return announced(_write_last, recorder, target, node, id(chain))
 
@@ -249,7 +251,7 @@ def _write_last(recorder: Recorder, target: torch.Tensor, node: Node, chain_id: 
     return flush(recorder, "write", target, node, chain_id)
 
 
-def _reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
+def reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
     """Whether `chain` reads an element of `target` elsewhere than where it writes it.
 
     One thread reads and writes an element of an Input that is laid out as `target` is. But another
@@ -262,9 +264,9 @@ def _reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
         distance = chain.marks[2 * k + 1] - start
         if distance >= meta.reach or -distance >= other.reach:
             continue
-        if distance == 0 and _layout(other) == _layout(meta):
+        if distance == 0 and (other is meta or _layout(other) == _layout(meta)):
             along.add(~k)
-        elif meets(distance, *_layout(meta), *_layout(other)):
+        elif _meet(distance, meta, other):
             return True
     for node in chain.tip.path() if along else ():
         if not along.isdisjoint(node.args):
@@ -275,6 +277,12 @@ def _reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
                 return True
             along.add(node.index)
     return False
+
+
+@lru_cache(maxsize=4096)
+def _meet(distance: int, meta: Meta, other: Meta) -> bool:
+    """Whether tensors have a byte in common that begin `distance` bytes from each other."""
+    return meets(distance, *_layout(meta), *_layout(other))
 
 
 def _layout(meta: Meta) -> tuple[Ints, Ints]:
