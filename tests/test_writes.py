@@ -349,6 +349,46 @@ def test_what_eager_allows_and_no_kernel_does(device):
 
 
 @device_param
+def test_a_write_that_autograd_has_to_know_of(device):
+    """Of a value with history, to memory that comes to require grad, or by an op that reads such."""
+
+    def value(x, y, p):
+        x[1:3] = y[1:3] * p[1:3]
+        return x
+
+    def operand(x, y, p):
+        x[:, 1:].addcmul_((y * 2.0)[:, 1:], p[:, 1:])
+        return x
+
+    def later(x, y, p):
+        x[0] = y[0] * 2.0
+        x[1] = p[1] * 2.0
+        x[2] = y[2] * 2.0
+        x[3:] += y[3:] * 2.0
+        return x
+
+    def by_an_alias(x, y, p):
+        other = x.detach()
+        row = x[2]
+        row[1:] = y[2, 1:] * 2.0
+        x[1] = p[1] * 2.0
+        row[:3] = y[2, :3] * 2.0
+        other[3] = y[3] * 2.0
+        return x
+
+    for f in (value, operand, later, by_an_alias):
+        x, y = torch.zeros(4, 6, device=device), torch.randn(4, 6, device=device)
+        for _ in range(3):
+            p, q = (torch.ones(4, 6, device=device, requires_grad=True) for _ in range(2))
+            want, got = f(x.clone(), y, p), f(W(x.clone()), W(y), W(q))
+            want.sum().backward()
+            got.sum().backward()
+            assert_same((got.detach(), q.grad), (want.detach(), p.grad), None)
+            assert got._version == want._version
+            assert type(got.grad_fn) is type(want.grad_fn)
+
+
+@device_param
 def test_views_write_for_all_who_see_the_memory(device):
     """The base, other views and aliases, their versions, and chains that read them afterwards."""
 

@@ -122,8 +122,8 @@ def _extend_write(
     """The node for a value of the program on its way to memory, without a gradient."""
     if not isinstance(operand, int) or operand < 0:
         return eager_node(recorder, tip, op, "a copy of memory")
-    if tip.rows is not None:
-        return eager_node(recorder, tip, op, "rows that are written")
+    if tip.rows is not None or tip.holds_grad:
+        return eager_node(recorder, tip, op, "rows that are written, or a gradient")
     assert op.row is not None
     found = infer(
         op.row, (operand,), metas, tip.inputs, tip.consts, recorder.device, False, tip.relaxed

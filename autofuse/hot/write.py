@@ -46,7 +46,7 @@ from .c import (
 )
 from .call import are_modes_off, is_everyday, is_pending_elsewhere
 from .flush import flush_into, flush_now
-from .inputs import item_of, likely_meta
+from .inputs import is_as, item_of, likely_meta
 from .record import are_watched, called, recorded
 from .values import (
     address_of,
@@ -375,7 +375,7 @@ def destination(recorder: Recorder, target):
     """The Meta of `target`, borrowed, if the open chain may write to its memory; or 0."""
     if recorder == 0 or recorder is None:
         return 0
-    if grad_mode() != 0 or recorder.grad is True:
+    if grad_mode() != (recorder.grad is True):
         return 0
     if int(recorder.ident) != PyThread_get_thread_ident():
         return 0
@@ -392,6 +392,9 @@ def destination(recorder: Recorder, target):
         return 0
     if meta.inference is True or recorder.inference is True:
         return 0
+    if recorder.grad is True:  # it may require grad by an alias
+        if meta.requires_grad is True or is_as(target, meta) == 0:
+            return 0
     return meta
 
 
