@@ -350,7 +350,7 @@ def test_what_eager_allows_and_no_kernel_does(device):
 
 @device_param
 def test_a_write_that_autograd_has_to_know_of(device):
-    """Of a value with history, to memory that comes to require grad, or by an op that reads such."""
+    """Of a value with history, to memory that comes to require grad, by an op that reads such."""
 
     def value(x, y, p):
         x[1:3] = y[1:3] * p[1:3]
