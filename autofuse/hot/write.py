@@ -336,7 +336,9 @@ def copied(target, value):
 
 def put_item(x, index, value):
     """`x[index] = value` of a pending value, where `index` makes a view; as `copied`."""
-    if are_modes_off() == 0 or class_of(state_of(x)) is Node:
+    if is_pending(x) != 0:
+        return 2
+    if are_modes_off() == 0:
         return 0
     before = switch_off(2)
     view = tried(call_object(GETITEM, x, index))
@@ -482,6 +484,10 @@ def reads_apart(chain: Chain, target, meta: Meta):
         begins = int(marks[2 * k + 1])
         if begins < end and start < begins + int(other.reach):
             if begins != start or other is not meta:
+                met: tuple = tip.apart
+                if met is not None and met[0] is meta and met[1] is other:
+                    if int(met[2]) == begins - start:
+                        return 1
                 args = room(3)
                 args[0] = chain
                 args[1] = target

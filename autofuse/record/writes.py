@@ -267,6 +267,7 @@ def reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
         if distance == 0 and (other is meta or _layout(other) == _layout(meta)):
             along.add(~k)
         elif _meet(distance, meta, other):
+            chain.tip.apart = meta, other, distance  # for who would ask again
             return True
     for node in chain.tip.path() if along else ():
         if not along.isdisjoint(node.args):
