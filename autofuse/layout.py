@@ -84,6 +84,52 @@ def is_dense(shape: Ints, stride: Ints) -> bool:
     return True
 
 
+def reach(shape: Ints, stride: Ints) -> int:
+    """Elements of memory from the first one of a tensor to past its last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+
+def is_injective(shape: Ints, stride: Ints) -> bool:
+    """Whether no two elements lie in one place, for certain: each axis steps over all inside it."""
+    span = 1
+    for s, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1):
+        if s < span:
+            return False
+        span += (n - 1) * s
+    return True
+
+
+_MOST_TRIED = 4096  # partial sums
+
+
+def meets(distance: int, sizes: Ints, strides: Ints, others: Ints, other_strides: Ints) -> bool:
+    """Whether two tensors have an address in common; strides in bytes, an element as an axis.
+
+    distance: from where the first begins to where the second does. Exact, unless that takes more
+    sums than anybody wants to wait for: then it says yes.
+    """
+    ranges: dict[int, list[int]] = {}  # by stride: of the steps of the first less the second's
+    for n, s in zip(sizes, strides, strict=True):
+        ranges.setdefault(s, [0, 0])[1] += n - 1
+    for n, s in zip(others, other_strides, strict=True):
+        ranges.setdefault(s, [0, 0])[0] -= n - 1
+    axes = [(s, low, high) for s, (low, high) in sorted(ranges.items(), reverse=True) if s]
+    sums = {distance}  # what is left of it for the axes that follow
+    for k, (s, low, high) in enumerate(axes):
+        inner = axes[k + 1 :]
+        least, most = (sum(axis[0] * axis[end] for axis in inner) for end in (1, 2))
+        following: set[int] = set()
+        for left in sums:
+            first, last = max(low, -((most - left) // s)), min(high, (left - least) // s)
+            if len(following) + last - first > _MOST_TRIED:
+                return True
+            following.update(left - s * steps for steps in range(first, last + 1))
+        sums = following
+    return 0 in sums
+
+
 def copied_stride(shape: Ints, stride: Ints) -> Ints:
     """Strides of a copy that keeps the layout, as `to` and `empty_like` make it."""
     return stride if is_dense(shape, stride) else _ordered_stride(shape, [stride])

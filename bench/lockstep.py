@@ -91,6 +91,13 @@ def rows(device: str) -> dict[str, Callable[[], object]]:
     def write() -> None:
         w.mul_(1.0).add_(0.0)
 
+    grid, column = autofuse.wrap(torch.zeros(66, 258, device=device)), autofuse.wrap(x[:, 0])
+
+    def slices() -> None:
+        grid[1:-1, 1:-1] = w * 0.5 + v
+        grid[1:-1, 1:-1] -= w * 0.5
+        grid[1:-1, 3] = column * 2.0 + 1.0
+
     def recur() -> None:
         z = state[0] @ weight
         state[0] = torch.tanh(torch.sigmoid(z) * bias + z * 0.5)
@@ -140,6 +147,7 @@ def rows(device: str) -> dict[str, Callable[[], object]]:
         **found, "RNN step": recur, "LSTM step": lstm,
         "LSTM, gates held": lstm_with_gates, "GLU of halves": halves,
         "4 views of memory": views, "4 flushes of 2 ops": flushes, "2 writes": write,
+        "3 writes into slices": slices,
         "a step of training": train,
     }  # fmt: skip
 

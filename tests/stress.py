@@ -151,7 +151,7 @@ class World:
             check(torch.cat([b, a]), self.chain[N // 2 :] + self.chain[: N // 2], "joined")
             rows = autofuse.wrap(torch.zeros(3, N, device=self.device))
             for k in range(3):
-                rows[k] = y
+                rows[k] = y if k else (self.w * 2.0 + self.v).abs() - self.w
             read = rows[1] * 1.0
             rows[:, :3] = 0.0
             check(read, self.chain, "read before an item is set")
@@ -292,8 +292,14 @@ def writes(world: World) -> None:
         for target in (torch.zeros(N, device=world.device), autofuse.wrap(world.x.clone())):
             start, done = target.tolist(), 0
             try:
-                for _ in range(8):
-                    target.add_(world.w * 0.0 + 1.0)
+                for k in range(9):
+                    one = world.w * 0.0 + 1.0
+                    if k % 3 == 0:
+                        target.add_(one)
+                    elif k % 3 == 1:
+                        target[:] = target + one
+                    else:
+                        target.view(2, -1).T.add_(one.view(2, -1).T)
                     done += 1
             finally:
                 now = target.tolist()
@@ -303,7 +309,7 @@ def writes(world: World) -> None:
                     for _ in range(k):
                         value = value + 1.0
                     exact.append(value.tolist())
-                if now not in exact[: 1 if done == 8 else 2]:
+                if now not in exact[: 1 if done == 9 else 2]:
                     failed(f"a write was lost or doubled: {done} done, {now[:2]} from {start[:2]}")
         y = world.w * 2.0
         y += world.v

@@ -9,10 +9,10 @@ import torch
 from autofuse import layout
 from autofuse.dtypes import CODES
 from autofuse.kernel.cuda import assemble, compile_ptx
-from autofuse.kernel.plan import unvectorised
+from autofuse.kernel.plan import make_pieces, unvectorised
 from autofuse.kernel.text import render, source_of
 from autofuse.ops.arithmetic import CASTS, OPS
-from autofuse.program.program import CONST, Pointwise, Program, Spec
+from autofuse.program.program import CONST, WRITE, Output, Pointwise, Program, Spec
 from support import pieces_of
 
 TARGET = "sm_90"
@@ -74,6 +74,29 @@ def test_ptx_of_every_op(name, dtype):
     loads = re.findall(r"ld\.global\.(\S+)", ptx)
     assert name == "zeros" or any(load.startswith(("v4", "v2")) for load in loads), loads
     assert not re.search(r"\bmul\.f32\b", ptx), "a product that ptxas may contract"
+
+
+@pytest.mark.parametrize(
+    "shape, stride, stores",
+    [
+        ((64, 256), (512, 1), "v4"),  # rows of a wider matrix
+        ((64, 254), (257, 1), "f32"),  # no 16 bytes of which are aligned
+        ((64, 256), (1, 64), "v4"),  # a transposed matrix
+        ((64,), (257,), "f32"),  # a column
+    ],
+    ids=str,
+)
+def test_ptx_of_a_write_into_a_view(shape, stride, stores):
+    """One kernel computes what it casts and stores by the strides of the memory."""
+    value = Pointwise(OPS["mul"], (~0, ~1), "f64", view("f64", *shape[-1:]))
+    write = Pointwise(CASTS[torch.float32], (0,), "f64", view("f32", *shape, stride=stride))
+    row = view("f64", *shape[-1:])
+    program = Program((value, write), (row, row), (), (Output(1, WRITE),))
+    (piece,) = make_pieces(program, "cuda")
+    (ptx,) = [compile_ptx(source_of(piece.plan, TARGET), TARGET)]
+    found = re.findall(r"st\.global\.(\S+)", ptx)
+    assert found and all(store.startswith(stores) for store in found), found
+    assert piece.stores == (1,) and piece.offsets == (0, 0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool], ids=str)

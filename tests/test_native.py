@@ -179,6 +179,7 @@ ENTERED = {
     "getting": ("get", lambda o: from_c(vars(autofuse.Tensor)["shape"].fget)(o.x)),
     "asking": ("read", lambda o: from_c(autofuse.Tensor.size)(o.x, 0)),
     "setting": ("call", lambda o: from_c(autofuse.Tensor.__setitem__)(o.w, 0, 1.0)),
+    "copying": ("call", lambda o: from_c(autofuse.Tensor.copy_)(o.w[1], o.v[0] * 2.0)),
     "unread": ("call", lambda o: from_c(torch.Tensor.add_)(o.plain, 0.0)),
     "placing": ("set_", lambda o: from_c(torch.Tensor.grad.fset)(o.plain, None)),
     "taking": ("get", lambda o: from_c(torch.Tensor.grad.fget)(o.plain)),
@@ -191,6 +192,7 @@ ENTERED = {
 }  # fmt: skip
 LAUNCHED = {
     "record_write",
+    "copying",
     "flush",
     "flush_pending",
     "materialize",

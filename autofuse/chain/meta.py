@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from ..dtypes import CODES
-from ..layout import Ints, contiguous
+from ..layout import Ints, contiguous, reach
+from ..ops.views import WriteOp
 from ..program.program import Spec
 from ..torch_private import (
     NoModes,
@@ -35,7 +36,8 @@ class Meta:
     """What is known of a concrete tensor without reading its values; one object per content."""
 
     __slots__ = ("checks", "device", "dtype", "flat", "inference", "keys", "nbytes", "ndim",
-                 "requires_grad", "shape", "spec", "stride", "ungraded")  # fmt: skip
+                 "reach", "requires_grad", "shape", "spec", "stride", "ungraded",
+                 "write")  # fmt: skip
     recorder: None = None  # a concrete tensor belongs to no chain
     index: int = -1
 
@@ -57,8 +59,11 @@ class Meta:
         self.ndim: int = len(shape)
         self.flat: bool = stride == contiguous(shape)
         self.nbytes: int = dtype.itemsize * math.prod(shape)
+        # bytes from the first element to past the last
+        self.reach: int = dtype.itemsize * reach(shape, stride)
         self.spec: Spec = Spec(CODES[dtype], tuple(shape), tuple(stride))
         self.ungraded: Meta | None = None  # the same of a result made under no_grad, once needed
+        self.write: WriteOp | None = None  # to memory like this, once needed
         self.checks: dict[type, Check | None] = {}  # tests for this content, see `_check`
         # torch's dispatch keys of such tensors, once there is a test; `hot` has its own
         self.keys: int = -1

@@ -20,7 +20,7 @@ from .. import hooks
 from ..layout import Ints
 from ..ops.reductions import Reduction
 from ..ops.row import Op
-from ..ops.views import JoinOp, ViewOp
+from ..ops.views import JoinOp, ViewOp, WriteOp
 from ..program.program import Join, Output, Pointwise, Program, Reduced, Ref, Step, View
 from ..settings.config import config
 from ..supply.load import enter_context
@@ -32,12 +32,12 @@ from .shell import Tensor
 class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
-    __slots__ = ("args", "autocast", "base", "by_outputs", "cast", "common", "consts", "counted",
-                 "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs", "key",
-                 "known_views", "likely", "limits", "long", "looked_on", "meta", "next", "offset",
-                 "op", "parent", "pinned_limit", "reason", "recent", "recorder", "relaxed",
-                 "returns", "rows", "runners", "saves", "shell", "skips", "told", "usual", "viewed",
-                 "views", "writers")  # fmt: skip
+    __slots__ = ("apart", "args", "autocast", "base", "by_outputs", "cast", "common", "consts",
+                 "counted", "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs",
+                 "key", "known_views", "likely", "limits", "long", "looked_on", "meta", "next",
+                 "offset", "op", "parent", "pinned_limit", "reason", "recent", "recorder",
+                 "relaxed", "returns", "rows", "runners", "saves", "shell", "skips", "told",
+                 "usual", "viewed", "views", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -67,6 +67,8 @@ class Node:
         self.views: dict[Any, tuple[ViewOp, ...]] = {}  # ops of its views, by how they are asked
         # the same for machine code, by its own keys: an op, or several
         self.known_views: dict[tuple[Any, ...], ViewOp | tuple[ViewOp, ...]] = {}
+        # where an Input was last met by what was to be written after it: see `writes.reads_apart`
+        self.apart: tuple[Meta, Meta, int] | None = None
         self.cuts = ""  # why this op begins another chain, if it does
         self.inputs: tuple[Meta, ...] = () if parent is None else parent.inputs
         self.consts: tuple[type, ...] = () if parent is None else parent.consts
@@ -118,7 +120,8 @@ class Node:
                 steps.append(Join(node.args, node.meta.spec, node.op.parts))
                 continue
             kind = Reduced if isinstance(node.op, Reduction) else Pointwise
-            steps.append(kind(node.op, node.args, node.common, node.meta.spec))
+            op = node.op.row if isinstance(node.op, WriteOp) else node.op
+            steps.append(kind(op, node.args, node.common, node.meta.spec))  # type: ignore[arg-type]
         inputs = tuple(meta.spec for meta in self.inputs)
         return Program(tuple(steps), inputs, self.consts, outputs, self.relaxed)
 

@@ -14,7 +14,7 @@ import torch
 
 from ..ops.reductions import Reduction
 from ..ops.row import Op
-from ..ops.views import JoinOp, ViewOp
+from ..ops.views import JoinOp, ViewOp, WriteOp
 from ..settings.config import config
 from ..supply.load import processors_of
 from .infer import Inferred, infer
@@ -42,6 +42,8 @@ def extend(
         return _extend_view(recorder, tip, op, operands[0])
     if isinstance(op, JoinOp):
         return _extend_join(recorder, tip, op, operands)
+    if isinstance(op, WriteOp):
+        return _extend_write(recorder, tip, op, operands[0], metas)
     if isinstance(op, Reduction) and tip.viewed:  # row kernels read no index maps
         return _cut(recorder, tip, op, "views")
     rows = tip.rows
@@ -109,6 +111,27 @@ def _extend_join(
         return eager_node(recorder, tip, op, "a join of memory")
     node = Node(recorder, tip, op)
     node.args, node.viewed = tuple(operands), True  # type: ignore[arg-type]
+    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device)
+    node.pinned_limit = tip.pinned_limit
+    return node
+
+
+def _extend_write(
+    recorder: Recorder, tip: Node, op: WriteOp, operand: int | Meta | type, metas: list[Meta]
+) -> Node:
+    """The node for a value of the program on its way to memory, without a gradient."""
+    if not isinstance(operand, int) or operand < 0:
+        return eager_node(recorder, tip, op, "a copy of memory")
+    if tip.rows is not None or tip.holds_grad:
+        return eager_node(recorder, tip, op, "rows that are written, or a gradient")
+    assert op.row is not None
+    found = infer(
+        op.row, (operand,), metas, tip.inputs, tip.consts, recorder.device, False, tip.relaxed
+    )
+    if not isinstance(found, Inferred):
+        return eager_node(recorder, tip, op, str(found))
+    node = Node(recorder, tip, op)
+    node.args, node.common = found.args, found.common
     node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device)
     node.pinned_limit = tip.pinned_limit
     return node

@@ -225,7 +225,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
             options = {key: value for key, value in kwargs.items() if key not in TARGETS}
             out = kwargs.get("out")
             if kwargs.get("inplace"):
-                if args and _write(chosen_by(choose, args, options), args[0]):
+                if args and write_chosen(chosen_by(choose, args, options), args[0]):
                     return args[0]
                 return run_eager(func, args, kwargs)
             if out is not None:
@@ -250,7 +250,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
     return call
 
 
-def _write(chosen: Any, target: Any) -> bool:
+def write_chosen(chosen: Any, target: Any) -> bool:
     """Record what was chosen as a write to `target`, if that can be."""
     if chosen.__class__ is not tuple or id(target.__class__) not in OURS:
         return False
@@ -296,7 +296,7 @@ def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
         return pending(self, *args, **kwargs)
 
     def pending(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if _write(chosen_by(choose, (self, *args), kwargs), self):
+        if write_chosen(chosen_by(choose, (self, *args), kwargs), self):
             return self
         return run_eager(func, (self, *args), kwargs)
 

@@ -6,11 +6,16 @@ import ctypes
 import sys
 from typing import Any
 
+import torch
+
 from ..chain.shell import Tensor
+from ..chain.state import this_thread
+from ..ops.row import SPELLINGS
 from ..ops.views import ATTRIBUTES
-from ..torch_private import TensorBase
-from .eager import Handler, Plain, run_eager
-from .handlers import HOT, eagerly, handle, passing, unhandled
+from ..record.writes import record_copy, record_item
+from ..torch_private import TensorBase, looked_on
+from .eager import OURS, Handler, Plain, run_eager
+from .handlers import HOT, chosen_by, eagerly, handle, passing, unhandled, write_chosen
 from .protocol import HANDLERS, OPTIONS
 from .shapes import viewing
 from .unrecorded import IN_C, LIKE_C, PASSED, asks_for_overrides, known_of
@@ -19,6 +24,7 @@ from .unrecorded import IN_C, LIKE_C, PASSED, asks_for_overrides, known_of
 def install_methods() -> None:
     """Every other C method of a tensor, and the functions that stand beside chains."""
     handle(Plain, "__hash__", Plain.__hash__)
+    handle(Plain, "copy_", _copying(Plain.copy_))
     for name in PASSED | {func.__name__ for func in LIKE_C}:
         for place, func in unhandled(name):
             handle(place, name, passing(func))
@@ -55,9 +61,35 @@ def _setting(func: Handler) -> Handler:
     """A handler for `x[i] = value`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 3 and not kwargs and not (this_thread.closed or looked_on()):
+            if record_item(*args) or _fills(*args):
+                return None
         return run_eager(func, args, kwargs)
 
     HOT.append(("setting", call, (func, known_of(func))))
+    return call
+
+
+def _fills(x: Any, mask: Any, value: Any) -> bool:
+    """Record `x[mask] = value` with a mask of its shape and a number, as `masked_fill_`."""
+    if id(mask.__class__) not in OURS or value.__class__ not in (float, int):
+        return False
+    if mask.dtype is not torch.bool or mask.shape != x.shape:
+        return False
+    return write_chosen(chosen_by(SPELLINGS["masked_fill"], (x, mask, value), {}), x)
+
+
+def _copying(func: Handler) -> Handler:
+    """A handler for `x.copy_(value)`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and not (kwargs or this_thread.closed or looked_on()):
+            x, value = args
+            if id(x.__class__) in OURS and value.__class__ is Tensor and record_copy(x, value):
+                return x
+        return run_eager(func, args, kwargs)
+
+    HOT.append(("copying", call, ()))
     return call
 
 

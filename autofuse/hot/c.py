@@ -126,6 +126,7 @@ trials: Any = GIVEN  # when there are some
 measuring: Any = GIVEN  # has items while results may stay plain
 wanted: Any = GIVEN  # has items while reductions are recorded
 ask_origin: Any = GIVEN  # `origins.ask`
+exactly: Any = GIVEN  # `writes.reads_apart`
 STAY: Any = GIVEN
 SIMPLE: Any = GIVEN  # classes of what no walk over arguments looks into
 increment_version: Any = GIVEN

@@ -206,7 +206,8 @@ def _given() -> dict[str, Any]:
         "SLOTS": tuple(~k for k in range(64)), "strided": torch.strided, "AT_ONCE": (False,),
         "origins": origins.origins, "trials": origins.trials, "STAY": origins.STAY,
         "between": origins.between, "measuring": origins.measuring, "wanted": verified.wanted,
-        "ask_origin": origins.ask, "increment_version": count_write,
+        "ask_origin": origins.ask, "exactly": writes.reads_apart,
+        "increment_version": count_write,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
         **of_functions(), **of_tensors(), "WEAKREFS": of_weakrefs(),
     }  # fmt: skip

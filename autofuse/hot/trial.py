@@ -234,6 +234,17 @@ def _writes_by_hand(s: _State) -> Any:
     return done, wrote, t, u
 
 
+def _slices(s: _State) -> Any:
+    """Pending values into views of memory: strided, also where it is read, there or elsewhere."""
+    w, v = s.w, s.v
+    w[1:3, ::2] = v[1:3, ::2] * 2.0
+    w[..., 0] -= v[:, 0] * 0.5
+    w[2] = torch.exp(w[2])
+    w[1:] = w[:-1] * 0.5
+    Called(Tensor.copy_)(w[0], v[0] + 1.0)
+    return w._version
+
+
 def _gradients(s: _State) -> Any:
     """A backward that launches a kernel."""
     s.p.grad = None
@@ -294,6 +305,7 @@ _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_views, "handler record viewing flush"),
     (_writes, "handler writing flush"),
     (_writes_by_hand, "record_inplace record_write handler flush"),
+    (_slices, "handler writing setting copying flush"),
     (_gradients, "answer"),
     (_weak, "flush"),
     (_errors, ""),

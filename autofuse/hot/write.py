@@ -12,8 +12,10 @@ from .c import (
     BEGUN,
     EQUAL,
     FAILED,
+    GETITEM,
     ITEMS,
     RECORDERS,
+    SLICED,
     WRITE,
     Parameter,
     Plain,
@@ -35,15 +37,16 @@ from .c import (
     all_recorders,
     call_object,
     call_pointer,
+    exactly,
     kept,
     load,
     local,
     room,
     tried,
 )
-from .call import is_everyday, is_pending_elsewhere
+from .call import are_modes_off, is_everyday, is_pending_elsewhere
 from .flush import flush_into, flush_now
-from .inputs import item_of, likely_meta
+from .inputs import is_as, item_of, likely_meta
 from .record import are_watched, called, recorded
 from .values import (
     address_of,
@@ -52,8 +55,9 @@ from .values import (
     grad_mode,
     is_ours,
     looked_on,
-    slot_of,
     state_of,
+    switch_back,
+    switch_off,
 )
 
 
@@ -91,6 +95,14 @@ def writing(entry, function, args, count, names) -> object:
 
 def setting(entry, x: Tensor, index, value) -> object:
     """`x[i] = value`; entry: the function, what is known of it."""
+    if is_pending(value) != 0 and makes_view(index) != 0:
+        done = put_item(x, index, value)
+        if done == 0 or PyErr_Occurred() != 0:
+            return 0
+        if done == 1:
+            return None
+    if class_of(index) is Tensor and (is_pending(index) != 0 or is_pending(x) != 0):
+        return 0  # it may be a mask
     recorder: Recorder = current_recorder()
     known: Known = entry[1]
     args = room(3)
@@ -104,6 +116,15 @@ def setting(entry, x: Tensor, index, value) -> object:
     if write_now(recorder, entry[0], known, args, 3, 0) == 0:
         return 0
     return None
+
+
+def copying(entry, function, args, count, names) -> object:
+    """`x.copy_(value)`."""
+    if names != 0 or count != 2 or is_ours(args[0]) == 0 or is_pending(args[1]) == 0:
+        return 0
+    if looked_on() != 0 or copied(args[0], args[1]) != 1:
+        return 0
+    return args[0]
 
 
 def unread(table, function, args, count, names) -> object:
@@ -266,9 +287,97 @@ def record_write(entry, op, target, operands: tuple) -> object:
 def wrote(op, target, operands, count):
     """Write an op to the memory of a concrete `target` with what it reads; 0 if Python has to."""
     recorder: Recorder = current_recorder()
+    meta: Meta = destination(recorder, target)
+    if meta == 0:
+        return 0
+    chain: Chain = kept(recorder.chain)
+    made: Meta = made_of(meta)
+    if made is None or can_write(recorder, chain, target, meta, operands, count) == 0:
+        return 0
+    if meta.flat is True:
+        result = recorded(0, op, operands, count, made)
+    else:
+        result = recorded(0, op, operands, count, 0)
+        result = laid(result, made)  # and nobody holds the other
+    return put(recorder, chain, target, meta, result)
+
+
+def laid(value, made: Meta) -> object:
+    """What is just recorded as `made`, whose shape and dtype it has; or 0."""
+    if value == 0:
+        return 0
+    node: Node = state_of(value)
+    meta: Meta = node.meta
+    if meta is made:
+        return value
+    if meta.dtype is not made.dtype or are_equal(meta.shape, made.shape) == 0:
+        return 0
+    return recorded_write(value, made)
+
+
+def copied(target, value):
+    """Write the pending `value` to the memory of a concrete `target`.
+
+    1 if that is done, 2 if it has to be computed first, 0 if Python has to decide.
+    """
+    recorder: Recorder = current_recorder()
+    meta: Meta = destination(recorder, target)
+    if meta == 0:
+        return 0
+    if reads_apart(recorder.chain, target, meta) != 0:
+        return 2
+    chain: Chain = kept(recorder.chain)
+    node: Node = state_of(value)
+    made: Meta = made_of(meta)
+    if made is None or node.recorder is not recorder:
+        return 0
+    return put(recorder, chain, target, meta, recorded_write(value, made))
+
+
+def put_item(x, index, value):
+    """`x[index] = value` of a pending value, where `index` makes a view; as `copied`."""
+    if is_pending(x) != 0:
+        return 2
+    if are_modes_off() == 0:
+        return 0
+    before = switch_off(2)
+    view = tried(call_object(GETITEM, x, index))
+    switch_back(before)
+    if view == 0:
+        PyErr_Clear()  # eager PyTorch will say it
+        return 0
+    return copied(view, value)
+
+
+def makes_view(index):
+    """Whether it is an int, a slice of ints, None, Ellipsis, or a tuple of these."""
+    if class_of(index) is not tuple:
+        return is_basic(index)
+    for k in range(PyTuple_Size(index)):
+        if is_basic(load(index + ITEMS + 8 * k)) == 0:
+            return 0
+    return 1
+
+
+def is_basic(index):
+    if class_of(index) is slice:
+        for k in range(3):  # where it starts, stops, and its step
+            end = load(index + SLICED + 8 * k)
+            if class_of(end) is not int and end is not None:
+                return 0
+        return 1
+    return class_of(index) is int or index is None or index is Ellipsis
+
+
+def is_pending(x):
+    return class_of(x) is Tensor and class_of(state_of(x)) is Node
+
+
+def destination(recorder: Recorder, target):
+    """The Meta of `target`, borrowed, if the open chain may write to its memory; or 0."""
     if recorder == 0 or recorder is None:
         return 0
-    if grad_mode() != 0 or recorder.grad is True:
+    if grad_mode() != (recorder.grad is True):
         return 0
     if int(recorder.ident) != PyThread_get_thread_ident():
         return 0
@@ -279,21 +388,37 @@ def wrote(op, target, operands, count):
     if len(chain) == 0 or tip.holds_grad is True:
         return 0
     meta: Meta = state_of(target)  # UNKNOWN for a plain tensor
-    if class_of(target) is not Tensor:
+    if class_of(target) is not Tensor or meta is UNKNOWN:
         meta = likely_meta(tip.likely, target)
     if meta == 0 or class_of(meta) is not Meta or recorder.chain is not chain:
         return 0
-    if meta.inference is True or recorder.inference is True or meta.flat is not True:
+    if meta.inference is True or recorder.inference is True:
         return 0
-    made = meta
-    if meta.requires_grad is True:
-        made = meta.ungraded
-        if made is None:
+    if recorder.grad is True:  # it may require grad by an alias
+        if meta.requires_grad is True or is_as(target, meta) == 0:
             return 0
-    if can_write(recorder, chain, target, meta, operands, count) == 0:
+    return meta
+
+
+def made_of(meta: Meta):
+    """What has to be computed for memory of `meta`, or None: see `writes._destination`."""
+    if meta.requires_grad is True:
+        return meta.ungraded
+    return meta
+
+
+def recorded_write(value, made: Meta) -> object:
+    """What writes `value` to memory like `made`, as it has been recorded before; or 0."""
+    if made.write is None:
         return 0
-    result = recorded(0, op, operands, count, made)
-    if result == 0 or reads_apart(recorder, chain, target, meta) != 0:
+    operands = room(1)
+    operands[0] = value
+    return recorded(0, made.write, operands, 1, made)
+
+
+def put(recorder: Recorder, chain: Chain, target, meta: Meta, result):
+    """Write the value of `result`, which has just been recorded, to `target`; or 0."""
+    if result == 0 or reads_apart(chain, target, meta) != 0:
         return 0
     if is_pending_elsewhere(recorder) != 0:  # by now
         return 0
@@ -308,52 +433,65 @@ def wrote(op, target, operands, count):
 def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, count):
     """Whether something pending is written, and by the thread that reads an element."""
     pending = 0
-    reads = slot_of(chain, target) != 0
+    reads = 0
     for k in range(count):
         x = operands[k]
-        if x is target:
-            reads = 1
         item = item_of(recorder, chain, x)
         if item == 0:
             return 0
-        if class_of(item) is int:
-            if class_of(x) is Tensor:
-                pending = pending | (class_of(state_of(x)) is Node)
+        if x is target:
+            reads = 1
+        elif class_of(item) is int:
+            pending = pending | is_pending(x)
         elif class_of(item) is Meta:
             other: Meta = item
             if other.flat is not True:
                 return 0
-    if pending == 0 or reads_apart(recorder, chain, target, meta) != 0:
+    if pending == 0 or reads_apart(chain, target, meta) != 0:
         return 0
-    if reads == 0:
-        return 1
+    return reads == 0 or is_even(chain, meta) != 0
+
+
+def is_even(chain: Chain, meta: Meta):
+    """Whether one thread computes an element of all of `chain`: another shape is another kernel."""
     tip: Node = chain.tip
     if tip.viewed is True:
         return 0
-    for k in range(len(chain)):  # another shape would be another kernel
+    for k in range(len(chain)):
         node: Node = state_of(chain[k])
         own: Meta = node.meta
-        if PyObject_RichCompareBool(own.shape, meta.shape, EQUAL) != 1:
+        if are_equal(own.shape, meta.shape) == 0:
             return 0
     return 1
 
 
-def reads_apart(recorder: Recorder, chain: Chain, target, meta: Meta):
-    """Whether `chain` may read memory of `target` by another tensor."""
+def are_equal(shape, other):
+    return PyObject_RichCompareBool(shape, other, EQUAL) == 1
+
+
+def reads_apart(chain: Chain, target, meta: Meta):
+    """`writes.reads_apart`; it is asked where their ends say nothing."""
     start = address_of(target)
     if start == -1:
         return 1
     tip: Node = chain.tip
     metas: tuple = tip.inputs
     marks: list = chain.marks
-    inputs: list = chain.inputs
-    end = start + int(meta.nbytes)
-    for k in range(len(inputs)):
-        if inputs[k] is not target:
-            other: Meta = metas[k]
-            begins = int(marks[2 * k + 1])
-            if other.flat is not True:
-                return 1
-            if begins < end and start < begins + int(other.nbytes):
-                return 1
-    return 0
+    end = start + int(meta.reach)
+    along = 0
+    for k in range(len(metas)):
+        other: Meta = metas[k]
+        begins = int(marks[2 * k + 1])
+        if begins < end and start < begins + int(other.reach):
+            if begins != start or other is not meta:
+                met: tuple = tip.apart
+                if met is not None and met[0] is meta and met[1] is other:
+                    if int(met[2]) == begins - start:
+                        return 1
+                args = room(3)
+                args[0] = chain
+                args[1] = target
+                args[2] = meta
+                return tried(PyObject_Vectorcall(exactly, args, 3, 0)) is not False
+            along = 1
+    return along != 0 and is_even(chain, meta) == 0

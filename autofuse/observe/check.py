@@ -39,7 +39,7 @@ from ..program.walk import needed
 from ..record.flush import without_modes
 from ..settings.config import config, watch
 from ..supply.kernels import capturing
-from ..torch_private import NoTorchFunction, set_grad_enabled
+from ..torch_private import NoTorchFunction, address_of, set_grad_enabled
 from . import events
 from .events import Flush, Observer, spelled
 
@@ -70,10 +70,11 @@ class _Forward(_Case):
 
     def __init__(self, flush: Flush, chain: Chain, node: Node) -> None:
         self.flush, self.into, self.nodes = flush, chain.into, node.path()
+        into = self.into
         self.shells = [chain[index] for index in flush.live]
         inputs = [
-            x.clone() if source is self.into else x
-            for x, source in zip(map(_plain, chain.inputs), chain.inputs, strict=True)
+            x.clone() if into is not None and address_of(x) == address_of(into) else x
+            for x in map(_plain, chain.inputs)
         ]
         super().__init__(node.recorder, inputs, chain.consts)
         self.what = [f"the result of op {index}, {flush.ops[index]}" for index in flush.live]

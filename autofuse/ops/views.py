@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..layout import Ints
+from ..torch_private import detach
 from .row import Op
 
 # torch's functions and methods that give views; whether one does may depend on the operand's layout
@@ -48,6 +49,24 @@ class JoinOp(Op):
     shape: Ints = ()
     stride: Ints = ()
     parts: tuple[tuple[int, Ints], ...] = ()  # where each operand begins there, and its strides
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteOp(Op):
+    """What `copy_` makes of one operand for memory of one layout: converted and broadcast to it."""
+
+    row: Op | None = None  # of the table, for each element
+    dtype: torch.dtype = torch.float32
+    shape: Ints = ()
+    stride: Ints = ()
+
+
+def write_op(row: Op, dtype: torch.dtype, shape: Ints, stride: Ints) -> WriteOp:
+    """The op that writes to memory of such a layout. row: converts to `dtype`."""
+    return WriteOp(
+        "copy_", "x", "x", accepts="fib", row=row, dtype=dtype, shape=shape, stride=stride,
+        eager=lambda x: detach(x.to(dtype).expand(shape)),  # which holds nothing of x
+    )  # fmt: skip
 
 
 def join_op(name: str, dim: int, result: torch.Tensor, parts: list[torch.Tensor]) -> JoinOp:

@@ -142,9 +142,14 @@ def _asks_us(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for x in (*args, *kwargs.values()) if kwargs else args:
         if x.__class__ is Tensor:
             wrapped = True
-        elif id(x.__class__) not in SIMPLE:
+        elif id(x.__class__) not in SIMPLE and not _is_key(x):
             return False
     return wrapped and torch_functions_are_on() and not (function_modes() and looked_on())
+
+
+def _is_key(x: Any) -> bool:
+    """Whether it is an index of several."""
+    return x.__class__ is tuple and all([id(item.__class__) in SIMPLE for item in x])
 
 
 def _flush_readers_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import lru_cache
 from threading import get_ident
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from ..chain.liveness import DEAD, counts_of
 from ..chain.meta import Meta, concrete_meta, likely_meta, make_meta, plain_meta
-from ..chain.shell import Tensor
+from ..chain.shell import Held, Lost, Tensor
 from ..chain.state import (
     LATER,
     Chain,
@@ -26,10 +27,21 @@ from ..chain.state import (
     this_thread,
 )
 from ..errors import StaleInputError
+from ..inside import is_foreign
+from ..layout import Ints, broadcast, is_injective, meets
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import is_cast
 from ..ops.row import Op
-from ..torch_private import NoModes, NoTorchFunction, address_of, looked_on, raw_version_of
+from ..ops.views import WriteOp, write_op
+from ..program.program import Ref
+from ..torch_private import (
+    NoModes,
+    NoTorchFunction,
+    TensorBase,
+    address_of,
+    looked_on,
+    raw_version_of,
+)
 from .flush import flush
 from .record import record
 
@@ -120,42 +132,114 @@ def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bo
             break
     else:
         return False
-    if target.__class__ is Tensor:
-        meta = target._af
-        if meta.__class__ is not Meta or torch.is_grad_enabled():  # it may require grad by an alias
-            meta = concrete_meta(target)  # type: ignore[arg-type]
-    else:
-        current = this_thread.current
-        meta = plain_meta(target) if current is None else likely_meta(target, current.chain.tip)
-    if meta is None or meta.inference or torch.is_inference_mode_enabled():
+    metas = _destination(target)
+    if metas is None:
         return False
-    made = meta  # what the op has to make of it
-    if meta.requires_grad:  # a leaf, of whose use under no_grad autograd knows nothing
-        if torch.is_grad_enabled():
-            return False
-        made = meta.ungraded = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
-    for recorder in list(this_thread.recorders.values()):
-        if recorder.chain.tip.holds_grad:
-            return False
+    meta, made = metas
     result = record(op, operands)
     node = _node_of(result)
-    if cast and node is not None and node.meta is not made and meta.flat:
+    if node is not None and node.meta is not made:
         assert node.meta is not None
-        if node.meta.shape == meta.shape and torch.can_cast(node.meta.dtype, meta.dtype):
-            result = record(CASTS[meta.dtype], (result,))
-            node = _node_of(result)
+        dtype, write = node.meta.dtype, _write_op(made)
+        if write is None or node.meta.shape != meta.shape:
+            return False
+        if dtype is not meta.dtype and not (cast and torch.can_cast(dtype, meta.dtype)):
+            return False
+        result = record(write, (result,))
+    return _write(result, target, meta, made)
+
+
+def record_copy(target: torch.Tensor, value: Tensor) -> bool:
+    """Write `value`, which is pending, to the memory of `target`, by its kernel; as `copy_`.
+
+    target: as in `record_write`. False if that is not possible; nothing has then been written.
+    """
+    node, metas = value._af, _destination(target)
+    if node.__class__ is not Node or node.recorder.ident != get_ident() or metas is None:
+        return False
+    meta, made = metas
+    write = _write_op(made)
+    if write is None or broadcast([meta.shape, node.meta.shape]) != meta.shape:
+        return False
+    if node.meta.device is not meta.device or reads_apart(node.recorder.chain, target, meta):
+        return False
+    return _write(record(write, (value,)), target, meta, made)
+
+
+def record_item(x: Any, key: Any, value: Any) -> bool:
+    """`x[key] = value` with a pending value, where `key` makes a view, as `record_copy`."""
+    if value.__class__ is not Tensor or value._af.__class__ is not Node or not _makes_view(key):
+        return False
+    if x.__class__ is Tensor and x._af.recorder is not None:
+        return False
+    with NoModes():
+        try:
+            view = _item_of(x, key)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if is_foreign(error):
+                raise
+            return False  # eager PyTorch will say it
+    return record_copy(view, value)
+
+
+_item_of = TensorBase.__getitem__  # type: ignore[attr-defined]
+
+
+def _makes_view(key: Any) -> bool:
+    return all(map(_is_basic, key)) if key.__class__ is tuple else _is_basic(key)
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether it is an int, a slice of ints, None or Ellipsis."""
+    if index.__class__ is slice:
+        ends = index.start, index.stop, index.step
+        return all([end is None or end.__class__ is int for end in ends])
+    return index is None or index is Ellipsis or index.__class__ is int
+
+
+def _destination(target: torch.Tensor) -> tuple[Meta, Meta] | None:
+    """The Meta of memory that a kernel may write to, and that of what is to be computed for it."""
+    current = this_thread.current
+    place = None if current is None else current.chain.tip
+    if target.__class__ is Tensor:
+        meta = target._af
+        if meta.recorder is not None or isinstance(meta, (Held, Lost)):  # not its own memory
+            return None
+        if meta.__class__ is not Meta or torch.is_grad_enabled():  # it may require grad by an alias
+            meta = concrete_meta(target, place)  # type: ignore[arg-type]
+    else:
+        meta = plain_meta(target) if place is None else likely_meta(target, place)
+    if meta is None or meta.inference or torch.is_inference_mode_enabled():
+        return None
+    if any([recorder.chain.tip.holds_grad for recorder in list(this_thread.recorders.values())]):
+        return None
+    if not meta.requires_grad:
+        return meta, meta
+    if torch.is_grad_enabled():
+        return None
+    # a leaf, of whose use under no_grad autograd knows nothing
+    meta.ungraded = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
+    return meta, meta.ungraded
+
+
+def _write_op(meta: Meta) -> WriteOp | None:
+    """What writes to memory like that; None where eager has something to say about it."""
+    if meta.write is None and meta.nbytes and is_injective(meta.shape, meta.stride):
+        meta.write = write_op(CASTS[meta.dtype], meta.dtype, meta.shape, meta.stride)
+    return meta.write
+
+
+def _write(result: Tensor | None, target: torch.Tensor, meta: Meta, made: Meta) -> bool:
+    """Write the value of `result`, if that is pending and `made`, where nothing stands against it.
+
+    meta, made: as from `_destination`.
+    """
+    node = _node_of(result)
     if result is None or node is None or node.meta is not made:
         return False
     recorder = node.recorder
     chain = recorder.chain
-    if chain.tip is not node or result._af is not node or _reads_apart(chain, target, meta):
-        return False
-    # one thread reads and writes an element; another shape would be another kernel, and through a
-    # view another element may be read
-    shape = meta.shape
-    if id(target) in chain.slots and (
-        node.viewed or any(step.meta.shape != shape for step in node.path())  # type: ignore[union-attr]
-    ):
+    if chain.tip is not node or result._af is not node or reads_apart(chain, target, meta):
         return False
     return announced(_write_last, recorder, target, node, id(chain))
 
@@ -167,21 +251,45 @@ def _write_last(recorder: Recorder, target: torch.Tensor, node: Node, chain_id: 
     return flush(recorder, "write", target, node, chain_id)
 
 
-def _reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
-    """Whether `chain` reads memory of `target` by another tensor."""
+def reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
+    """Whether `chain` reads an element of `target` elsewhere than where it writes it.
+
+    One thread reads and writes an element of an Input that is laid out as `target` is. But another
+    shape would be another kernel, and through a view of what comes of it another element is read.
+    """
     with NoModes():
         start = address_of(target)
-        for k, x in enumerate(chain.inputs):
-            other = chain.tip.inputs[k]
-            if x is target:
-                continue
-            if meta.flat and other.flat:  # 0.1 us; a storage takes 1 us
-                begins = chain.marks[2 * k + 1]
-                if begins < start + meta.nbytes and start < begins + other.nbytes:
-                    return True
-            elif _overlap(_extent(x), _extent(target)):
+    along: set[Ref] = set()
+    for k, other in enumerate(chain.tip.inputs):
+        distance = chain.marks[2 * k + 1] - start
+        if distance >= meta.reach or -distance >= other.reach:
+            continue
+        if distance == 0 and (other is meta or _layout(other) == _layout(meta)):
+            along.add(~k)
+        elif _meet(distance, meta, other):
+            chain.tip.apart = meta, other, distance  # for who would ask again
+            return True
+    for node in chain.tip.path() if along else ():
+        if not along.isdisjoint(node.args):
+            if node.base >= 0:
                 return True
+            reads = any([ref < 0 and ref in along for ref in node.args])
+            if reads and node.meta.shape != meta.shape:  # type: ignore[union-attr]
+                return True
+            along.add(node.index)
     return False
+
+
+@lru_cache(maxsize=4096)
+def _meet(distance: int, meta: Meta, other: Meta) -> bool:
+    """Whether tensors have a byte in common that begin `distance` bytes from each other."""
+    return meets(distance, *_layout(meta), *_layout(other))
+
+
+def _layout(meta: Meta) -> tuple[Ints, Ints]:
+    """Sizes, and strides in bytes, with an axis for the bytes of an element."""
+    size = meta.dtype.itemsize
+    return (*meta.shape, size), (*(s * size for s in meta.stride), 1)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

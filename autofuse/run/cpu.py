@@ -98,7 +98,9 @@ class CpuRunner(Runner):
         if into is not None:
             outs[self.live[-1]] = into
             if _shares(self.pieces[-1])[1] > 1:  # not in one step, and so not in place
-                outs[self.live[-1]] = values[self.live[-1]] = torch.empty_like(into)
+                outs[self.live[-1]] = values[self.live[-1]] = torch.empty_strided(
+                    into.shape, into.stride(), dtype=into.dtype
+                )
         for piece, entry, offsets in zip(self.pieces, self._entries, self._offsets, strict=True):
             pointers = [
                 addresses[~ref] if ref < 0 else address_of(outs[ref])
