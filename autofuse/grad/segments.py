@@ -9,6 +9,10 @@ Inputs; a dead one is computed again where it follows from these, and otherwise 
 forward kernel. A stored one is a further output of its segment's node, so that second derivatives
 flow through it. Where hooks are told of what is saved (`saves`), that is what each op saves in
 eager, dead or not, and as often.
+
+A view has the nodes that torch gives it, once for all that one call gives, and between Segments.
+Torch makes it of the value that it lies in, or, where no rule and nobody else reads that or a view
+of it, of a *bare* tensor in its place, which has shape and gradient but one element of memory.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from functools import cache
 from ..chain.meta import Meta
 from ..chain.state import LATER, Node
 from ..layout import is_dense
+from ..ops.views import COPYING
 from ..program.program import CONST, Ref
 from ..program.walk import needed, sources
 from ..settings.config import config
@@ -53,27 +58,35 @@ def _names(rule: ast.expr) -> frozenset[str]:
     )
 
 
-def _owners(
-    uses: list[list[Use]], meta_of: Callable[[Ref], Meta], live: list[int]
-) -> dict[int, int]:
-    """The root of the segment that each differentiated step belongs to.
+def _edges(nodes: list[Node], uses: list[list[Use]]) -> list[list[Ref]]:
+    """What each step hands gradients to, in order."""
+    return [
+        [use.ref for use in uses[node.index]] if node.base < 0 else list(node.args)
+        for node in nodes
+    ]  # fmt: skip
 
-    Beside the live values, a dead one is a root if two segments meet in it or if it is broadcast:
-    its gradient is complete only after both, or after a reduction.
+
+def _owners(
+    nodes: list[Node], edges: list[list[Ref]], meta_of: Callable[[Ref], Meta], live: list[int]
+) -> dict[int, int]:
+    """The root of the segment that each differentiated step belongs to; a view is its own.
+
+    Beside the live values, a dead one is a root if two segments meet in it, if it is broadcast or
+    viewed: its gradient is complete only after both, after a reduction, or after torch's nodes.
     """
     owner = {index: index for index in live}
-    for index in range(len(uses) - 1, -1, -1):
+    for index in range(len(edges) - 1, -1, -1):
         if index in owner:
-            for use in uses[index]:
-                ref = use.ref
+            for ref in edges[index]:
                 if ref >= 0 and owner.get(ref) != ref:
                     alone = owner.setdefault(ref, owner[index]) == owner[index]
-                    if not alone or meta_of(ref).shape != meta_of(index).shape:
+                    viewed = nodes[ref].base >= 0 or nodes[index].base >= 0
+                    if not alone or viewed or meta_of(ref).shape != meta_of(index).shape:
                         owner[ref] = ref
     return owner
 
 
-def _in_order(uses: list[list[Use]], owner: dict[int, int], roots: list[int]) -> bool:
+def _in_order(edges: list[list[Ref]], owner: dict[int, int], roots: list[int]) -> bool:
     """Whether node after node adds to every gradient in the order in which op after op does."""
     by_op = sorted(owner, reverse=True)
     by_node = sorted(owner, key=lambda index: (owner[index], index), reverse=True)
@@ -81,9 +94,9 @@ def _in_order(uses: list[list[Use]], owner: dict[int, int], roots: list[int]) ->
     for sequence in (by_op, by_node):
         added: dict[Ref, list[int]] = {}
         for index in sequence:
-            for use in uses[index]:
-                if use.ref < 0 or use.ref in roots:
-                    added.setdefault(use.ref, []).append(index)
+            for ref in edges[index]:
+                if ref < 0 or ref in roots:
+                    added.setdefault(ref, []).append(index)
         orders.append(added)
     return orders[0] == orders[1]
 
@@ -99,8 +112,9 @@ def _saved(
         computed = (sources(args, ref) for ref in reads if ref >= 0)
         return sorted({ref for ref in reads if ref < 0}.union(*computed))
     saved = {ref for ref in reads if ref < 0 or ref in memory}
+    given = memory.union(node.index for node in nodes if node.base >= 0)  # no rule makes a view
     for ref in sorted(reads - saved):
-        if not sources(args, ref, memory | saved) <= saved:
+        if not sources(args, ref, given | saved) <= saved:
             saved.add(ref)
     return sorted(saved | kept)
 
@@ -193,6 +207,8 @@ class Outline:
     segments: list[Segment]
     stored: tuple[int, ...]
     saved_bytes: int
+    views: tuple[int, ...] = ()  # that torch makes, ascending
+    bare: tuple[int, ...] = ()  # roots that need no memory
     # what hooks are told of, in order: the value and its place among all that the segments save,
     # one after the other; -1 where nobody can see the result of the op that saves it
     told: tuple[tuple[Ref, int], ...] = ()
@@ -210,19 +226,25 @@ def outline_of(
 
     uses = [list(uses_of(node, meta_of)) if meta_of(node.index).requires_grad else []
             for node in nodes]  # fmt: skip
-    told = nodes[-1].told is LATER
-    owner = _owners(uses, meta_of, [index for index in live if meta_of(index).requires_grad])
+    told, edges = nodes[-1].told is LATER, _edges(nodes, uses)
+    graphs = [index for index in live if meta_of(index).requires_grad]
+    owner = _owners(nodes, edges, meta_of, graphs)
     roots = sorted(index for index, root in owner.items() if index == root)
-    if not _in_order(uses, owner, roots):
+    if not _in_order(edges, owner, roots):
         if not told:
             return None
         roots = sorted(owner)  # a node for each op, as in eager
         owner = {index: index for index in roots}
-    memory = {*live, *roots}
+    views, bare = _views(nodes, uses, owner, live)
+    memory = {*live, *roots, *views} - bare
+    memory.update(nodes[index].base for index in views if nodes[index].base not in bare)
+    memory -= {index for index in views if nodes[index].base in bare}
     places: dict[tuple[int, int], int] = {}  # by op and which of the values that it saves
     saved_refs: set[Ref] = set()
     segments = []
     for root in roots:
+        if root in views:
+            continue
         steps = [index for index in sorted(owner) if owner[index] == root]
         if told:
             saved = [ref for index in steps for ref in nodes[index].saves]
@@ -242,6 +264,23 @@ def outline_of(
         for k, ref in enumerate(node.saves):
             order.append((ref, places.get((node.index, k), -1)))
             memory.update([ref] if ref >= 0 else ())
-    stored = tuple(sorted(memory - set(live)))
+    stored = tuple(sorted(memory - set(live) - views))
     nbytes = sum(meta_of(ref).nbytes for ref in saved_refs)
-    return Outline(segments, stored, nbytes, tuple(order))
+    return Outline(segments, stored, nbytes, (*sorted(views),), (*sorted(bare),), tuple(order))
+
+
+def _views(
+    nodes: list[Node], uses: list[list[Use]], owner: dict[int, int], live: tuple[int, ...]
+) -> tuple[set[int], set[int]]:
+    """The views that a graph needs, and the values in place of which bare tensors do for that."""
+    read = {ref for index in owner for use in uses[index] for ref in use.reads}
+    read.update(ref for index in owner if nodes[index].base < 0 for ref in _kept(nodes[index]))
+    seen = {ref for ref in read.union(live) if 0 <= ref < CONST}
+    views: set[int] = set()
+    for index in seen.union(owner):
+        while nodes[index].base >= 0:
+            views.add(index)
+            (index,) = nodes[index].args
+    needed = seen | {nodes[index].base for index in seen}
+    needed |= {nodes[index].base for index in views if nodes[index].op.name in COPYING}  # type: ignore[union-attr]
+    return views, {nodes[index].base for index in views} - needed

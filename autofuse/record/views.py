@@ -11,6 +11,7 @@ import torch
 from ..chain.shell import Tensor
 from ..chain.state import Node, this_thread
 from ..ops.views import LIKE, SQUARE, ViewOp, view_op
+from ..settings.config import config
 from ..torch_private import InferenceMode, NoModes, looked_on
 from .record import record
 
@@ -33,8 +34,9 @@ def record_view(name: str, func: Any, handler: Any, args: Any, kwargs: Any) -> A
     if recorder is None or recorder.ident != get_ident() or this_thread.closed or looked_on():
         return None
     tip = recorder.chain.tip
-    # under grad a view has a node of torch's own, between those of what it reads and is read by
-    if tip.holds_grad or tip.told or tip.looked_on or node.meta is None:
+    if tip.told or tip.looked_on or node.meta is None:
+        return None
+    if tip.holds_grad and config.recompute == "inputs":  # rules go through no views
         return None
     if tip.rows is not None:  # row kernels read no index maps
         return None
