@@ -177,7 +177,8 @@ def compare(device, same=assert_same, count=COUNT, **options):
         exec(source, space)
         try:
             want = gradients(space["run"], leaves, lambda t: t, region)
-        except NotImplementedError:  # older versions on the CPU, of some losses in float16
+        # older versions on the CPU, of some losses in float16; autocast in backward, of float64
+        except (NotImplementedError, RuntimeError):
             continue
         for _ in range(2):  # the second time from the caches
             got = gradients(space["run"], leaves, autofuse.wrap, region)

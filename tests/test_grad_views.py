@@ -170,9 +170,13 @@ def test_an_lstm_cell_is_one_kernel_in_training(device, on):
     assert stats.kernels_launched == 1 and stats.ops_eager == 0
     # h, c, its tanh, and what the sigmoids and the other tanh have given, as in eager
     assert stats.live_outs_stored == 7
+    torch.autograd.grad((h, new), (gates, c), (h.detach(), new.detach()), retain_graph=True)
     autofuse.reset_stats()
-    got = torch.autograd.grad((h, new), (gates, c), (h.detach(), new.detach()))
-    assert autofuse.stats().kernels_launched == 2  # of h and of c
+    with torch.profiler.profile() as profile:
+        got = torch.autograd.grad((h, new), (gates, c), (h.detach(), new.detach()))
+    assert autofuse.stats().kernels_launched == 2  # of h, and of c with all that led to the gates
+    ops = {event.key for event in profile.key_averages()}
+    assert not ops & {"aten::cat", "aten::copy_", "aten::zeros", "aten::mul"}
     h, new = lstm_cell(gates, c)
     want = torch.autograd.grad((h, new), (gates, c), (h.detach(), new.detach()))
     assert_same(got, want, 1e-5)
@@ -189,6 +193,32 @@ def test_the_base_of_views_that_a_rule_reads_is_stored_once(device, on):
     autofuse.materialize(run(W(x)))
     assert autofuse.stats().live_outs_stored == 2 and autofuse.stats().kernels_launched == 1
     assert_differentiated_alike(lambda x: [run(x)], [x])
+
+
+def halves(x):
+    """Two values of which each reads a half that a rule reads."""
+    a, b = (x * 2.0 + 1.0).chunk(2, 1)
+    return [a * a.relu(), b * b]
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_parts_that_other_nodes_use(device, on, wanted, create_graph):
+    """Those of one split whose gradients come, or do not come, from several nodes."""
+    x = random_tensor((4, 6), torch.float32, device).requires_grad_()
+
+    def run(wrap):
+        results = halves(wrap(x))
+        roots = [results[k] for k in wanted]
+        (g,) = torch.autograd.grad(
+            roots, x, seeds_of(roots), create_graph=create_graph, retain_graph=True
+        )
+        if not create_graph:
+            return [g, *torch.autograd.grad(roots, x, seeds_of(roots))]
+        return [g.detach(), *torch.autograd.grad(g, x, torch.ones_like(g))]
+
+    for _ in range(2):
+        assert_same(run(W), run(lambda x: x), 1e-6 if create_graph else None)
 
 
 def names_of(tensor):

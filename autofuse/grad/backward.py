@@ -21,6 +21,7 @@ from ..chain.shell import Tensor
 from ..chain.state import TOLD_LATER, Node, Recorder, Untold
 from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
+from ..layout import contiguous
 from ..ops.autocast import casts_in
 from ..ops.row import Op, since
 from ..program.program import CONST, Ref
@@ -136,10 +137,19 @@ class Backward:
         return sweep(self.segment, algebra, seeds, values)
 
     def prepare(self) -> None:
-        """Ask for the kernel for a gradient of the root alone, laid out as its value is."""
-        meta = self.segment.meta_of(self.segment.root)
-        gradient = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
-        self._answer((gradient, *[None] * (len(self.segment.outs) - 1)))
+        """Ask for the kernel for a gradient of the root alone, laid out as its value is.
+
+        And for those of parts, which other kernels compute.
+        """
+        expected: list[Meta | None] = [None] * len(self.segment.outs)
+        for k, index in enumerate(self.segment.outs):
+            meta = self.segment.meta_of(index)
+            if index == self.segment.root:
+                expected[k] = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
+            elif index in self.segment.parts and self.segment.nodes[index].base >= 0:
+                stride = contiguous(meta.shape)
+                expected[k] = make_meta(meta.dtype, meta.shape, stride, meta.device)
+        self._answer(tuple(expected))
 
     def _answer(self, key: tuple[Meta | None, ...]) -> Answer | None:
         """The kernel for incoming gradients of these Metas; None if torch's ops have to do it."""
@@ -179,9 +189,9 @@ class Backward:
                 values[one] = ~len(places)
                 places.append((k, n * meta.nbytes))
                 metas.append(meta)
-        tape = Tape(self.recorder, metas, segment.nodes[-1])
+        tape = Tape(self.recorder, metas, places, segment.nodes[-1])
         try:
-            return Expected(tape, sweep(segment, tape, seeds, values), places)
+            return Expected(tape, sweep(segment, tape, seeds, values))
         except UnfusedError:
             return None
 
@@ -325,9 +335,9 @@ def _attaching(
         calls += [(node.index, line) for line in made.lines_for(node)]
     for k, backward in enumerate(backwards):
         segment = backward.segment
-        if segment.root in bare:
-            space |= {"detach": detach, f"bare{segment.root}": bare[segment.root]}
-            calls.append((segment.root, f"v{segment.root} = detach(bare{segment.root})"))
+        for index in {segment.root, *segment.parts} & bare.keys():
+            space |= {"detach": detach, f"bare{index}": bare[index]}
+            calls.append((segment.root, f"v{index} = detach(bare{index})"))
         space[f"backward{k}"], space[f"apply{k}"] = backward, backward.apply
         outs = f"({listed(segment.outs)})" if len(segment.outs) > 1 else f"v{segment.root}"
         work = f"(backward{k}, consts)"

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from typing import Any
 
 import torch
 
-from ..chain.meta import Meta
+from ..chain.meta import Meta, make_meta
 from ..chain.state import Node, Recorder
 from ..chain.trie import extend
-from ..kernel.plan import make_pieces
+from ..kernel.plan import completed, make_pieces
 from ..ops.arithmetic import CASTS
 from ..ops.row import OPS, Op
+from ..ops.views import ViewOp, join_op
 from ..program.program import CONST, Output, Ref
 from ..run.devices import runner_class
 from ..run.generated import log_of
@@ -40,9 +41,14 @@ def _value(nodes: list[Node], algebra: Tape | Torch, values: dict[Ref, Any], ref
         return algebra.const(ref - CONST)
     if ref not in values:
         node = nodes[ref]
-        assert node.op is not None
+        assert node.op is not None and node.meta is not None
         operands = [_value(nodes, algebra, values, operand) for operand in node.args]
-        values[ref] = algebra.again(node.op, tuple(operands))
+        if isinstance(node.op, ViewOp):
+            (operand,), base = operands, nodes[node.base].meta
+            assert base is not None
+            values[ref] = algebra.view(node.op, operand, base)
+        else:
+            values[ref] = algebra.again(node.op, tuple(operands))
     return values[ref]
 
 
@@ -57,9 +63,19 @@ def sweep(
     value = partial(_value, nodes, algebra, saved)
     grads = {index: g for index, g in seeds.items() if g is not None}
     gathers = segment.inner | set(segment.summed)
-    given = []
+    given: list[Any] = []
+    parts: list[Any] = []  # gradients of those of a value that is split, the last first
     for index in reversed(segment.steps):
-        g, named = grads.pop(index, None), nodes[index].named()
+        g, named, op = grads.pop(index, None), nodes[index].named(), nodes[index].op
+        if isinstance(op, ViewOp):
+            parts.append(g)
+            if op.part:
+                continue
+            g = None
+            if any(part is not None for part in parts):
+                metas = [segment.meta_of(index + k) for k in range(op.parts)]
+                g = algebra.join(op, parts[::-1], metas)
+            parts = []
         for use in segment.uses[index]:
             ref, meta = use.ref, segment.meta_of(use.ref)
             if g is None:
@@ -148,6 +164,22 @@ class Torch:
         with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
             return self.apply(op, operands)
 
+    def view(self, op: ViewOp, value: torch.Tensor, base: Meta) -> torch.Tensor:
+        """A view of the value `base` of the chain."""
+        return self.apply(op, (value,))
+
+    def join(
+        self, op: ViewOp, parts: Sequence[torch.Tensor | None], metas: Sequence[Meta]
+    ) -> torch.Tensor:
+        """The gradient of what `op` has split, from those of the parts, of these Metas."""
+        dim = op.dim
+        assert dim is not None
+        tensors = [
+            torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if x is None else x
+            for x, meta in zip(parts, metas, strict=True)
+        ]
+        return torch.stack(tensors, dim) if op.name == "unbind" else torch.cat(tensors, dim)
+
     def dtype(self, value: torch.Tensor) -> torch.dtype:
         return value.dtype
 
@@ -182,8 +214,14 @@ class UnfusedError(Exception):
 class Tape:
     """Records rules as a program of its own; a value is a reference as in a program."""
 
-    def __init__(self, recorder: Recorder, inputs: list[Meta], last: Node) -> None:
-        """last: the last node of the chain that is differentiated."""
+    def __init__(
+        self, recorder: Recorder, inputs: list[Meta], places: list[tuple[int, int]], last: Node
+    ) -> None:
+        """places: of each Input, the tensor it lies in and the byte at which it begins there.
+
+        last: the last node of the chain that is differentiated.
+        """
+        self.places = places
         self.recorder, self.classes = recorder, last.consts
         self.tip = Node(recorder, None, None)
         self.tip.relaxed = last.relaxed
@@ -221,6 +259,36 @@ class Tape:
 
     again = apply
 
+    def view(self, op: ViewOp, value: Ref, base: Meta) -> Ref:
+        """As `Torch.view`; of an Input it is another one, in the same memory."""
+        if value >= 0:
+            if self.metas[value].spec != base.spec:
+                raise UnfusedError("a view of another layout")
+            return self.apply(op, (value,))
+        key = (op, value)
+        if key not in self.known:
+            place, begins = self.places[~value]
+            self.places.append((place, begins + op.offset * op.dtype.itemsize))
+            meta = make_meta(op.dtype, op.shape, op.stride, self.recorder.device)
+            self.tip.inputs = (*self.tip.inputs, meta)
+            self.known[key] = ~(len(self.places) - 1)
+        return self.known[key]
+
+    def join(self, op: ViewOp, parts: Sequence[Ref | None], metas: Sequence[Meta]) -> Ref:
+        """As `Torch.join`."""
+        steps = []
+        for part in parts:
+            if part is None:
+                raise UnfusedError("a part without a gradient")
+            own = part >= 0 and self.tip.path()[part].op.__class__ is Op
+            steps.append(part if own else self.apply(OPS["clone"], (part,)))
+        name = "stack" if op.name == "unbind" else "cat"
+        assert op.dim is not None
+        join = join_op(name, op.dim, [self.metas[step] for step in steps])
+        if join is None:
+            raise UnfusedError("a join that torch alone knows")
+        return self.apply(join, tuple(steps))
+
     def _meta(self, ref: Ref) -> Meta:
         return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]
 
@@ -234,13 +302,13 @@ class Tape:
 class Expected:
     """The Answer of a tape, as soon as its kernels are there."""
 
-    def __init__(self, tape: Tape, given: list[Ref | None], places: list[tuple[int, int]]) -> None:
+    def __init__(self, tape: Tape, given: list[Ref | None]) -> None:
         """given: of each sink a result, an incoming gradient as ~k, or None."""
-        self.tape, self.given, self.places = tape, given, places
+        self.tape, self.given = tape, given
         live = sorted({ref for ref in given if ref is not None and ref >= 0})
-        self.outputs = tuple(map(Output, live))
         device = tape.recorder.device
-        self.pieces = make_pieces(tape.tip.program(self.outputs), device.type)  # without views
+        program = completed(tape.tip.program(tuple(map(Output, live))), device.type)
+        self.outputs, self.pieces = program.outputs, make_pieces(program, device.type)
         self.order = Order([piece.plan for piece in self.pieces], device, counted=False)
 
     def ready(self) -> Answer | None:
@@ -252,4 +320,4 @@ class Expected:
         runner = runner_class(device)(tape.tip, self.outputs, self.pieces, kernels)
         runner.recorded = False
         tape.recorder.runners.append(runner)
-        return runner.answering(self.given, tape.numbers, self.places)
+        return runner.answering(self.given, tape.numbers, tape.places)

@@ -13,12 +13,11 @@ from ..chain.shell import Tensor
 from ..chain.state import Node, this_thread
 from ..ops.row import OPS
 from ..ops.views import JoinOp, join_op
-from ..torch_private import InferenceMode, NoModes, looked_on
+from ..torch_private import looked_on
 from .record import record
 
 _MOST = 8  # tensors that one kernel writes side by side
 _WAYS = 256  # to join that a recorder knows: each takes a plan
-_REFUSED = RuntimeError, IndexError, TypeError, ValueError
 
 
 def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
@@ -75,27 +74,5 @@ def _op_of(
     if key not in known:
         if len(known) >= _WAYS:  # with sizes that vary none would be met again
             return None
-        known[key] = _made(name, dim, metas)
+        known[key] = join_op(name, dim, metas)
     return known[key]
-
-
-def _made(name: str, dim: int, metas: Sequence[Any]) -> JoinOp | None:
-    stacks, shape = name == "stack", metas[0].shape
-    if stacks:  # what stands for torch.stack on stand-ins says other errors in some versions
-        if not all(meta.flat and meta.shape == shape for meta in metas):
-            return None
-        if not -len(shape) <= dim + (dim < 0) <= len(shape):
-            return None
-    with NoModes(), InferenceMode(False):
-        xs = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas]
-        try:
-            if stacks:
-                xs = [x.unsqueeze(dim) for x in xs]
-            result = torch.cat(xs, dim)
-        except _REFUSED:
-            return None
-        if stacks:
-            parts = list(result.unbind(dim))
-        else:
-            parts = list(result.split([meta.shape[dim] for meta in metas], dim))
-        return join_op(name, dim, result, parts)

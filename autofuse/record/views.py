@@ -10,7 +10,7 @@ import torch
 
 from ..chain.shell import Tensor
 from ..chain.state import Node, this_thread
-from ..ops.views import LIKE, SQUARE, ViewOp, view_op
+from ..ops.views import LIKE, SPLITS, SQUARE, ViewOp, view_op
 from ..settings.config import config
 from ..torch_private import InferenceMode, NoModes, looked_on
 from .record import record
@@ -165,7 +165,11 @@ def _ops_of(name: str, call: partial[Any], node: Node) -> tuple[ViewOp, ...]:
         results = result if several else (result,)
         if not all(one.__class__ is torch.Tensor and one._base is base for one in results):
             return ()  # a copy
+        dim = None
+        if name in SPLITS:
+            _, given, options = call.args
+            dim = options.get("dim", (*given, *(0, 0))[SPLITS[name]])
         return tuple(
-            view_op(name, call, k if several else None, len(results) if several else 0, one)
+            view_op(name, call, k if several else None, len(results) if several else 0, one, dim)
             for k, one in enumerate(results)
         )
