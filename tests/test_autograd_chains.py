@@ -54,6 +54,9 @@ VIEWS = [  # their results have the shape of {a}, or go along with it
     "{a}[0] if {a}.dim() > 1 else {a}", "{a}[None, ...][-1]", "halves({a}, {b})",
     "{a}.unbind(-1)[-1].unsqueeze(-1) if {a}.dim() else {a}", "neighbours({a})",
     "{a}.unflatten(-1, (1, -1)).flatten(-2) if {a}.dim() else {a}", "{a}.movedim(0, 0)",
+    "torch.stack(({a}, {a} * 2.0))[1]", "torch.stack(({a} * {s}, {a}), -1)[..., 0]",
+    "torch.cat(({a}, -{a}), -1)[..., : {a}.shape[-1]] if {a}.dim() else {a}", "turned({a}) * {b}",
+    "torch.cat(({a} + 1.0, {b}), -1).sum() if {a}.shape == {b}.shape and {a}.dim() else {a}",
     "{a}.diagonal(0, -2, -1)[..., :1] if {a}.dim() > 1 else {a}",
 ]  # fmt: skip
 OUTSIDE = [
@@ -70,6 +73,14 @@ def halves(a, b):
     x, y = a.chunk(2, -1)
     both = x * 2.0 + y * x
     return b * both[..., :1] if b.dim() and b.shape[:-1] == a.shape[:-1] else both.sum()
+
+
+def turned(a):
+    """Its halves the other way round, one of them negative, as in rotary embeddings."""
+    if not a.dim() or a.shape[-1] % 2:
+        return a
+    x, y = a.chunk(2, -1)
+    return torch.cat((-y, x), -1)
 
 
 def neighbours(a):
@@ -173,7 +184,7 @@ def compare(device, same=assert_same, count=COUNT, **options):
             lower = rng.choice([torch.bfloat16, torch.float16])
             region = functools.partial(torch.autocast, device, lower)
         space = {"torch": torch, "F": F, "cast_loss": cast_loss, "halves": halves}
-        space["neighbours"] = neighbours
+        space |= {"neighbours": neighbours, "turned": turned}
         exec(source, space)
         try:
             want = gradients(space["run"], leaves, lambda t: t, region)

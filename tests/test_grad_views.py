@@ -11,6 +11,7 @@ from test_views import CASES, LAYOUTS, SHAPE, assert_seen_alike, parts_of
 import autofuse
 from autofuse.record import flush
 from autofuse.record import views as viewing
+from autofuse.record.modes import forget_all
 from support import DEVICES, FLOATS, assert_same, random_tensor
 
 W = autofuse.wrap
@@ -21,6 +22,8 @@ def unlimited(monkeypatch):
     """Here one value is seen in more ways than a program would."""
     monkeypatch.setattr(viewing, "WAYS", 1 << 10)
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    yield
+    forget_all("test")
 
 
 @pytest.fixture(params=DEVICES)
@@ -435,3 +438,90 @@ def test_two_threads(always):
     a, b = (x * 2.0).chunk(2, 1)
     (want,) = torch.autograd.grad((a * b).sum(), x)
     assert_same(got, want, None)
+
+
+# --- values side by side -------------------------------------------------------------------------
+
+
+def some(x, y):
+    """Operands of joins: results, memory, views of both, one without a graph."""
+    base = x * y
+    return {
+        "results": (x + y, x - y),
+        "memory": (x, y, x * 2.0),
+        "views": (base[:, 1:4], y[:, 1:4] * 1.0, x[:, 2:5]),
+        "parts": (*base.split(2, 1)[::-1], x[:, :2]),
+        "mute": (x.detach() * 2.0, base, y.detach()),
+        "twice": (base, base),
+        "memory twice": (x, base, x),
+        "sums": (base, base + x),
+    }
+
+
+OPERANDS = [*some(torch.ones(SHAPE), torch.ones(SHAPE))]
+JOINED = {
+    "cat": lambda xs: torch.cat(xs),
+    "cat along 1": lambda xs: torch.cat(xs, 1),
+    "cat along -1": lambda xs: torch.cat(list(xs), dim=-1),
+    "concat": lambda xs: torch.concat(xs, 2),
+    "concatenate": lambda xs: torch.concatenate(xs, 1),
+    "stack": lambda xs: torch.stack(xs),
+    "stack along 1": lambda xs: torch.stack(xs, 1),
+    "stack along -1": lambda xs: torch.stack(list(xs), dim=-1),
+}
+
+
+def joining(how, what):
+    def run(x, y):
+        joined = JOINED[how](some(x, y)[what])
+        seen = JOINED[how](some(x, y)[what])
+        return [joined * joined.relu(), seen, seen[1:] + 1.0]
+
+    return run
+
+
+@pytest.mark.parametrize("what", OPERANDS)
+@pytest.mark.parametrize("how", JOINED)
+def test_joins(device, on, how, what):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        leaves = [random_tensor(SHAPE, dtype, device, k) for k in range(2)]
+        assert_differentiated_alike(joining(how, what), leaves)
+    leaves = [random_tensor(SHAPE, torch.float32, device, k) for k in range(2)]
+    for layout in LAYOUTS.values():
+        assert_differentiated_alike(joining(how, what), leaves, layout)
+
+
+@pytest.mark.parametrize("what", OPERANDS)
+@pytest.mark.parametrize("how", ["cat along 1", "stack", "stack along -1"])
+def test_joins_as_eager_ops(tier, how, what):
+    leaves = [random_tensor(SHAPE, torch.float32, "cpu", k) for k in range(2)]
+    assert_differentiated_alike(joining(how, what), leaves)
+
+
+@pytest.mark.parametrize("what", [x for x in OPERANDS if x != "mute"])
+@pytest.mark.parametrize("how", JOINED)
+def test_derivatives_of_joins_in_double_precision(how, what):
+    def run(x, y):
+        return tuple(map(autofuse.unwrap, joining(how, what)(W(x), W(y))))
+
+    leaves = [random_tensor(SHAPE, torch.float64, "cpu", k).requires_grad_() for k in range(2)]
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
+
+
+def test_a_rotary_embedding_is_two_kernels_in_training(device, on):
+    """The halves side by side, and what becomes of them; backward the same."""
+    leaves = [random_tensor((8, 16), torch.float32, device, k) for k in range(3)]
+
+    def run(q, cos, sin):
+        q = q * 1.5
+        a, b = q.chunk(2, -1)
+        return [q * cos + torch.cat((-b, a), -1) * sin]
+
+    assert_differentiated_alike(run, leaves)
+    autofuse.reset_stats()
+    x, *angles = [autofuse.wrap(x) for x in leaves]
+    x.requires_grad_()
+    (result,) = run(x, *angles)
+    autofuse.materialize(result)
+    assert autofuse.stats().kernels_launched == 2 and autofuse.stats().ops_eager <= 1

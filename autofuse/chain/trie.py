@@ -106,11 +106,13 @@ def _extend_view(recorder: Recorder, tip: Node, op: ViewOp, operand: int | Meta 
 def _extend_join(
     recorder: Recorder, tip: Node, op: JoinOp, operands: Sequence[int | Meta | type]
 ) -> Node:
-    """The node for values of the program side by side in memory, without a gradient."""
+    """The node for values of the program side by side in memory."""
     if not all(isinstance(operand, int) and operand >= 0 for operand in operands):
         return eager_node(recorder, tip, op, "a join of memory")
     node = Node(recorder, tip, op)
     node.args, node.viewed = tuple(operands), True  # type: ignore[arg-type]
-    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device)
+    path = tip.path()
+    graph = any(path[index].meta.requires_grad for index in node.args)  # type: ignore[union-attr]
+    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device, graph)
     node.pinned_limit = tip.pinned_limit
     return node

@@ -257,7 +257,8 @@ def _torch_name(op: Op) -> str:
     """The torch function that an op stands for, as eager's node is named after it."""
     name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
     name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
-    return {"square": "pow", "to": "to_copy"}.get(name, name)
+    names = {"square": "pow", "to": "to_copy", "concat": "cat", "concatenate": "cat"}
+    return names.get(name, name)
 
 
 @cache

@@ -23,13 +23,13 @@ from ..chain.trie import extend
 from ..kernel.plan import completed, make_pieces
 from ..ops.arithmetic import CASTS
 from ..ops.row import OPS, Op
-from ..ops.views import ViewOp, join_op
+from ..ops.views import JoinOp, ViewOp, join_op, view_op
 from ..program.program import CONST, Output, Ref
 from ..run.devices import runner_class
 from ..run.generated import log_of
 from ..run.words import Answer
 from ..supply.kernels import Order
-from ..torch_private import AUTOCASTS, ExcludedKey
+from ..torch_private import AUTOCASTS, ExcludedKey, InferenceMode, NoModes
 from .segments import Segment
 
 _ADD = OPS["add"]
@@ -53,11 +53,12 @@ def _value(nodes: list[Node], algebra: Tape | Torch, values: dict[Ref, Any], ref
 
 
 def sweep(
-    segment: Segment, algebra: Tape | Torch, seeds: dict[int, Any], saved: dict[Ref, Any]
+    segment: Segment, algebra: Any, seeds: dict[int, Any], saved: dict[Ref, Any]
 ) -> list[Any]:
     """The gradients for the segment's sinks, by its ops from the last to the first.
 
-    seeds: the gradients that came in, or None, by node. saved: the values that are at hand.
+    algebra: a Tape or a Torch. seeds: the gradients that came in, or None, by node. saved: the
+    values that are at hand.
     """
     nodes = segment.nodes
     value = partial(_value, nodes, algebra, saved)
@@ -71,19 +72,19 @@ def sweep(
             parts.append(g)
             if op.part:
                 continue
-            g = None
-            if any(part is not None for part in parts):
-                metas = [segment.meta_of(index + k) for k in range(op.parts)]
-                g = algebra.join(op, parts[::-1], metas)
-            parts = []
+            metas = [segment.meta_of(index + k) for k in range(op.parts)]
+            g, parts = algebra.join(op, parts[::-1], metas), []
         for use in segment.uses[index]:
             ref, meta = use.ref, segment.meta_of(use.ref)
             if g is None:
                 if ref not in gathers:
                     given.append(None)
                 continue
-            d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else value(named[n]),
-                          algebra)  # fmt: skip
+            if isinstance(op, JoinOp):
+                d = algebra.part(op.views[use.part or 0], g)
+            else:
+                d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else
+                              value(named[n]), algebra)  # fmt: skip
             if algebra.dtype(d) is not meta.dtype and algebra.shape(d) == meta.shape:
                 d = algebra.apply(CASTS[meta.dtype], (d,))
             if ref not in gathers:
@@ -170,15 +171,21 @@ class Torch:
 
     def join(
         self, op: ViewOp, parts: Sequence[torch.Tensor | None], metas: Sequence[Meta]
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """The gradient of what `op` has split, from those of the parts, of these Metas."""
         dim = op.dim
         assert dim is not None
+        if all(part is None for part in parts):
+            return None
         tensors = [
             torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if x is None else x
             for x, meta in zip(parts, metas, strict=True)
         ]
         return torch.stack(tensors, dim) if op.name == "unbind" else torch.cat(tensors, dim)
+
+    def part(self, view: Callable[..., torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+        """What `view` gives of the gradient of a join."""
+        return view(value)
 
     def dtype(self, value: torch.Tensor) -> torch.dtype:
         return value.dtype
@@ -205,6 +212,22 @@ class _Number:
 
     def __neg__(self) -> _Number:
         return _Number(self.cls, f"(-{self.text})")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A view of a value of a Tape: torch's own where it is a result, a step where a rule reads it.
+
+    view: of a stand-in without memory for the value.
+    """
+
+    ref: Ref
+    call: Callable[..., torch.Tensor]
+    view: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.view.shape)
 
 
 class UnfusedError(Exception):
@@ -243,6 +266,7 @@ class Tape:
         return _Number(float, f"log({value.text})")
 
     def apply(self, op: Op, operands: tuple[Any, ...]) -> int:
+        operands = tuple([self._step(x) if isinstance(x, Seen) else x for x in operands])
         key = (op, *operands)
         if key not in self.known:
             numbers = [x for x in operands if isinstance(x, _Number)]
@@ -261,9 +285,12 @@ class Tape:
 
     def view(self, op: ViewOp, value: Ref, base: Meta) -> Ref:
         """As `Torch.view`; of an Input it is another one, in the same memory."""
+        if self._meta(value).spec != base.spec:
+            raise UnfusedError("a view of another layout")
+        return self._seen(op, value)
+
+    def _seen(self, op: ViewOp, value: Ref) -> Ref:
         if value >= 0:
-            if self.metas[value].spec != base.spec:
-                raise UnfusedError("a view of another layout")
             return self.apply(op, (value,))
         key = (op, value)
         if key not in self.known:
@@ -274,12 +301,34 @@ class Tape:
             self.known[key] = ~(len(self.places) - 1)
         return self.known[key]
 
-    def join(self, op: ViewOp, parts: Sequence[Ref | None], metas: Sequence[Meta]) -> Ref:
+    def part(self, view: Callable[..., torch.Tensor], value: Ref | Seen) -> Seen:
+        """As `Torch.part`; made where it is needed."""
+        if isinstance(value, Seen):
+            first = value.call
+            return Seen(value.ref, lambda x: view(first(x)), view(value.view))
+        meta = self._meta(value)
+        with NoModes(), InferenceMode(False):
+            base = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+            return Seen(value, view, view(base))
+
+    def _step(self, seen: Seen) -> Ref:
+        key = (Seen, seen.ref, seen.shape, seen.view.stride(), seen.view.storage_offset())
+        if key not in self.known:
+            op = view_op("part", seen.call, None, 0, seen.view, None)
+            self.known[key] = self._seen(op, seen.ref)
+        return self.known[key]
+
+    def join(
+        self, op: ViewOp, parts: Sequence[Ref | Seen | None], metas: Sequence[Meta]
+    ) -> Ref | None:
         """As `Torch.join`."""
-        steps = []
+        steps: list[Ref] = []
+        if all(part is None for part in parts):
+            return None
         for part in parts:
             if part is None:
                 raise UnfusedError("a part without a gradient")
+            part = self._step(part) if isinstance(part, Seen) else part
             own = part >= 0 and self.tip.path()[part].op.__class__ is Op
             steps.append(part if own else self.apply(OPS["clone"], (part,)))
         name = "stack" if op.name == "unbind" else "cat"
@@ -292,20 +341,22 @@ class Tape:
     def _meta(self, ref: Ref) -> Meta:
         return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]
 
-    def dtype(self, ref: Ref) -> torch.dtype:
-        return self._meta(ref).dtype
+    def dtype(self, value: Ref | Seen) -> torch.dtype:
+        return value.view.dtype if isinstance(value, Seen) else self._meta(value).dtype
 
-    def shape(self, ref: Ref) -> tuple[int, ...]:
-        return self._meta(ref).shape
+    def shape(self, value: Ref | Seen) -> tuple[int, ...]:
+        return value.shape if isinstance(value, Seen) else self._meta(value).shape
 
 
 class Expected:
     """The Answer of a tape, as soon as its kernels are there."""
 
-    def __init__(self, tape: Tape, given: list[Ref | None]) -> None:
-        """given: of each sink a result, an incoming gradient as ~k, or None."""
-        self.tape, self.given = tape, given
-        live = sorted({ref for ref in given if ref is not None and ref >= 0})
+    def __init__(self, tape: Tape, given: list[Ref | Seen | None]) -> None:
+        """given: of each sink a result, an incoming gradient as ~k, a view of one, or None."""
+        self.tape = tape
+        self.views = [x.call if isinstance(x, Seen) else None for x in given]
+        self.given = [x.ref if isinstance(x, Seen) else x for x in given]
+        live = sorted({ref for ref in self.given if ref is not None and ref >= 0})
         device = tape.recorder.device
         program = completed(tape.tip.program(tuple(map(Output, live))), device.type)
         self.outputs, self.pieces = program.outputs, make_pieces(program, device.type)
@@ -320,4 +371,18 @@ class Expected:
         runner = runner_class(device)(tape.tip, self.outputs, self.pieces, kernels)
         runner.recorded = False
         tape.recorder.runners.append(runner)
-        return runner.answering(self.given, tape.numbers, tape.places)
+        answer = runner.answering(self.given, tape.numbers, tape.places)
+        return _viewing(answer, (None, *self.views)) if any(self.views) else answer
+
+
+def _viewing(answer: Answer, calls: tuple[Callable[..., torch.Tensor] | None, ...]) -> Answer:
+    """`answer` with views of some of its results."""
+
+    def seen(incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
+        results = answer(incoming, saved, consts)
+        with NoModes():
+            return tuple([
+                x if call is None else call(x) for x, call in zip(results, calls, strict=True)
+            ])  # fmt: skip
+
+    return seen

@@ -27,7 +27,7 @@ from functools import cache
 from ..chain.meta import Meta
 from ..chain.state import LATER, Node
 from ..layout import is_dense
-from ..ops.views import COPYING, ViewOp
+from ..ops.views import COPYING, JoinOp, ViewOp
 from ..program.program import CONST, Ref
 from ..program.walk import needed, sources
 from ..settings.config import config
@@ -40,11 +40,20 @@ class Use:
     ref: Ref
     rule: ast.expr
     reads: frozenset[Ref]
+    part: int | None = None  # of the gradient of a join, which part
+
+
+_G = ast.parse("g", mode="eval").body
 
 
 def uses_of(node: Node, meta_of: Callable[[Ref], Meta]) -> Iterator[Use]:
     """The operands of `node` that get a gradient, in order."""
     assert node.op is not None
+    if isinstance(node.op, JoinOp):
+        for k, ref in enumerate(node.args):
+            if meta_of(ref).requires_grad:
+                yield Use(ref, _G, frozenset(), k)
+        return
     for ref, rule in zip(node.args, node.op.rules, strict=True):
         if ref < CONST and rule is not None and meta_of(ref).requires_grad:
             named = node.named()
@@ -96,7 +105,8 @@ class _Owners(dict[int, int]):
             self.users.setdefault(ref, []).append(index)
             return
         alone = self.setdefault(ref, self[index]) == self[index]
-        same = index in self.split or self.meta_of(ref).shape == self.meta_of(index).shape
+        reshapes = index in self.split or isinstance(self.nodes[index].op, JoinOp)
+        same = reshapes or self.meta_of(ref).shape == self.meta_of(index).shape
         if not alone or not same or (self.nodes[index].base >= 0 and index not in self.split):
             self[ref] = ref
 
@@ -108,7 +118,8 @@ class _Owners(dict[int, int]):
             first = min(min(own) for own in owners)
             inner = [part for own, part in zip(owners, parts, strict=True) if first in own]
             same = all(
-                self.meta_of(user).shape == self.meta_of(part).shape
+                isinstance(self.nodes[user].op, JoinOp)
+                or self.meta_of(user).shape == self.meta_of(part).shape
                 for part in inner for user in self.users[part]
             )  # fmt: skip
             if same and self.nodes[first].base < 0:
@@ -152,9 +163,6 @@ class _Owners(dict[int, int]):
         }  # fmt: skip
 
 
-_G = ast.parse("g", mode="eval").body
-
-
 def _in_order(edges: Callable[[int], list[Ref]], owner: dict[int, int], roots: list[int]) -> bool:
     """Whether node after node adds to every gradient in the order in which op after op does."""
     by_op = sorted(owner, reverse=True)
@@ -187,8 +195,9 @@ def _saved(
         computed = (sources(args, ref) for ref in reads if ref >= 0)
         return sorted({ref for ref in reads if ref < 0}.union(*computed))
     saved = {ref for ref in reads if ref < 0 or ref in memory}
-    # no rule makes a view of torch's
-    given = memory.union(x.index for x in nodes if x.base >= 0 and x.index not in split)
+    # no rule makes a view of torch's, nor a join
+    apart = (x for x in nodes if x.base >= 0 or isinstance(x.op, JoinOp))
+    given = memory.union(x.index for x in apart if x.index not in split)
     for ref in sorted(reads - saved):
         if not sources(args, ref, given | saved) <= saved:
             saved.add(ref)

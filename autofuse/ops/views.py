@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +56,7 @@ class JoinOp(Op):
     shape: Ints = ()
     stride: Ints = ()
     parts: tuple[tuple[int, Ints], ...] = ()  # where each operand begins there, and its strides
+    views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # the same of a result
 
 
 class Laid(Protocol):
@@ -85,20 +88,20 @@ def join_op(name: str, dim: int, metas: Sequence[Laid]) -> JoinOp | None:
         except _REFUSED:
             return None
         if stacks:
-            parts = list(result.unbind(dim))
+            views = [partial(torch.select, dim=dim, index=k) for k in range(len(xs))]
         else:
-            parts = list(result.split([meta.shape[dim] for meta in metas], dim))
-        return _join_op(name, dim, result, parts)
-
-
-def _join_op(name: str, dim: int, result: torch.Tensor, parts: list[torch.Tensor]) -> JoinOp:
-    """The op that gives `result`, a stand-in without values, of which `parts` are views."""
-    join = torch.stack if name == "stack" else torch.cat
+            sizes = [meta.shape[dim] for meta in metas]
+            begins = itertools.accumulate(sizes, initial=0)
+            views = [partial(torch.narrow, dim=dim, start=start, length=size)
+                     for start, size in zip(begins, sizes, strict=False)]  # fmt: skip
+        parts = [view(result) for view in views]
+    join = torch.stack if stacks else torch.cat
     return JoinOp(
         name, " ".join(f"x{k}" for k in range(len(parts))), "x0", accepts="fib",
         eager=lambda *xs: join(xs, dim), dtype=result.dtype, shape=tuple(result.shape),
         stride=tuple(result.stride()),
         parts=tuple((int(x.storage_offset()), tuple(x.stride())) for x in parts),
+        views=tuple(views),
     )  # fmt: skip
 
 

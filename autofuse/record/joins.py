@@ -13,6 +13,7 @@ from ..chain.shell import Tensor
 from ..chain.state import Node, this_thread
 from ..ops.row import OPS
 from ..ops.views import JoinOp, join_op
+from ..settings.config import config
 from ..torch_private import looked_on
 from .record import record
 
@@ -34,14 +35,22 @@ def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
     if recorder is None or recorder.ident != get_ident():
         return None
     tip = recorder.chain.tip
-    if tip.holds_grad or tip.told or tip.looked_on or tip.rows is not None:
+    if tip.told or tip.looked_on or tip.rows is not None:
         return None
     metas = [_meta_of(x) for x in tensors]
     first = metas[0]
     for meta in metas:
         if meta is None or first is None or meta.dtype is not first.dtype or not meta.nbytes:
             return None
-        if meta.device is not recorder.device or (meta.requires_grad and torch.is_grad_enabled()):
+        if meta.device is not recorder.device:
+            return None
+    if tip.autocast and first is not None and first.dtype.is_floating_point:
+        # which promotes nothing else, and refuses it
+        if first.dtype not in (torch.float32, torch.get_autocast_dtype(recorder.device.type)):
+            return None
+    if torch.is_grad_enabled() and any(meta.requires_grad for meta in metas if meta is not None):
+        # gradients of one that is there twice add up in the order of operands, not of ops
+        if config.recompute == "inputs" or len({*map(id, tensors)}) < len(tensors):
             return None
     op = _op_of(recorder.joins, name, dim, metas)
     if op is None:

@@ -34,7 +34,6 @@ from ..inside import inside
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import casts
 from ..ops.row import Op
-from ..ops.views import JoinOp
 from ..settings.config import config
 from ..torch_private import (
     NoModes,
@@ -375,17 +374,12 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
             node.saves = saves
     if reason and not node.reason:
         node = eager_node(recorder, tip, op, reason, node.meta)
-    elif tip.viewed and node.holds_grad and _is_unsaved(path):
+    elif tip.viewed and node.holds_grad and config.recompute == "inputs":  # go through no views
         node = eager_node(recorder, tip, op, "")
         node.cuts = "gradient of a view"
     node.key = key
     recorder.size += 1
     return tip.next.setdefault(key, node)  # another may stand in a chain by now
-
-
-def _is_unsaved(path: list[Node]) -> bool:
-    """Whether rules may read what autograd cannot be given, a join or a view of it."""
-    return config.recompute == "inputs" or any(isinstance(node.op, JoinOp) for node in path)
 
 
 def relieve(recorder: Recorder, chain: Chain) -> None:
