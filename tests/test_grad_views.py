@@ -204,6 +204,32 @@ def halves(x):
     return [a * a.relu(), b * b]
 
 
+def packed(x):
+    """What is split is stored beside another value of its shape, in one tensor."""
+    whole = (x.neg() * 0.1).exp() * (x * 2.0).exp()
+    a, b = whole.chunk(2, 1)
+    return [a * b]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_values_that_share_memory(device, on, dtype):
+    x = random_tensor((4, 16), dtype, device).requires_grad_()
+    for create_graph in (False, True):
+        _, want, _ = differentiated(packed, [x], lambda x: x, lambda x: x, create_graph)
+        _, got, _ = differentiated(packed, [x], lambda x: x, W, create_graph)
+        assert_same(got, want, {2: 1e-1}.get(dtype.itemsize, 1e-4))
+
+
+def test_in_check_mode(device, monkeypatch):
+    """Every chain and every backward is compared with eager's."""
+    monkeypatch.setattr(autofuse.config, "check", True)
+    x, y = (random_tensor(SHAPE, torch.float32, device, k) for k in range(2))
+    for name in ("chunk", "int", "transpose", "expand in front", "unbind"):
+        assert_differentiated_alike(read_only(CASES[name]), [x, y])
+        assert_differentiated_alike(held(CASES[name]), [x, y])
+    assert_differentiated_alike(halves, [x])
+
+
 @pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_parts_that_other_nodes_use(device, on, wanted, create_graph):
