@@ -551,3 +551,24 @@ def test_a_rotary_embedding_is_two_kernels_in_training(device, on):
     (result,) = run(x, *angles)
     autofuse.materialize(result)
     assert autofuse.stats().kernels_launched == 2 and autofuse.stats().ops_eager <= 1
+
+
+@pytest.mark.parametrize("name", ["chunk", "int", "transpose", "reshape to less"])
+def test_where_only_inputs_are_kept(device, on, monkeypatch, name):
+    """Rules go through no views there: the chain ends at them, and at ops that read some.
+
+    A segment adds its gradients up first, which may have other bits.
+    """
+    monkeypatch.setattr(autofuse.config, "recompute", "inputs")
+    leaves = [random_tensor(SHAPE, torch.float32, device, k) for k in range(2)]
+
+    def mute(x, y):
+        first, second = (x.detach() * 2.0).chunk(2, 1)
+        return [torch.stack((first, second)) * y[:, :3], first * y[:, 3:]]
+
+    for run in (read_only(CASES[name]), held(CASES[name]), joining("cat", "mute"), mute):
+        want, slopes, _ = differentiated(run, leaves, lambda x: x, lambda x: x)
+        for _ in range(2):
+            got, found, _ = differentiated(run, leaves, lambda x: x, W)
+            assert_seen_alike(got, want)
+            assert_same(found, slopes, 1e-5)
