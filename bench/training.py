@@ -4,8 +4,9 @@
                              [--device cuda]
 
 Forward + backward of an LSTM cell and a GRU cell written as plain ops (64x256), an MLP with layer
-norm and GELU, residual blocks; chains of 1 to 10 ops; peak memory of a 10-op chain. Times are
-medians over interleaved rounds with the 20th and 80th percentile; ratios are to eager.
+norm and GELU, residual blocks, blocks of gated halves, a rotary embedding; chains of 1 to 10 ops;
+peak memory of a 10-op chain. Times are medians over interleaved rounds with the 20th and 80th
+percentile; ratios are to eager.
 
 --threads: forward + backward also with `backward_thread` the other way: eager in the calling
 thread, autofuse in the engine's.
@@ -98,6 +99,36 @@ class Residual(nn.Module):
         return (x,)
 
 
+class Gated(nn.Module):
+    """Blocks of two halves, one of which lets the other through; x: [B, H]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(HIDDEN, 2 * HIDDEN) for _ in range(3))
+        self.scales = nn.ParameterList(torch.full((2 * HIDDEN,), 0.5) for _ in range(3))
+
+    def forward(self, x):
+        for layer, scale in zip(self.wide, self.scales, strict=True):
+            a, b = (layer(x) * scale).chunk(2, 1)
+            x = x + a * torch.sigmoid(b)
+        return (x,)
+
+
+class Rotary(nn.Module):
+    """A rotary embedding of a scaled projection; x: [B, H]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+        angles = torch.randn(2, BATCH, HIDDEN // 2).repeat(1, 1, 2)
+        self.cos, self.sin = (nn.Buffer(x) for x in (angles.cos()[0], angles.sin()[1]))
+
+    def forward(self, x):
+        q = self.layer(x) * 0.125
+        a, b = q.chunk(2, 1)
+        return (q * self.cos + torch.cat((-b, a), 1) * self.sin,)
+
+
 class Chain(nn.Module):
     """`length` pointwise ops over x: [B, H]."""
 
@@ -179,6 +210,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "GRU cell": lambda: Unrolled(GruCell()),
     "MLP, layer norm, GELU": Mlp,
     "residual blocks": Residual,
+    "gated halves": Gated,
+    "rotary embedding": Rotary,
     **{f"chain of {n}": functools.partial(Chain, n) for n in (1, 2, 3, 5, 10)},
 }
 

@@ -46,11 +46,49 @@ LOSSES = [
     'F.smooth_l1_loss({a}, {a} * 2, reduction="none")',
     "cast_loss(F.mse_loss, {a}.bfloat16())", "cast_loss(F.huber_loss, {a}.half())",
 ]  # fmt: skip
+VIEWS = [  # their results have the shape of {a}, or go along with it
+    "{a}[..., :1] if {a}.dim() else {a}", "{a}.t().t() if {a}.dim() == 2 else {a}",
+    "{a}.reshape(-1).reshape({a}.shape)", "{a}.unsqueeze(0).squeeze(0)",
+    "{a}.transpose(0, -1).transpose(0, -1) if {a}.dim() else {a}",
+    "{a}.expand(2, *{a}.shape)[1]", "{a}.expand(2, *{a}.shape).unbind()[0]",
+    "{a}[0] if {a}.dim() > 1 else {a}", "{a}[None, ...][-1]", "halves({a}, {b})",
+    "{a}.unbind(-1)[-1].unsqueeze(-1) if {a}.dim() else {a}", "neighbours({a})",
+    "{a}.unflatten(-1, (1, -1)).flatten(-2) if {a}.dim() else {a}", "{a}.movedim(0, 0)",
+    "torch.stack(({a}, {a} * 2.0))[1]", "torch.stack(({a} * {s}, {a}), -1)[..., 0]",
+    "torch.cat(({a}, -{a}), -1)[..., : {a}.shape[-1]] if {a}.dim() else {a}", "turned({a}) * {b}",
+    "torch.cat(({a} + 1.0, {b}), -1).sum() if {a}.shape == {b}.shape and {a}.dim() else {a}",
+    "{a}.diagonal(0, -2, -1)[..., :1] if {a}.dim() > 1 else {a}",
+]  # fmt: skip
 OUTSIDE = [
     "{a}.detach()", "{a}.sum(-1, keepdim=True)", "{a}.t() if {a}.dim() == 2 else {a}",
     "{a}.contiguous()", "{a}[..., :1] if {a}.dim() else {a}",
     "torch.cumsum({a}, -1) if {a}.dim() else {a}",
 ]  # fmt: skip
+
+
+def halves(a, b):
+    """Something of the last halves of a, on which all of them depend."""
+    if not a.dim() or a.shape[-1] % 2:
+        return a
+    x, y = a.chunk(2, -1)
+    both = x * 2.0 + y * x
+    return b * both[..., :1] if b.dim() and b.shape[:-1] == a.shape[:-1] else both.sum()
+
+
+def turned(a):
+    """Its halves the other way round, one of them negative, as in rotary embeddings."""
+    if not a.dim() or a.shape[-1] % 2:
+        return a
+    x, y = a.chunk(2, -1)
+    return torch.cat((-y, x), -1)
+
+
+def neighbours(a):
+    """Differences of windows that overlap."""
+    if not a.dim() or a.shape[-1] < 3:
+        return a
+    differences = a[..., 1:] - a[..., :-1]
+    return a + differences[..., 1:2]
 
 
 def cast_loss(loss, x):
@@ -101,7 +139,8 @@ def make_program(rng, device, autocast=False, wide=False):
             names.remove(victim)
             lines.append(f"{indent}del {victim}")
             continue
-        rule = rng.choice(OUTSIDE if draw > 0.92 else pool).format(a=a, b=b, s=s)
+        kinds = OUTSIDE if draw > 0.92 else VIEWS if draw > 0.7 else pool
+        rule = rng.choice(kinds).format(a=a, b=b, s=s)
         if 0.05 < draw < 0.1:
             lines.append(f"{indent}with torch.no_grad(): v{k} = {rule}")
         else:
@@ -144,11 +183,13 @@ def compare(device, same=assert_same, count=COUNT, **options):
         if options and rng.random() < 0.3:
             lower = rng.choice([torch.bfloat16, torch.float16])
             region = functools.partial(torch.autocast, device, lower)
-        space = {"torch": torch, "F": F, "cast_loss": cast_loss}
+        space = {"torch": torch, "F": F, "cast_loss": cast_loss, "halves": halves}
+        space |= {"neighbours": neighbours, "turned": turned}
         exec(source, space)
         try:
             want = gradients(space["run"], leaves, lambda t: t, region)
-        except NotImplementedError:  # older versions on the CPU, of some losses in float16
+        # older versions on the CPU, of some losses in float16; autocast in backward, of float64
+        except (NotImplementedError, RuntimeError):
             continue
         for _ in range(2):  # the second time from the caches
             got = gradients(space["run"], leaves, autofuse.wrap, region)

@@ -64,6 +64,17 @@ def test_every_dtype(device, name, dtype):
     assert_same_as_eager(JOINED[name], x)
 
 
+@pytest.mark.parametrize("name", ["stack", "cat"])
+def test_what_autocast_refuses(device, name):
+    def run(x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return getattr(torch, name)((x.neg(), x.abs()))
+
+    for dtype in DTYPES:
+        if dtype is not torch.bool:
+            assert_same_as_eager(run, random_tensor(SHAPE, dtype, device))
+
+
 def test_a_join_is_one_kernel_and_no_copy(device, on):
     x = random_tensor((8, 64), torch.float32, device)
 

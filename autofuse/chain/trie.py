@@ -91,14 +91,16 @@ def _reduced(
 
 
 def _extend_view(recorder: Recorder, tip: Node, op: ViewOp, operand: int | Meta | type) -> Node:
-    """The node for a view of a value of the program, without a gradient."""
+    """The node for a view of a value of the program."""
     if not isinstance(operand, int) or operand < 0:  # it has been computed meanwhile
         return eager_node(recorder, tip, op, "a view of memory")
     node = Node(recorder, tip, op)
     viewed = tip.path()[operand]
     node.args, node.viewed = (operand,), True
     node.base, node.offset = operand if viewed.base < 0 else viewed.base, op.offset
-    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device)
+    assert viewed.meta is not None
+    graph = viewed.meta.requires_grad
+    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device, graph)
     node.pinned_limit = tip.pinned_limit
     return node
 
@@ -106,12 +108,14 @@ def _extend_view(recorder: Recorder, tip: Node, op: ViewOp, operand: int | Meta 
 def _extend_join(
     recorder: Recorder, tip: Node, op: JoinOp, operands: Sequence[int | Meta | type]
 ) -> Node:
-    """The node for values of the program side by side in memory, without a gradient."""
+    """The node for values of the program side by side in memory."""
     if not all(isinstance(operand, int) and operand >= 0 for operand in operands):
         return eager_node(recorder, tip, op, "a join of memory")
     node = Node(recorder, tip, op)
     node.args, node.viewed = tuple(operands), True  # type: ignore[arg-type]
-    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device)
+    path = tip.path()
+    graph = any(path[index].meta.requires_grad for index in node.args)  # type: ignore[union-attr]
+    node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device, graph)
     node.pinned_limit = tip.pinned_limit
     return node
 

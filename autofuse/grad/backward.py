@@ -7,10 +7,10 @@ derivative rules of the op table in the order in which eager's engine would, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from sys import _getframe
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -18,17 +18,20 @@ import torch
 from .. import hooks
 from ..chain.meta import Meta, make_meta, plain_meta
 from ..chain.shell import Tensor
-from ..chain.state import TOLD_LATER, Recorder, Untold
+from ..chain.state import TOLD_LATER, Node, Recorder, Untold
 from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
+from ..layout import contiguous
 from ..ops.autocast import casts_in
 from ..ops.row import Op, since
 from ..program.program import CONST, Ref
 from ..run.eager import HOLDING
-from ..run.generated import defined, numbered
+from ..run.generated import defined, numbered, tuple_of
 from ..run.runner import Runner
+from ..run.views import Calls, number_of_view
 from ..run.words import Answer
 from ..torch_private import (
+    InferenceMode,
     NoModes,
     apply_of,
     detach,
@@ -134,10 +137,19 @@ class Backward:
         return sweep(self.segment, algebra, seeds, values)
 
     def prepare(self) -> None:
-        """Ask for the kernel for a gradient of the root alone, laid out as its value is."""
-        meta = self.segment.meta_of(self.segment.root)
-        gradient = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
-        self._answer((gradient, *[None] * (len(self.segment.outs) - 1)))
+        """Ask for the kernel for a gradient of the root alone, laid out as its value is.
+
+        And for those of parts, which other kernels compute.
+        """
+        expected: list[Meta | None] = [None] * len(self.segment.outs)
+        for k, index in enumerate(self.segment.outs):
+            meta = self.segment.meta_of(index)
+            if index == self.segment.root:
+                expected[k] = make_meta(meta.dtype, meta.shape, meta.stride, meta.device)
+            elif index in self.segment.parts and self.segment.nodes[index].base >= 0:
+                stride = contiguous(meta.shape)
+                expected[k] = make_meta(meta.dtype, meta.shape, stride, meta.device)
+        self._answer(tuple(expected))
 
     def _answer(self, key: tuple[Meta | None, ...]) -> Answer | None:
         """The kernel for incoming gradients of these Metas; None if torch's ops have to do it."""
@@ -177,9 +189,9 @@ class Backward:
                 values[one] = ~len(places)
                 places.append((k, n * meta.nbytes))
                 metas.append(meta)
-        tape = Tape(self.recorder, metas, segment.nodes[-1])
+        tape = Tape(self.recorder, metas, places, segment.nodes[-1])
         try:
-            return Expected(tape, sweep(segment, tape, seeds, values), places)
+            return Expected(tape, sweep(segment, tape, seeds, values))
         except UnfusedError:
             return None
 
@@ -245,7 +257,8 @@ def _torch_name(op: Op) -> str:
     """The torch function that an op stands for, as eager's node is named after it."""
     name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
     name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
-    return {"square": "pow", "to": "to_copy"}.get(name, name)
+    names = {"square": "pow", "to": "to_copy", "concat": "cat", "concatenate": "cat"}
+    return names.get(name, name)
 
 
 @cache
@@ -262,8 +275,10 @@ def _function(name: str) -> Callable[..., Any]:
 class Graph:
     """What a flush leaves behind: the backwards of its nodes, in order."""
 
-    def __init__(self, recorder: Recorder, outline: Outline) -> None:
+    def __init__(self, recorder: Recorder, outline: Outline, nodes: list[Node]) -> None:
         self.backwards = [Backward(recorder, segment) for segment in outline.segments]
+        self.views = [nodes[index] for index in outline.views]
+        self.bare = {index: _bare(nodes[index].meta) for index in outline.bare}
         self.stored = outline.stored  # dead values that its kernel stores for them
         self.saved_bytes = outline.saved_bytes
         self.packs = [segment.pack for segment in outline.segments if segment.pack]
@@ -278,17 +293,34 @@ class Graph:
     def attach_to(self, runner: Runner) -> None:
         """Let `runner`, which also computes what is stored and has these packs, leave it behind."""
         runner.saved_bytes, runner.tells = self.saved_bytes, self.tells
+        runner.attach_views = bool(runner.views)
         if self.tells:
             runner.attach = _telling(self.recorder, self.backwards, runner.made, self.told)
         else:
-            runner.attach = _attaching(self.backwards, runner.made)
+            seen = [node.index for node in runner.views]
+            runner.attach = _attaching(self.backwards, runner.made, self.views, self.bare, seen)
 
 
-def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., None]:
+def _bare(meta: Meta | None) -> torch.Tensor:
+    """What torch can make views of in place of a value that nobody reads."""
+    assert meta is not None
+    with InferenceMode(False):
+        strides = (0,) * meta.ndim
+        return torch.empty_strided(meta.shape, strides, dtype=meta.dtype, device=meta.device)
+
+
+def _attaching(
+    backwards: list[Backward],
+    computed: list[int],
+    views: Sequence[Node] = (),
+    bare: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    seen: Sequence[int] = (),
+) -> Callable[..., Any]:
     """A function that makes the graph; of a chain's Inputs, Consts and `late`, and the values.
 
-    Hooks that are on by then are told nothing, unless the nodes are made for them: the chain was
-    recorded before, and a hook may keep a value that a shell is about to take away.
+    It returns the views `seen`. Hooks that are on by then are told nothing, unless the nodes are
+    made for them: the chain was recorded before, and a hook may keep a value that a shell is about
+    to take away.
     """
 
     def listed(refs: list[Ref]) -> str:
@@ -298,9 +330,15 @@ def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., 
                              "hooks": top_hooks, "push": push_hooks, "pop": pop_hooks,
                              "holding": HOLDING}  # fmt: skip
     tells = any(backward.segment.told for backward in backwards)
-    calls = []
+    calls: list[tuple[int, str]] = []
+    made = Calls(space)
+    for node in views:
+        calls += [(node.index, line) for line in made.lines_for(node)]
     for k, backward in enumerate(backwards):
         segment = backward.segment
+        for index in {segment.root, *segment.parts} & bare.keys():
+            space |= {"detach": detach, f"bare{index}": bare[index]}
+            calls.append((segment.root, f"v{index} = detach(bare{index})"))
         space[f"backward{k}"], space[f"apply{k}"] = backward, backward.apply
         outs = f"({listed(segment.outs)})" if len(segment.outs) > 1 else f"v{segment.root}"
         work = f"(backward{k}, consts)"
@@ -311,11 +349,15 @@ def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., 
             saved, space["as_saved"] = saved.replace("inputs[", "as_saved(inputs["), _as_saved
             saved = saved.replace("], ", "]), ")
         holder = f"({outs}, ({saved}), {work})"
-        calls.append(f"apply{k}({holder}, {listed(segment.sinks)})")
+        calls.append((segment.root, f"apply{k}({holder}, {listed(segment.sinks)})"))
     params = ", ".join(f"v{index}" for index in computed)
-    body = "".join(f"            {call}\n" for call in calls)
-    places = "".join(f"        {numbered(backward.segment.root)}\n" for backward in backwards)
+    calls.sort(key=lambda call: call[0])
+    body = "".join(f"            {call}\n" for _, call in calls)
+    numbers = [numbered(backward.segment.root) for backward in backwards]
+    numbers += [number_of_view(node, space) for node in views if node.meta.requires_grad]  # type: ignore[union-attr]
+    places = "".join(f"        {line}\n" for line in numbers)
     places = places or "        pass\n"  # hooks alone are told of its values
+    result = f"    return {tuple_of(f'v{index}' for index in seen)}\n" if seen else ""
     source = (
         f"def attach(inputs, consts, late, {params}):\n"
         f"    was, told = get(), {None if tells else 'hooks()'}\n"
@@ -323,7 +365,7 @@ def _attaching(backwards: list[Backward], computed: list[int]) -> Callable[..., 
         f"        try:\n            if not was: set_(True)\n{body}"
         f"        finally:\n            if not was: set_(was)\n"
         f"    finally:\n        if told: pop()\n"
-        f"    if late is not None:\n{places}"
+        f"    if late is not None:\n{places}{result}"
     )
     return defined(source, "attach", space)
 

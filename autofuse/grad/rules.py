@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from typing import Any
 
 import torch
 
-from ..chain.meta import Meta
+from ..chain.meta import Meta, make_meta
 from ..chain.state import Node, Recorder
 from ..chain.trie import extend
-from ..kernel.plan import make_pieces
+from ..kernel.plan import completed, make_pieces
 from ..ops.arithmetic import CASTS
 from ..ops.row import OPS, Op
+from ..ops.views import JoinOp, ViewOp, join_op, view_op
 from ..program.program import CONST, Output, Ref
 from ..run.devices import runner_class
 from ..run.generated import log_of
 from ..run.words import Answer
 from ..supply.kernels import Order
-from ..torch_private import AUTOCASTS, ExcludedKey
+from ..torch_private import AUTOCASTS, ExcludedKey, InferenceMode, NoModes
 from .segments import Segment
 
 _ADD = OPS["add"]
@@ -40,34 +41,50 @@ def _value(nodes: list[Node], algebra: Tape | Torch, values: dict[Ref, Any], ref
         return algebra.const(ref - CONST)
     if ref not in values:
         node = nodes[ref]
-        assert node.op is not None
+        assert node.op is not None and node.meta is not None
         operands = [_value(nodes, algebra, values, operand) for operand in node.args]
-        values[ref] = algebra.again(node.op, tuple(operands))
+        if isinstance(node.op, ViewOp):
+            (operand,), base = operands, nodes[node.base].meta
+            assert base is not None
+            values[ref] = algebra.view(node.op, operand, base)
+        else:
+            values[ref] = algebra.again(node.op, tuple(operands))
     return values[ref]
 
 
 def sweep(
-    segment: Segment, algebra: Tape | Torch, seeds: dict[int, Any], saved: dict[Ref, Any]
+    segment: Segment, algebra: Any, seeds: dict[int, Any], saved: dict[Ref, Any]
 ) -> list[Any]:
     """The gradients for the segment's sinks, by its ops from the last to the first.
 
-    seeds: the gradients that came in, or None, by node. saved: the values that are at hand.
+    algebra: a Tape or a Torch. seeds: the gradients that came in, or None, by node. saved: the
+    values that are at hand.
     """
     nodes = segment.nodes
     value = partial(_value, nodes, algebra, saved)
     grads = {index: g for index, g in seeds.items() if g is not None}
     gathers = segment.inner | set(segment.summed)
-    given = []
+    given: list[Any] = []
+    parts: list[Any] = []  # gradients of those of a value that is split, the last first
     for index in reversed(segment.steps):
-        g, named = grads.pop(index, None), nodes[index].named()
+        g, named, op = grads.pop(index, None), nodes[index].named(), nodes[index].op
+        if isinstance(op, ViewOp):
+            parts.append(g)
+            if op.part:
+                continue
+            metas = [segment.meta_of(index + k) for k in range(op.parts)]
+            g, parts = algebra.join(op, parts[::-1], metas), []
         for use in segment.uses[index]:
             ref, meta = use.ref, segment.meta_of(use.ref)
             if g is None:
                 if ref not in gathers:
                     given.append(None)
                 continue
-            d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else value(named[n]),
-                          algebra)  # fmt: skip
+            if isinstance(op, JoinOp):
+                d = algebra.part(op.views[use.part or 0], g)
+            else:
+                d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else
+                              value(named[n]), algebra)  # fmt: skip
             if algebra.dtype(d) is not meta.dtype and algebra.shape(d) == meta.shape:
                 d = algebra.apply(CASTS[meta.dtype], (d,))
             if ref not in gathers:
@@ -148,6 +165,28 @@ class Torch:
         with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
             return self.apply(op, operands)
 
+    def view(self, op: ViewOp, value: torch.Tensor, base: Meta) -> torch.Tensor:
+        """A view of the value `base` of the chain."""
+        return self.apply(op, (value,))
+
+    def join(
+        self, op: ViewOp, parts: Sequence[torch.Tensor | None], metas: Sequence[Meta]
+    ) -> torch.Tensor | None:
+        """The gradient of what `op` has split, from those of the parts, of these Metas."""
+        dim = op.dim
+        assert dim is not None
+        if all(part is None for part in parts):
+            return None
+        tensors = [
+            torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if x is None else x
+            for x, meta in zip(parts, metas, strict=True)
+        ]
+        return torch.stack(tensors, dim) if op.name == "unbind" else torch.cat(tensors, dim)
+
+    def part(self, view: Callable[..., torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+        """What `view` gives of the gradient of a join."""
+        return view(value)
+
     def dtype(self, value: torch.Tensor) -> torch.dtype:
         return value.dtype
 
@@ -175,6 +214,22 @@ class _Number:
         return _Number(self.cls, f"(-{self.text})")
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A view of a value of a Tape: torch's own where it is a result, a step where a rule reads it.
+
+    view: of a stand-in without memory for the value.
+    """
+
+    ref: Ref
+    call: Callable[..., torch.Tensor]
+    view: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.view.shape)
+
+
 class UnfusedError(Exception):
     """A rule that needs an op which is eager for these dtypes or shapes."""
 
@@ -182,8 +237,14 @@ class UnfusedError(Exception):
 class Tape:
     """Records rules as a program of its own; a value is a reference as in a program."""
 
-    def __init__(self, recorder: Recorder, inputs: list[Meta], last: Node) -> None:
-        """last: the last node of the chain that is differentiated."""
+    def __init__(
+        self, recorder: Recorder, inputs: list[Meta], places: list[tuple[int, int]], last: Node
+    ) -> None:
+        """places: of each Input, the tensor it lies in and the byte at which it begins there.
+
+        last: the last node of the chain that is differentiated.
+        """
+        self.places = places
         self.recorder, self.classes = recorder, last.consts
         self.tip = Node(recorder, None, None)
         self.tip.relaxed = last.relaxed
@@ -205,6 +266,7 @@ class Tape:
         return _Number(float, f"log({value.text})")
 
     def apply(self, op: Op, operands: tuple[Any, ...]) -> int:
+        operands = tuple([self._step(x) if isinstance(x, Seen) else x for x in operands])
         key = (op, *operands)
         if key not in self.known:
             numbers = [x for x in operands if isinstance(x, _Number)]
@@ -221,26 +283,83 @@ class Tape:
 
     again = apply
 
+    def view(self, op: ViewOp, value: Ref, base: Meta) -> Ref:
+        """As `Torch.view`; of an Input it is another one, in the same memory."""
+        if self._meta(value).spec != base.spec:
+            raise UnfusedError("a view of another layout")
+        return self._seen(op, value)
+
+    def _seen(self, op: ViewOp, value: Ref) -> Ref:
+        if value >= 0:
+            return self.apply(op, (value,))
+        key = (op, value)
+        if key not in self.known:
+            place, begins = self.places[~value]
+            self.places.append((place, begins + op.offset * op.dtype.itemsize))
+            meta = make_meta(op.dtype, op.shape, op.stride, self.recorder.device)
+            self.tip.inputs = (*self.tip.inputs, meta)
+            self.known[key] = ~(len(self.places) - 1)
+        return self.known[key]
+
+    def part(self, view: Callable[..., torch.Tensor], value: Ref | Seen) -> Seen:
+        """As `Torch.part`; made where it is needed."""
+        if isinstance(value, Seen):
+            first = value.call
+            return Seen(value.ref, lambda x: view(first(x)), view(value.view))
+        meta = self._meta(value)
+        with NoModes(), InferenceMode(False):
+            base = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+            return Seen(value, view, view(base))
+
+    def _step(self, seen: Seen) -> Ref:
+        key = (Seen, seen.ref, seen.shape, seen.view.stride(), seen.view.storage_offset())
+        if key not in self.known:
+            op = view_op("part", seen.call, None, 0, seen.view, None)
+            self.known[key] = self._seen(op, seen.ref)
+        return self.known[key]
+
+    def join(
+        self, op: ViewOp, parts: Sequence[Ref | Seen | None], metas: Sequence[Meta]
+    ) -> Ref | None:
+        """As `Torch.join`."""
+        steps: list[Ref] = []
+        if all(part is None for part in parts):
+            return None
+        for part in parts:
+            if part is None:
+                raise UnfusedError("a part without a gradient")
+            part = self._step(part) if isinstance(part, Seen) else part
+            own = part >= 0 and self.tip.path()[part].op.__class__ is Op
+            steps.append(part if own else self.apply(OPS["clone"], (part,)))
+        name = "stack" if op.name == "unbind" else "cat"
+        assert op.dim is not None
+        join = join_op(name, op.dim, [self.metas[step] for step in steps])
+        if join is None:
+            raise UnfusedError("a join that torch alone knows")
+        return self.apply(join, tuple(steps))
+
     def _meta(self, ref: Ref) -> Meta:
         return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]
 
-    def dtype(self, ref: Ref) -> torch.dtype:
-        return self._meta(ref).dtype
+    def dtype(self, value: Ref | Seen) -> torch.dtype:
+        return value.view.dtype if isinstance(value, Seen) else self._meta(value).dtype
 
-    def shape(self, ref: Ref) -> tuple[int, ...]:
-        return self._meta(ref).shape
+    def shape(self, value: Ref | Seen) -> tuple[int, ...]:
+        return value.shape if isinstance(value, Seen) else self._meta(value).shape
 
 
 class Expected:
     """The Answer of a tape, as soon as its kernels are there."""
 
-    def __init__(self, tape: Tape, given: list[Ref | None], places: list[tuple[int, int]]) -> None:
-        """given: of each sink a result, an incoming gradient as ~k, or None."""
-        self.tape, self.given, self.places = tape, given, places
-        live = sorted({ref for ref in given if ref is not None and ref >= 0})
-        self.outputs = tuple(map(Output, live))
+    def __init__(self, tape: Tape, given: list[Ref | Seen | None]) -> None:
+        """given: of each sink a result, an incoming gradient as ~k, a view of one, or None."""
+        self.tape = tape
+        self.views = [x.call if isinstance(x, Seen) else None for x in given]
+        self.given = [x.ref if isinstance(x, Seen) else x for x in given]
+        live = sorted({ref for ref in self.given if ref is not None and ref >= 0})
         device = tape.recorder.device
-        self.pieces = make_pieces(tape.tip.program(self.outputs), device.type)  # without views
+        program = completed(tape.tip.program(tuple(map(Output, live))), device.type)
+        self.outputs, self.pieces = program.outputs, make_pieces(program, device.type)
         self.order = Order([piece.plan for piece in self.pieces], device, counted=False)
 
     def ready(self) -> Answer | None:
@@ -252,4 +371,18 @@ class Expected:
         runner = runner_class(device)(tape.tip, self.outputs, self.pieces, kernels)
         runner.recorded = False
         tape.recorder.runners.append(runner)
-        return runner.answering(self.given, tape.numbers, self.places)
+        answer = runner.answering(self.given, tape.numbers, tape.places)
+        return _viewing(answer, (None, *self.views)) if any(self.views) else answer
+
+
+def _viewing(answer: Answer, calls: tuple[Callable[..., torch.Tensor] | None, ...]) -> Answer:
+    """`answer` with views of some of its results."""
+
+    def seen(incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
+        results = answer(incoming, saved, consts)
+        with NoModes():
+            return tuple([
+                x if call is None else call(x) for x, call in zip(results, calls, strict=True)
+            ])  # fmt: skip
+
+    return seen

@@ -9,18 +9,25 @@ Inputs; a dead one is computed again where it follows from these, and otherwise 
 forward kernel. A stored one is a further output of its segment's node, so that second derivatives
 flow through it. Where hooks are told of what is saved (`saves`), that is what each op saves in
 eager, dead or not, and as often.
+
+A call that splits a value is a step of a Segment where nobody sees its parts and each of them is
+used by one Segment: of those the first, of which the parts that others use are further outputs.
+Any other view has the nodes that torch gives it, between Segments.
+Torch makes it of the value that it lies in, or, where no rule and nobody else reads that or a view
+of it, of a *bare* tensor in its place, which has shape and gradient but one element of memory.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from ..chain.meta import Meta
 from ..chain.state import LATER, Node
 from ..layout import is_dense
+from ..ops.views import COPYING, JoinOp, ViewOp
 from ..program.program import CONST, Ref
 from ..program.walk import needed, sources
 from ..settings.config import config
@@ -33,11 +40,20 @@ class Use:
     ref: Ref
     rule: ast.expr
     reads: frozenset[Ref]
+    part: int | None = None  # of the gradient of a join, which part
+
+
+_G = ast.parse("g", mode="eval").body
 
 
 def uses_of(node: Node, meta_of: Callable[[Ref], Meta]) -> Iterator[Use]:
     """The operands of `node` that get a gradient, in order."""
     assert node.op is not None
+    if isinstance(node.op, JoinOp):
+        for k, ref in enumerate(node.args):
+            if meta_of(ref).requires_grad:
+                yield Use(ref, _G, frozenset(), k)
+        return
     for ref, rule in zip(node.args, node.op.rules, strict=True):
         if ref < CONST and rule is not None and meta_of(ref).requires_grad:
             named = node.named()
@@ -53,27 +69,101 @@ def _names(rule: ast.expr) -> frozenset[str]:
     )
 
 
-def _owners(
-    uses: list[list[Use]], meta_of: Callable[[Ref], Meta], live: list[int]
-) -> dict[int, int]:
-    """The root of the segment that each differentiated step belongs to.
+class _Owners(dict[int, int]):
+    """The root of the segment that each differentiated step belongs to; a view is its own.
 
-    Beside the live values, a dead one is a root if two segments meet in it or if it is broadcast:
-    its gradient is complete only after both, or after a reduction.
+    Beside the live values, a dead one is a root if two segments meet in it, if it is broadcast or
+    viewed: its gradient is complete only after both, after a reduction, or after torch's nodes.
     """
-    owner = {index: index for index in live}
-    for index in range(len(uses) - 1, -1, -1):
-        if index in owner:
-            for use in uses[index]:
-                ref = use.ref
-                if ref >= 0 and owner.get(ref) != ref:
-                    alone = owner.setdefault(ref, owner[index]) == owner[index]
-                    if not alone or meta_of(ref).shape != meta_of(index).shape:
-                        owner[ref] = ref
-    return owner
+
+    def __init__(
+        self, nodes: list[Node], uses: list[list[Use]], meta_of: Callable[[Ref], Meta],
+        live: list[int],
+    ) -> None:  # fmt: skip
+        super().__init__((index, index) for index in live)
+        self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
+        self.split: dict[int, int] = {}  # parts of values that are split inside of segments: whose
+        self.users: dict[int, list[int]] = {}  # of each view
+        for index in range(len(nodes) - 1, -1, -1):
+            if index in self.users and index not in self:
+                self._own_view(index)
+            if index in self:
+                for ref in self.edges(index):
+                    self._own(ref, index)
+
+    def edges(self, index: int) -> list[Ref]:
+        """What a step hands gradients to, in order."""
+        node = self.nodes[index]
+        inside = node.base < 0 or index in self.split
+        return [use.ref for use in self.uses[index]] if inside else list(node.args)
+
+    def _own(self, ref: Ref, index: int) -> None:
+        """Let step `index`, which has an owner, hand a gradient to `ref`."""
+        if ref < 0 or self.get(ref) == ref:
+            return
+        if self.nodes[ref].base >= 0:
+            self.users.setdefault(ref, []).append(index)
+            return
+        alone = self.setdefault(ref, self[index]) == self[index]
+        reshapes = index in self.split or isinstance(self.nodes[index].op, JoinOp)
+        same = reshapes or self.meta_of(ref).shape == self.meta_of(index).shape
+        if not alone or not same or (self.nodes[index].base >= 0 and index not in self.split):
+            self[ref] = ref
+
+    def _own_view(self, index: int) -> None:
+        parts = self._parts_until(index)
+        owners = [{self[user] for user in self.users.get(part, ())} for part in parts]
+        if parts and all(len(own) == 1 and part not in self
+                         for own, part in zip(owners, parts, strict=True)):  # fmt: skip
+            first = min(min(own) for own in owners)
+            inner = [part for own, part in zip(owners, parts, strict=True) if first in own]
+            same = all(
+                isinstance(self.nodes[user].op, JoinOp)
+                or self.meta_of(user).shape == self.meta_of(part).shape
+                for part in inner for user in self.users[part]
+            )  # fmt: skip
+            if same and self.nodes[first].base < 0:
+                (base,) = self.nodes[index].args
+                self.update((part, first) for part in parts)
+                self.split.update((part, base) for part in parts)
+                self.uses[parts[0]] = [Use(base, _G, frozenset())]
+                return
+        self[index] = index
+
+    def _parts_until(self, index: int) -> list[int]:
+        """All parts of the value that is split where step `index` is the last; none if it is not.
+
+        Views of views torch differentiates itself.
+        """
+        node = self.nodes[index]
+        op = node.op
+        assert isinstance(op, ViewOp)
+        first = index - op.parts + 1
+        if op.dim is None or first < 0 or self.nodes[node.args[0]].base >= 0:
+            return []
+        parts = self.nodes[first : index + 1]
+        for k, part in enumerate(parts):
+            other = part.op
+            if not isinstance(other, ViewOp) or other.call is not op.call or other.part != k:
+                return []
+            if part.args != node.args:
+                return []
+        return [*range(first, index + 1)]
+
+    def lent(self) -> list[int]:
+        """The parts that other segments use than the one that splits."""
+        return [part for part in self.split
+                if any(self[user] != self[part] for user in self.users[part])]  # fmt: skip
+
+    def bases_of(self, parts: Sequence[int]) -> set[int]:
+        """What those of `parts` that rules of their users read are parts of."""
+        return {
+            self.split[part] for part in parts for user in self.users[part]
+            if any(part in use.reads for use in self.uses[user])
+        }  # fmt: skip
 
 
-def _in_order(uses: list[list[Use]], owner: dict[int, int], roots: list[int]) -> bool:
+def _in_order(edges: Callable[[int], list[Ref]], owner: dict[int, int], roots: list[int]) -> bool:
     """Whether node after node adds to every gradient in the order in which op after op does."""
     by_op = sorted(owner, reverse=True)
     by_node = sorted(owner, key=lambda index: (owner[index], index), reverse=True)
@@ -81,26 +171,35 @@ def _in_order(uses: list[list[Use]], owner: dict[int, int], roots: list[int]) ->
     for sequence in (by_op, by_node):
         added: dict[Ref, list[int]] = {}
         for index in sequence:
-            for use in uses[index]:
-                if use.ref < 0 or use.ref in roots:
-                    added.setdefault(use.ref, []).append(index)
+            for ref in edges(index):
+                if ref < 0 or ref in roots:
+                    added.setdefault(ref, []).append(index)
         orders.append(added)
     return orders[0] == orders[1]
 
 
 def _saved(
-    nodes: list[Node], uses: list[list[Use]], steps: list[int], memory: set[int]
-) -> list[Ref]:
-    """The values that the backward of `steps` is given; the others it needs follow from them."""
+    nodes: list[Node], uses: list[list[Use]], steps: list[int], memory: set[int],
+    split: dict[int, int],
+) -> list[Ref]:  # fmt: skip
+    """The values that the backward of `steps` is given; the others it needs follow from them.
+
+    split: what is saved in place of its parts.
+    """
     args = [node.args for node in nodes]
-    reads = {ref for index in steps for use in uses[index] for ref in use.reads if ref < CONST}
-    kept = {ref for index in steps for ref in _kept(nodes[index]) if ref < 0 or ref in memory}
+    reads = {split.get(ref, ref) for index in steps for use in uses[index] for ref in use.reads}
+    reads = {ref for ref in reads if ref < CONST}
+    kept = {split.get(ref, ref) for index in steps for ref in _kept(nodes[index])}
+    kept = {ref for ref in kept if ref < 0 or ref in memory}
     if config.recompute == "inputs":
         computed = (sources(args, ref) for ref in reads if ref >= 0)
         return sorted({ref for ref in reads if ref < 0}.union(*computed))
     saved = {ref for ref in reads if ref < 0 or ref in memory}
+    # no rule makes a view of torch's, nor a join
+    apart = (x for x in nodes if x.base >= 0 or isinstance(x.op, JoinOp))
+    given = memory.union(x.index for x in apart if x.index not in split)
     for ref in sorted(reads - saved):
-        if not sources(args, ref, memory | saved) <= saved:
+        if not sources(args, ref, given | saved) <= saved:
             saved.add(ref)
     return sorted(saved | kept)
 
@@ -108,6 +207,8 @@ def _saved(
 def _kept(node: Node) -> list[Ref]:
     """What eager's node saves whether a rule reads it or not: tensors, and numbers as tensors."""
     assert node.op is not None
+    if not node.op.keeps:
+        return []
     named = node.named()
     return [named[name] for name in node.op.keeps.split()]
 
@@ -132,7 +233,9 @@ class Segment:
         extras: list[int],
         detours: bool,
         told: bool,
+        parts: Sequence[int] = (),
     ) -> None:
+        """parts: dead values, besides, whose gradients come from nodes of other segments."""
         self.detours = detours  # second derivatives would go past a live value's own node
         self.told = told  # hooks are, of all that is saved, and give it back as they like
         self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
@@ -142,7 +245,8 @@ class Segment:
         self.pack = [] if told else _pack(graphs, meta_of)
         packed = self.pack[1:]  # a pack is saved, and the node's output, by its first
         self.saved = [ref for ref in saved if ref not in packed]
-        self.outs = [self.root, *(index for index in graphs if index not in packed)]
+        self.parts = parts
+        self.outs = [self.root, *(index for index in graphs if index not in packed), *parts]
         self.inner = set(steps[:-1])
         outside = [
             (use.ref, meta_of(use.ref).shape == meta_of(index).shape)
@@ -193,6 +297,8 @@ class Outline:
     segments: list[Segment]
     stored: tuple[int, ...]
     saved_bytes: int
+    views: tuple[int, ...] = ()  # that torch makes, ascending
+    bare: tuple[int, ...] = ()  # what nodes give that needs no memory
     # what hooks are told of, in order: the value and its place among all that the segments save,
     # one after the other; -1 where nobody can see the result of the op that saves it
     told: tuple[tuple[Ref, int], ...] = ()
@@ -211,19 +317,30 @@ def outline_of(
     uses = [list(uses_of(node, meta_of)) if meta_of(node.index).requires_grad else []
             for node in nodes]  # fmt: skip
     told = nodes[-1].told is LATER
-    owner = _owners(uses, meta_of, [index for index in live if meta_of(index).requires_grad])
+    graphs = [index for index in live if meta_of(index).requires_grad]
+    owners = _Owners(nodes, uses, meta_of, graphs)
+    owner: dict[int, int] = owners
+    lent = owners.lent()
     roots = sorted(index for index, root in owner.items() if index == root)
-    if not _in_order(uses, owner, roots):
+    if not _in_order(owners.edges, owner, roots):
         if not told:
             return None
         roots = sorted(owner)  # a node for each op, as in eager
         owner = {index: index for index in roots}
-    memory = {*live, *roots}
+    views, bare = _views(nodes, uses, owners, live)
+    memory = {*live, *roots, *views} - bare
+    memory.update(nodes[index].base for index in views if nodes[index].base not in bare)
+    memory -= {index for index in views if nodes[index].base in bare}
     places: dict[tuple[int, int], int] = {}  # by op and which of the values that it saves
     saved_refs: set[Ref] = set()
     segments = []
     for root in roots:
+        if root in views:
+            continue
         steps = [index for index in sorted(owner) if owner[index] == root]
+        parts = [part for part in lent if owner[part] == root]
+        bases = sorted(owners.bases_of(parts) - memory)
+        memory.update(bases)
         if told:
             saved = [ref for index in steps for ref in nodes[index].saves]
             for index in steps:
@@ -231,17 +348,36 @@ def outline_of(
                     places[index, k] = len(places)
             detours = False
         else:
-            saved = _saved(nodes, uses, steps, memory)
+            saved = _saved(nodes, uses, steps, memory, owners.split)
             detours = config.recompute == "inputs" and bool(memory & _path(nodes, uses, steps))
         extras = [ref for ref in dict.fromkeys(saved) if ref >= 0 and ref not in memory]
         memory.update(extras)
         saved_refs.update(saved)
-        segments.append(Segment(nodes, uses, steps, meta_of, saved, extras, detours, told))
+        parts += bases
+        segments.append(Segment(nodes, uses, steps, meta_of, saved, extras, detours, told, parts))
     order = []
     for node in nodes if told else ():
         for k, ref in enumerate(node.saves):
             order.append((ref, places.get((node.index, k), -1)))
             memory.update([ref] if ref >= 0 else ())
-    stored = tuple(sorted(memory - set(live)))
+    stored = tuple(sorted(memory - set(live) - views))
     nbytes = sum(meta_of(ref).nbytes for ref in saved_refs)
-    return Outline(segments, stored, nbytes, tuple(order))
+    bare.update(lent)
+    return Outline(segments, stored, nbytes, (*sorted(views),), (*sorted(bare),), tuple(order))
+
+
+def _views(
+    nodes: list[Node], uses: list[list[Use]], owner: _Owners, live: tuple[int, ...]
+) -> tuple[set[int], set[int]]:
+    """The views that torch makes, and the values in place of which bare tensors do for that."""
+    read = {ref for index in owner for use in uses[index] for ref in use.reads}
+    read.update(ref for index in owner for ref in _kept(nodes[index]))
+    seen = {owner.split.get(ref, ref) for ref in read.union(live) if 0 <= ref < CONST}
+    views: set[int] = set()
+    for index in seen.union(owner) - owner.split.keys():
+        while nodes[index].base >= 0:
+            views.add(index)
+            (index,) = nodes[index].args
+    needed = seen | {nodes[index].base for index in seen}
+    needed |= {nodes[index].base for index in views if nodes[index].op.name in COPYING}  # type: ignore[union-attr]
+    return views, {nodes[index].base for index in views} - needed

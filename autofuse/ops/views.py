@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from ..layout import Ints
-from ..torch_private import detach
+from ..torch_private import InferenceMode, NoModes, detach
 from .row import Op
 
 # torch's functions and methods that give views; whether one does may depend on the operand's layout
@@ -21,6 +23,7 @@ VIEWS = frozenset(
 )
 ATTRIBUTES = ("T", "mT", "H", "mH")
 SQUARE = ("T", "H")  # which torch wants to be matrices
+COPYING = ("ravel",)  # give copies of tensors without memory of their own, whose strides are 0
 LIKE = {"expand_as": torch.Tensor.expand, "reshape_as": torch.Tensor.reshape,
         "view_as": torch.Tensor.view}  # take a tensor for its shape  # fmt: skip
 
@@ -36,8 +39,12 @@ class ViewOp(Op):
     call: Callable[..., Any] | None = None  # of the operand; the same for all of several results
     part: int | None = None  # which result of several
     parts: int = 0  # and how many these are
+    dim: int | None = None  # of one of SPLITS: along which axis
 
 
+# Functions that divide a tensor, by where their argument `dim` stands; its gradient is those of the
+# parts side by side. For others that torch has it is a sum of tensors, each zero but for a part.
+SPLITS = {"chunk": 1, "split": 1, "split_with_sizes": 1, "unbind": 0}
 JOINS = ("cat", "concat", "concatenate", "stack")
 
 
@@ -49,6 +56,7 @@ class JoinOp(Op):
     shape: Ints = ()
     stride: Ints = ()
     parts: tuple[tuple[int, Ints], ...] = ()  # where each operand begins there, and its strides
+    views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # the same of a result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,24 +77,64 @@ def write_op(row: Op, dtype: torch.dtype, shape: Ints, stride: Ints) -> WriteOp:
     )  # fmt: skip
 
 
-def join_op(name: str, dim: int, result: torch.Tensor, parts: list[torch.Tensor]) -> JoinOp:
-    """The op that gives `result`, a stand-in without values, of which `parts` are views."""
-    join = torch.stack if name == "stack" else torch.cat
+class Laid(Protocol):
+    """What is known of a tensor, its Meta."""
+
+    dtype: torch.dtype
+    shape: Ints
+    stride: Ints
+    flat: bool
+
+
+_REFUSED = RuntimeError, IndexError, TypeError, ValueError
+
+
+def join_op(name: str, dim: int, metas: Sequence[Laid]) -> JoinOp | None:
+    """The op that joins such tensors; None where only torch knows what comes of it."""
+    stacks, shape = name == "stack", metas[0].shape
+    if stacks:  # what stands for torch.stack on stand-ins says other errors in some versions
+        if not all(meta.flat and meta.shape == shape for meta in metas):
+            return None
+        if not -len(shape) <= dim + (dim < 0) <= len(shape):
+            return None
+    with NoModes(), InferenceMode(False):
+        xs = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas]
+        try:
+            if stacks:
+                xs = [x.unsqueeze(dim) for x in xs]
+            result = torch.cat(xs, dim)
+        except _REFUSED:
+            return None
+        if stacks:
+            views = [partial(torch.select, dim=dim, index=k) for k in range(len(xs))]
+        else:
+            sizes = [meta.shape[dim] for meta in metas]
+            begins = itertools.accumulate(sizes, initial=0)
+            views = [partial(torch.narrow, dim=dim, start=start, length=size)
+                     for start, size in zip(begins, sizes, strict=False)]  # fmt: skip
+        parts = [view(result) for view in views]
+    join = torch.stack if stacks else torch.cat
     return JoinOp(
         name, " ".join(f"x{k}" for k in range(len(parts))), "x0", accepts="fib",
         eager=lambda *xs: join(xs, dim), dtype=result.dtype, shape=tuple(result.shape),
         stride=tuple(result.stride()),
         parts=tuple((int(x.storage_offset()), tuple(x.stride())) for x in parts),
+        views=tuple(views),
     )  # fmt: skip
 
 
 def view_op(
-    name: str, call: Callable[..., Any], part: int | None, parts: int, result: torch.Tensor
+    name: str,
+    call: Callable[..., Any],
+    part: int | None,
+    parts: int,
+    result: torch.Tensor,
+    dim: int | None,
 ) -> ViewOp:
     """The op that gives `result`, a view of a stand-in without values."""
     eager = call if part is None else lambda x: call(x)[part]
     return ViewOp(
         name, "x", "x", accepts="fib", eager=eager, call=call, part=part, parts=parts,
         dtype=result.dtype, shape=tuple(result.shape), stride=tuple(result.stride()),
-        offset=int(result.storage_offset()),
+        offset=int(result.storage_offset()), dim=dim,
     )  # fmt: skip

@@ -13,12 +13,12 @@ from ..chain.shell import Tensor
 from ..chain.state import Node, this_thread
 from ..ops.row import OPS
 from ..ops.views import JoinOp, join_op
-from ..torch_private import InferenceMode, NoModes, looked_on
+from ..settings.config import config
+from ..torch_private import looked_on
 from .record import record
 
 _MOST = 8  # tensors that one kernel writes side by side
 _WAYS = 256  # to join that a recorder knows: each takes a plan
-_REFUSED = RuntimeError, IndexError, TypeError, ValueError
 
 
 def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
@@ -35,14 +35,22 @@ def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
     if recorder is None or recorder.ident != get_ident():
         return None
     tip = recorder.chain.tip
-    if tip.holds_grad or tip.told or tip.looked_on or tip.rows is not None:
+    if tip.told or tip.looked_on or tip.rows is not None:
         return None
     metas = [_meta_of(x) for x in tensors]
     first = metas[0]
     for meta in metas:
         if meta is None or first is None or meta.dtype is not first.dtype or not meta.nbytes:
             return None
-        if meta.device is not recorder.device or (meta.requires_grad and torch.is_grad_enabled()):
+        if meta.device is not recorder.device:
+            return None
+    if tip.autocast and first is not None and first.dtype.is_floating_point:
+        # which promotes nothing else, and refuses it
+        if first.dtype not in (torch.float32, torch.get_autocast_dtype(recorder.device.type)):
+            return None
+    if torch.is_grad_enabled() and any(meta.requires_grad for meta in metas if meta is not None):
+        # gradients of one that is there twice add up in the order of operands, not of ops
+        if config.recompute == "inputs" or len({*map(id, tensors)}) < len(tensors):
             return None
     op = _op_of(recorder.joins, name, dim, metas)
     if op is None:
@@ -75,27 +83,5 @@ def _op_of(
     if key not in known:
         if len(known) >= _WAYS:  # with sizes that vary none would be met again
             return None
-        known[key] = _made(name, dim, metas)
+        known[key] = join_op(name, dim, metas)
     return known[key]
-
-
-def _made(name: str, dim: int, metas: Sequence[Any]) -> JoinOp | None:
-    stacks, shape = name == "stack", metas[0].shape
-    if stacks:  # what stands for torch.stack on stand-ins says other errors in some versions
-        if not all(meta.flat and meta.shape == shape for meta in metas):
-            return None
-        if not -len(shape) <= dim + (dim < 0) <= len(shape):
-            return None
-    with NoModes(), InferenceMode(False):
-        xs = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas]
-        try:
-            if stacks:
-                xs = [x.unsqueeze(dim) for x in xs]
-            result = torch.cat(xs, dim)
-        except _REFUSED:
-            return None
-        if stacks:
-            parts = list(result.unbind(dim))
-        else:
-            parts = list(result.split([meta.shape[dim] for meta in metas], dim))
-        return join_op(name, dim, result, parts)

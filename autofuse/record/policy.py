@@ -161,7 +161,8 @@ def pays(nodes: list[Node], outline: Outline) -> bool:
         return True
     device_type = nodes[0].recorder.device.type
     costs = _GRAD_US[device_type]
-    eager = costs.op * len(nodes)
+    ops = sum(node.base < 0 for node in nodes)  # torch makes views either way
+    eager = costs.op * ops
     fused = costs.flush + costs.recorded * len(nodes)
     traffic = 0.0
     for segment in outline.segments:

@@ -374,7 +374,7 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
             node.saves = saves
     if reason and not node.reason:
         node = eager_node(recorder, tip, op, reason, node.meta)
-    elif tip.viewed and node.holds_grad:  # autograd may save views, which here have no node
+    elif tip.viewed and node.holds_grad and config.recompute == "inputs":  # go through no views
         node = eager_node(recorder, tip, op, "")
         node.cuts = "gradient of a view"
     node.key = key

@@ -10,7 +10,8 @@ import torch
 
 from ..chain.shell import Tensor
 from ..chain.state import Node, this_thread
-from ..ops.views import LIKE, SQUARE, ViewOp, view_op
+from ..ops.views import LIKE, SPLITS, SQUARE, ViewOp, view_op
+from ..settings.config import config
 from ..torch_private import InferenceMode, NoModes, looked_on
 from .record import record
 
@@ -33,8 +34,9 @@ def record_view(name: str, func: Any, handler: Any, args: Any, kwargs: Any) -> A
     if recorder is None or recorder.ident != get_ident() or this_thread.closed or looked_on():
         return None
     tip = recorder.chain.tip
-    # under grad a view has a node of torch's own, between those of what it reads and is read by
-    if tip.holds_grad or tip.told or tip.looked_on or node.meta is None:
+    if tip.told or tip.looked_on or node.meta is None:
+        return None
+    if tip.holds_grad and config.recompute == "inputs":  # rules go through no views
         return None
     if tip.rows is not None:  # row kernels read no index maps
         return None
@@ -163,7 +165,11 @@ def _ops_of(name: str, call: partial[Any], node: Node) -> tuple[ViewOp, ...]:
         results = result if several else (result,)
         if not all(one.__class__ is torch.Tensor and one._base is base for one in results):
             return ()  # a copy
+        dim = None
+        if name in SPLITS:
+            _, given, options = call.args
+            dim = options.get("dim", (*given, *(0, 0))[SPLITS[name]])
         return tuple(
-            view_op(name, call, k if several else None, len(results) if several else 0, one)
+            view_op(name, call, k if several else None, len(results) if several else 0, one, dim)
             for k, one in enumerate(results)
         )

@@ -59,7 +59,7 @@ def runner_for(recorder: Recorder, node: Node, refcounts: tuple[int, ...], write
             if _tells(node):
                 outline = _outline(node, outputs)
                 assert outline is not None
-                graph = Graph(recorder, outline)
+                graph = Graph(recorder, outline, node.path())
                 runner = FailedRunner(node, _computed(outputs, graph), error=failure)
                 graph.attach_to(runner)
         if runner is not known:
@@ -97,7 +97,7 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
         costly = not pays(nodes, outline)
         if costly and not tells:
             return ShortRunner(node, outputs)
-        graph = Graph(recorder, outline)
+        graph = Graph(recorder, outline, nodes)
         computed = _computed(outputs, graph)
         if short or costly:
             alone = ShortRunner(node, computed)

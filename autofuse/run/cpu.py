@@ -77,7 +77,9 @@ class CpuRunner(Runner):
                 bump(chain, values)
             if self.attach is not None:
                 made = [values[index] for index in self.made]
-                self.attach(chain.inputs, chain.consts, chain.late, *made)
+                views = self.attach(chain.inputs, chain.consts, chain.late, *made)
+                if self.attach_views:
+                    values |= zip([node.index for node in self.views], views, strict=True)
         publish(chain, values)
         settle(chain, self.visible, believed=True)
 
@@ -91,7 +93,7 @@ class CpuRunner(Runner):
             value = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
             values[pack[0]] = value
             outs |= zip(pack, (value,) if len(pack) == 1 else value, strict=True)
-        if self._viewer is not None:
+        if self._viewer is not None and not self.attach_views:
             views = self._viewer(*[values[base] for base in self._bases])
             values |= zip([node.index for node in self.views], views, strict=True)
         into = chain.into if chain is not None and self.writes else None

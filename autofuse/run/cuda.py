@@ -154,6 +154,8 @@ class CudaRunner(Runner):
         """Make ready for `run`; returns self."""
         if self.views:
             self._bases, self._viewer = viewer(self.nodes, self.views)
+        if self.attach_views:
+            self._viewer = None
         head = [
             "inputs = chain.inputs; stream = chain.stream; consts = chain.consts",
             *self._generate_check(),
@@ -166,7 +168,9 @@ class CudaRunner(Runner):
     def _programmed(self) -> Words | None:
         """`run` as Words."""
         outputs = [*self.made, *(node.index for node in self.views)]
-        if self.tells or not {owner.index for owner in self.visible} <= {*outputs}:
+        if self.tells or self.attach_views:
+            return None
+        if not {owner.index for owner in self.visible} <= {*outputs}:
             return None
         if self.copied or (self.writes and len(self.pieces) > 1):  # only one launch is one step
             return None
@@ -268,10 +272,10 @@ class CudaRunner(Runner):
             lines.append(f"q{index} = address(o{index})")
             for k, other in enumerate(others, 1):
                 lines.append(f"q{other} = q{index} + {k * meta.nbytes}")
-        if self.views:
+        if self._viewer is not None:
             space["views"] = self._viewer
-            results = tuple_of(f"o{node.index}" for node in self.views)[1:-1]
-            lines.append(f"{results} = views({', '.join(f'o{base}' for base in self._bases)})")
+            bases = ", ".join(f"o{base}" for base in self._bases)
+            lines.append(f"{self._named_views} = views({bases})")
         writing = len(self.pieces) - 1 if self.writes else -1
         for k, piece in enumerate(self.pieces):
             lines += self._generate_piece(k, piece, space, writing=k == writing)
@@ -305,7 +309,11 @@ class CudaRunner(Runner):
             if self.attach is not None:
                 space["attach"] = self.attach
                 names = ", ".join(f"o{index}" for index in self.made)
-                lines.append(f"attach(inputs, consts, chain.late, {names})")
+                call = f"attach(inputs, consts, chain.late, {names})"
+                lines.append(f"{self._named_views} = {call}" if self.attach_views else call)
+                if self.attach_views:
+                    named = [f"{node.index}: o{node.index}, " for node in self.views]
+                    lines.append(f"made |= {{{''.join(named)}}}")
             lines.append("if chain.values is None: chain.values = made; chain.bumps = None")
         shells = [f"s{owner.index}" for owner in self.visible]
         lines += [f"s{owner.index} = chain[{owner.index}]" for owner in self.visible]
@@ -323,10 +331,17 @@ class CudaRunner(Runner):
         lines.append("else: settle(chain, visible)")
         return lines
 
+    @property
+    def _named_views(self) -> str:
+        """What the views are called, to be assigned."""
+        return tuple_of(f"o{node.index}" for node in self.views)[1:-1]
+
     def _generate_made(self) -> list[str]:
         """Lines that list the values which shells get, with their versions."""
-        indices = sorted({owner.index for owner in self.visible}.union(self._bases))
-        made = "".join(f"{index}: o{index}, " for index in indices)
+        indices = {owner.index for owner in self.visible}.union(self._bases)
+        if self.attach_views:  # they come later
+            indices.difference_update(node.index for node in self.views)
+        made = "".join(f"{index}: o{index}, " for index in sorted(indices))
         return [f"made = {{{made}}}", "if chain.bumps is not None: bump(chain, made)"]
 
     def _generate_piece(

@@ -27,7 +27,7 @@ from ..torch_private import (
 from .generated import defined, numbered
 from .runner import Runner, check_inputs
 from .settle import publish, settle
-from .views import Calls
+from .views import Calls, number_of_view
 
 
 def _itself(packed: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,8 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
             ]  # fmt: skip
             lines.append(f"v{index} = f{index}({', '.join(operands)})")
         if node.meta is not None and node.meta.requires_grad:
-            lines.append(f"if late is not None: {numbered(index)}")
+            number = numbered(index) if node.base < 0 else number_of_view(node, space)
+            lines.append(f"if late is not None: {number}")
         if index in live or index in viewed:  # before another op saves it
             lines.append(f"for _ in range(bumps and bumps.get({index}, 0) or 0): bump(v{index})")
         values = {ref for ref in node.args if 0 <= ref < CONST}

@@ -27,7 +27,8 @@ class Runner:
 
     run: Callable[[Chain], None]  # computes and settles
     bare: Callable[[Chain], None] | None = None  # `run` without the range a profiler sees
-    attach: Callable[..., None] | None = None  # takes inputs, consts, late, what `made` names
+    attach: Callable[..., Any] | None = None  # takes inputs, consts, late, what `made` names
+    attach_views = False  # and returns `views`, of which autograd has to know
     words: Words | None = None  # `run` for the machine code of `hot`
     recorded = True  # its ops were recorded, not made by autograd
     elides = True  # its dead values get no memory

@@ -36,6 +36,23 @@ class Calls:
         return [*lines, f"v{node.index} = {name}{part}"]
 
 
+def number_of_view(node: Node, space: dict[str, Any]) -> str:
+    """The statement that gives the nodes of the view `v<index>` the number that its op has used up.
+
+    space: what the statement names.
+    """
+    space["number_view"] = _number
+    (operand,) = node.args
+    return f"number_view(v{node.index}, v{operand}, late + {node.index})"
+
+
+def _number(view: torch.Tensor, operand: torch.Tensor, number: int) -> None:
+    found, end = view.grad_fn, operand.grad_fn
+    while found is not None and found is not end:  # an index may make several
+        found._set_sequence_nr(number)  # type: ignore[attr-defined]
+        found = found.next_functions[0][0]
+
+
 def viewer(nodes: list[Node], wanted: list[Node]) -> tuple[list[int], Callable[..., Any]]:
     """The steps that `wanted`, which are views, lie in, and a function from their tensors to these.
 
