@@ -63,8 +63,8 @@ def cases(seed: str) -> Iterator[Case]:
         for rows in ROWS
         for kind in (("plain", "wide", "special") if rows in (3, 70) else ("plain",))
     ]
-    found += [(rows, columns, "plain", shift) for columns in (64, 131, 1024) for rows in (3, 40)
-              for shift in (1, 2, 3)]  # fmt: skip
+    found += [(rows, columns, "plain", shift) for columns in (64, 131, 260, 1024)
+              for rows in (3, 40) for shift in range(1, 9)]  # fmt: skip
     found += [(8192, 1024, "plain", 0), (2048, 4096, "wide", 0), (300, 8200, "plain", 0)]
     random.Random(seed).shuffle(found)
     return iter(found)
@@ -129,7 +129,8 @@ def main() -> None:
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON file")
     arguments = parser.parse_args()
-    known = verified.is_verified(torch.__version__, torch.cuda.get_device_capability())
+    capability = torch.cuda.get_device_capability()
+    known = verified.is_verified(torch.__version__, torch.version.cuda, capability)
     print(machine("cuda"), "known" if known else "not among those that are known", flush=True)
     outcomes = compare_all(arguments.jobs, arguments.seconds, arguments.only)
     for one in outcomes:

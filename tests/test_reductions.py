@@ -60,10 +60,14 @@ class _Memory(simt.Memory):
         return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
 
 
+entries = {}  # of kernels
+
+
 class _Kernel:
     def __init__(self, source):
         self.source, self.parameters = source, Parameters.of(source)
         self.entry = id(self)
+        entries[self.entry] = self
 
 
 launched = []  # (name, blocks, threads)
@@ -75,10 +79,9 @@ class _EmulatedRunner(cuda.CudaRunner):
 
     def __init__(self, *args):
         running.Runner.__init__(self, *args)
-        kernels = {kernel.entry: kernel for kernel in self.kernels}
 
         def launch(entry, blocks, _y, _z, threads, _ty, _tz, _shared, _stream, params, _extra):
-            kernel = kernels[entry]
+            kernel = entries[entry]
             source, codes = kernel.source, kernel.parameters.codes
             assert threads == source.rows.block
             slots = (ctypes.c_void_p * len(codes)).from_address(params)
@@ -119,6 +122,7 @@ def emulated(monkeypatch, recording, on):
     launched.clear()
     broken.clear()
     yield made
+    entries.clear()
     assert not broken
 
 
@@ -222,12 +226,40 @@ def test_a_write_to_memory_that_is_there(emulated):
     assert_same(own, x - want, None)
 
 
-def test_rows_that_are_not_aligned_run_as_eager_ops(emulated):
+def test_rows_that_begin_where_torch_takes_them_otherwise_run_as_eager_ops(emulated):
+    """Of whole vectors, as they are in memory; with an op before them memory would be their own."""
     x = row(4 * 64 + 1)[1:].view(4, 64)
     assert x.data_ptr() % 16
-    y = F.layer_norm(autofuse.wrap(x), (64,)) * 2.0
-    assert_same(autofuse.unwrap(autofuse.materialize(y)), F.layer_norm(x, (64,)) * 2.0, None)
-    assert not launched
+    for _ in range(3):
+        y = F.layer_norm(autofuse.wrap(x), (64,)) * 2.0
+        assert_same(autofuse.unwrap(autofuse.materialize(y)), F.layer_norm(x, (64,)) * 2.0, None)
+        assert not launched
+    for _ in range(3):
+        y = F.layer_norm(autofuse.wrap(x) + 1.0, (64,)) * 2.0
+        rows = [row_oracle.layer_norm(r, None, None, simt.F32(1e-5)) for r in (x + 1.0).numpy()]
+        assert_same(autofuse.unwrap(autofuse.materialize(y)), bits(rows) * 2.0, None)
+    assert len(launched) == 3
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_uneven_rows_are_kernels(emulated, shift):
+    """Wherever they begin."""
+    x, b = row(4 * 131 + shift, 1)[shift:].view(4, 131), row(131 + shift, 2)[shift:]
+    scheme = scheme_of("mean", 4, 131, 4, H200)
+
+    def mean(rows, start):
+        made = (row_oracle.reduced("mean", r, start + k * 131, 4, scheme.across, scheme.vec)
+                for k, r in enumerate(rows.numpy()))  # fmt: skip
+        return bits(list(made)).view(4, 1)
+
+    for _ in range(2):
+        y = autofuse.wrap(x) + b
+        y = autofuse.unwrap(autofuse.materialize(y - y.mean(-1, keepdim=True)))
+        assert_same(y, (x + b) - mean(x + b, 0), None)
+        y = autofuse.wrap(x)
+        y = autofuse.unwrap(autofuse.materialize(y - y.mean(-1, keepdim=True)))
+        assert_same(y, x - mean(x, shift), None)
+    assert len(launched) == 4
 
 
 # --- what is recorded -----------------------------------------------------------------------------
@@ -374,19 +406,6 @@ def test_numbers_of_rows_meet_what_is_no_row_of_theirs(recorded):
     assert_same(autofuse.unwrap(z), (x * 2.0).sum(-1, keepdim=True) * torch.ones(1, 7), None)
 
 
-def test_rows_that_are_no_whole_number_of_vectors_are_eager(recorded):
-    """What is broadcast or padded begins elsewhere than vectors of them do."""
-    x, b = table(6, 131), row(131, 1)
-    for shape in ((6, 131), (2, 3, 131)):
-        t = x.view(shape)
-        for program in (
-            lambda t, b: (t + b).sum(-1), lambda t, b: (t * b).amax(-1, keepdim=True) + t,
-        ):  # fmt: skip
-            got = program(autofuse.wrap(t), autofuse.wrap(b))
-            assert_same(autofuse.unwrap(got), program(t, b), None)
-    assert any("no whole number of" in reason for _, reason in autofuse.stats().eager_ops)
-
-
 def test_a_number_a_row_is_no_weight_of_columns(recorded):
     """Which its shape says, where there are as many rows."""
     x = table(8, 8)
@@ -510,7 +529,7 @@ def test_a_wrong_order_is_found(emulated, monkeypatch):
             row_oracle.reduced("sum", r, k * 132, 5, scheme_of("sum", 5, 132, 4, H200).across, 4)
             for k, r in enumerate(rows.numpy())
         ])  # fmt: skip
-        values = verify.Values(rows, rows, rows[0], rows[0], rows[:, :1])
+        values = verify.Values(rows, rows, rows[0], rows[0], rows[:, :1], rows, rows)
         monkeypatch.setattr(verify, "make", lambda *_: values)
         programs = {"sum": lambda v: v.x.sum(-1) + 0.0 if type(v.x) is not torch.Tensor else want}
         monkeypatch.setattr(verify, "PROGRAMS", programs)
@@ -563,10 +582,9 @@ def test_eagers_bits_on_cuda(name, dtype, on, always, monkeypatch):
         with torch.no_grad():
             autofuse.reset_stats()
             got = program(*map(autofuse.wrap, (x, y, w, b)))
-            whole = "_" in name or name == "softmax" or n % 8 == 0  # of vectors that torch loads
-            assert autofuse.is_pending(got) or not whole
+            assert autofuse.is_pending(got)
             got = autofuse.unwrap(autofuse.materialize(got))
-            assert autofuse.stats().kernels_launched == 1 or not whole
+            assert autofuse.stats().kernels_launched == 1
             assert_same(got, program(x, y, w, b), None)
 
 
@@ -581,3 +599,14 @@ def test_where_rows_begin_does_not_matter_on_cuda(always, monkeypatch):
             with torch.no_grad():
                 got = autofuse.unwrap(autofuse.materialize(program(autofuse.wrap(x), y, w, b)))
                 assert_same(got, program(x, y, w, b), None)
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", verify.DTYPES)
+@pytest.mark.parametrize("name", verify.PROGRAMS)
+def test_rows_of_all_lengths_beside_all_layouts_on_cuda(name, dtype, on, always, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "reductions", True)
+    over = itertools.product((2, 6), (131, 132, 260, 257), ["plain"], (0, 1, 4))
+    outcome = verify.compare(name, dtype, over)
+    assert outcome.wrong == [] and outcome.kernels >= 8
