@@ -6,6 +6,7 @@ eager ops, or their kernels run in an emulation of the threads of a GPU (`emulat
 
 import ctypes
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -17,33 +18,39 @@ import torch.nn.functional as F
 import autofuse
 from autofuse.__main__ import main
 from autofuse.chain import verified
-from autofuse.cli import verify
-from autofuse.hot import trial
+from autofuse.chain.meta import UNKNOWN
+from autofuse.cli import diagnose, verify
+from autofuse.dispatch import shapes
+from autofuse.hot import native, trial
 from autofuse.kernel import row_emit
 from autofuse.kernel.division import scheme_of
 from autofuse.kernel.rows import RowPlan, source_of
 from autofuse.kernel.source import Parameters
 from autofuse.ops import reductions
+from autofuse.record import policy
 from autofuse.record.modes import forget_all
 from autofuse.run import cuda, devices
 from autofuse.run import runner as running
 from autofuse.supply.disk import DiskCache
 from autofuse.supply.kernels import Order
-from support import assert_same, needs_cuda
+from support import assert_same, functions_called, needs_cuda
 
 H200 = (132, 2048)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def recording(monkeypatch, always):
     """Reductions are recorded on the CPU."""
-    monkeypatch.setattr(autofuse.config, "reductions", True)
     reductions.DEVICES.add("cpu")
+    monkeypatch.setattr(verified, "_met", set())
+    verified.meet(CPU)
     monkeypatch.setattr("autofuse.chain.trie.processors_of", lambda device: H200)
     forget_all("test")
     yield
     forget_all("test")
     reductions.DEVICES.discard("cpu")
+    verified.wanted.pop(CPU, None)
 
 
 @pytest.fixture
@@ -280,7 +287,7 @@ CALLS = {
     "LayerNorm": lambda x: torch.nn.LayerNorm(8, elementwise_affine=False)(x),
     "torch.layer_norm": lambda x: torch.layer_norm(x, [8]),
     "rms_norm": lambda x: F.rms_norm(x, (8,)),
-    "RMSNorm": lambda x: torch.nn.RMSNorm(8)(x),
+    "RMSNorm": torch.nn.RMSNorm(8).requires_grad_(False),
 }
 
 
@@ -293,6 +300,87 @@ def test_spellings_are_recorded(recorded, name):
         want = CALLS[name](x * 2.0)
         assert (y.shape, y.dtype, y.stride()) == (want.shape, want.dtype, want.stride())
         assert_same(autofuse.unwrap(autofuse.materialize(y)), want, None)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_as_before_are_recorded_by_machine_code(recorded, name, monkeypatch):
+    """And run by it where nothing follows; a function in Python asks Python then."""
+    if not native.active():
+        pytest.skip("there is none")
+    w, call = autofuse.wrap(table(4, 8)), CALLS[name]
+    want = call(autofuse.unwrap(w))
+    with torch.no_grad():
+        for _ in range(3):
+            assert_same(autofuse.unwrap(autofuse.materialize(call(w) * 2.0)), want * 2.0, None)
+        made = []
+        assert functions_called(lambda: made.append(call(w))) == []
+        assert autofuse.is_pending(made[0])
+        assert_same(autofuse.unwrap(autofuse.materialize(made[0])), want, None)
+        monkeypatch.setattr(autofuse.config, "always_fuse", False)
+        forget_all("test")
+        for _ in range(2 * policy.TRIES):
+            autofuse.materialize(call(w))
+        made.clear()
+        called = functions_called(lambda: made.append(call(w)))
+        assert (
+            called == []
+            if "F." not in name and "orm" not in name and name != "Softmax"
+            else (set(called) <= {"<lambda>"})
+        )
+        assert not autofuse.is_pending(made[0])
+        assert_same(autofuse.unwrap(made[0]), want, None)
+
+
+def outcome(call, x):
+    """What a call gives, or how it fails."""
+    try:
+        y = call(x)
+        y = autofuse.materialize(y) if type(y) is autofuse.Tensor else y
+        return y.shape, y.dtype, autofuse.unwrap(y).tolist()
+    except (TypeError, RuntimeError, IndexError) as error:
+        return type(error), str(error)
+
+
+ALIKE = {
+    "True and 1": [lambda x: x.sum(-1, True), lambda x: x.sum(-1, 1), lambda x: x.sum(True)],
+    "1 and 1.0": [lambda x: x.sum(1), lambda x: x.sum(1.0), lambda x: x[None].sum(1)],
+    "columns": [lambda x: F.layer_norm(x, (8,)), lambda x: F.layer_norm(x[:, :4] * 1.0, (8,)),
+                lambda x: F.layer_norm(x[:, :4] * 1.0, (4,))],
+    "dtypes": [lambda x: torch.softmax(x, -1), lambda x: torch.softmax(x.double(), -1),
+               lambda x: torch.softmax(x.half(), -1), lambda x: torch.softmax(x.int(), -1)],
+    "numbers": [lambda x: F.rms_norm(x, (8,), None, 1.0), lambda x: F.rms_norm(x, (8,), None, 1),
+                lambda x: F.rms_norm(x, (8,), None, True), lambda x: F.rms_norm(x, (8,), None, 3.0),
+                lambda x: F.rms_norm(x, (8,), None, None)],
+    "weights": [lambda x: F.layer_norm(x, (8,), x[0], x[1]), lambda x: F.layer_norm(x, (8,), x[0]),
+                lambda x: F.layer_norm(x, (8,), None, x[0]),
+                lambda x: F.layer_norm(x, (8,), x[2], x[2]),
+                lambda x: F.layer_norm(x, (8,), x[0, :4], x[1, :4]),
+                lambda x: F.layer_norm(x, x.shape[1:], x[1], x[0])],
+    "names": [lambda x: x.sum(dim=-1, keepdim=True), lambda x: x.sum(keepdim=True, dim=-1),
+              lambda x: torch.sum(x, dim=-1, dtype=torch.float64), lambda x: torch.sum(x, dim=0),
+              lambda x: torch.sum(x, dim=(-1,)), lambda x: torch.sum(x, dim=[-1]),
+              lambda x: torch.sum(x, dim=(0, 1)), lambda x: torch.sum(x)],
+    "names of weights": [
+        lambda x: F.layer_norm(x, (8,), weight=x[0], bias=x[1]),
+        lambda x: F.layer_norm(x, (8,), bias=x[0], weight=x[1]),
+        lambda x: F.layer_norm(x, (8,), bias=x[0], weight=x[1], eps=0.5),
+        lambda x: torch.layer_norm(x, (8,), x[1], x[0], 0.5, False),
+    ],
+    "nothing": [lambda x: x.amax(-1), lambda x: x.amax(), lambda x: x.amax(()),
+                lambda x: x[:, :0].amax(-1), lambda x: x[:0].amax(-1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_calls_that_look_alike_are_told_apart(recorded, name):
+    x = table(4, 8)
+    w = autofuse.wrap(x)
+    with torch.no_grad():
+        for order in (ALIKE[name], ALIKE[name][::-1]):
+            for call in order:
+                want = outcome(call, x)
+                for _ in range(3):
+                    assert outcome(call, w) == want
 
 
 EAGER_CALLS = {
@@ -431,7 +519,7 @@ def test_calls_that_eager_refuses_are_refused(recorded, call):
     assert str(got.value) == str(want.value)
 
 
-def test_none_is_recorded_unless_that_is_set(recorded, monkeypatch):
+def test_none_is_recorded_if_that_is_switched_off(recorded, monkeypatch):
     monkeypatch.setattr(autofuse.config, "reductions", False)
     x = table(4, 8)
     y = torch.softmax(autofuse.wrap(x) * 2.0, -1)
@@ -513,6 +601,60 @@ def test_what_a_comparison_found_is_kept(monkeypatch, tmp_path):
     verified._refusal.cache_clear()
 
 
+def test_where_none_is_recorded_that_is_said(recorded, monkeypatch):
+    """Once in a report, with what to do; they pass as ops that nobody records."""
+    reason = "a reduction, not compared: do"
+    monkeypatch.setattr(verified, "refusal", lambda device: reason)
+    monkeypatch.setattr(verified, "_met", set())
+    verified.wanted.pop(CPU)
+    verified.meet(CPU)
+    w = autofuse.wrap(table(4, 8))
+
+    def step():
+        for _ in range(5):
+            assert not autofuse.is_pending(torch.softmax(w * 2.0, -1))
+
+    report = autofuse.explain(step)
+    (said,) = [text for text in report.advice if reason in text]
+    assert said.startswith("reductions ended chains (5 x softmax)")
+    monkeypatch.setattr(autofuse.config, "reductions", False)
+    assert not any(reason in text for text in autofuse.explain(step).advice)
+
+
+def test_a_report_says_whether_they_are_fused(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(verified, "refusal", lambda device: "")
+    assert diagnose.reductions(device) == "fused"
+    monkeypatch.setattr(verified, "refusal", lambda device: "not compared")
+    assert diagnose.reductions(device) == "eager: not compared"
+    monkeypatch.setattr(autofuse.config, "reductions", False)
+    assert "AUTOFUSE_REDUCTIONS" in diagnose.reductions(device)
+
+
+def test_devices_are_met_by_who_records(monkeypatch):
+    """And no other thread, nor a wrapped tensor alone, makes anybody look at one."""
+    met = []
+    monkeypatch.setattr(verified, "meet", met.append)
+    forget_all("test")
+    w = autofuse.wrap(table(4, 8))
+    thread = threading.Thread(target=lambda: autofuse.materialize(w * 2.0))
+    assert not met
+    thread.start()
+    thread.join()
+    assert met == [CPU]
+
+
+def test_grad_is_seen_at_a_glance(recorded, monkeypatch):
+    """Reductions under grad go to eager before anybody chooses, whatever is known of the tensor."""
+    w = autofuse.wrap(table(4, 8).requires_grad_())
+    monkeypatch.setattr(shapes, "chosen_by", lambda *_: pytest.fail("was asked"))
+    for call in (lambda: w.sum(-1), lambda: torch.softmax(w, -1), lambda: F.layer_norm(w, (8,)),
+                 lambda: (w * 2.0).mean(-1)):  # fmt: skip
+        for state in (w._af, UNKNOWN):
+            w.__dict__["_af"] = state
+            assert call().requires_grad
+
+
 def test_verify_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["verify"]) == 2
@@ -563,8 +705,7 @@ PROGRAMS = {
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_eagers_bits_on_cuda(name, dtype, on, always, monkeypatch):
-    monkeypatch.setattr(autofuse.config, "reductions", True)
+def test_eagers_bits_on_cuda(name, dtype, on, always):
     if verified.refusal(torch.device("cuda", 0)):
         pytest.skip("not verified on this GPU with this torch")
     program = PROGRAMS[name]
@@ -590,8 +731,7 @@ def test_eagers_bits_on_cuda(name, dtype, on, always, monkeypatch):
 
 @pytest.mark.cuda
 @needs_cuda
-def test_where_rows_begin_does_not_matter_on_cuda(always, monkeypatch):
-    monkeypatch.setattr(autofuse.config, "reductions", True)
+def test_where_rows_begin_does_not_matter_on_cuda(always):
     for shift, n in itertools.product((1, 2, 3, 4), (64, 131, 1024)):
         x = torch.randn(6 * n + shift, device="cuda")[shift:].view(6, n)
         for program in PROGRAMS.values():
@@ -605,8 +745,7 @@ def test_where_rows_begin_does_not_matter_on_cuda(always, monkeypatch):
 @needs_cuda
 @pytest.mark.parametrize("dtype", verify.DTYPES)
 @pytest.mark.parametrize("name", verify.PROGRAMS)
-def test_rows_of_all_lengths_beside_all_layouts_on_cuda(name, dtype, on, always, monkeypatch):
-    monkeypatch.setattr(autofuse.config, "reductions", True)
+def test_rows_of_all_lengths_beside_all_layouts_on_cuda(name, dtype, on, always):
     over = itertools.product((2, 6), (131, 132, 260, 257), ["plain"], (0, 1, 4))
     outcome = verify.compare(name, dtype, over)
     assert outcome.wrong == [] and outcome.kernels >= 8

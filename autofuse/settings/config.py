@@ -96,9 +96,10 @@ class Config:
         gradients have the same bits where one device computes them. `auto`: like `caller` once
         the process has wrapped a tensor or called a fused function, while it uses one GPU and
         `torch.distributed` is not initialized; otherwise like `engine`""")
-    reductions: bool = _row(False, """
-        record reductions over the last dimension on CUDA, without grad, where they were compared
-        with eager's (`python -m autofuse verify`); otherwise they end a chain""")
+    reductions: bool = _row(True, """
+        record reductions over the last dimension on CUDA, without grad, with versions of torch and
+        on GPUs with which they were compared with eager's (`python -m autofuse verify` compares on
+        others); otherwise they end a chain""")
     always_fuse: bool = _row(False, """
         fuse chains of one op, and short ones on the CPU and under grad, though eager ops cost less
         """)
