@@ -45,7 +45,8 @@ def recording(monkeypatch, always):
     reductions.DEVICES.add("cpu")
     monkeypatch.setattr(verified, "_met", set())
     verified.meet(CPU)
-    monkeypatch.setattr("autofuse.chain.trie.processors_of", lambda device: H200)
+    for user in ("chain.trie", "record.record"):
+        monkeypatch.setattr(f"autofuse.{user}.processors_of", lambda device: H200)
     forget_all("test")
     yield
     forget_all("test")
@@ -558,6 +559,30 @@ def test_reductions_by_other_threads_are_another_chain(recorded):
     z = torch.softmax(y + 1.0, -1)
     assert flushes() == {"rows": 1}
     assert_same(autofuse.unwrap(z), torch.softmax(F.layer_norm(x * 2.0, (64,)) + 1.0, -1), None)
+
+
+def test_few_long_rows_leave_other_processors_idle(recorded, monkeypatch):
+    """So what takes long is computed before them, by a kernel of its own, and after them."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", False)
+
+    def run(m, n, ops, after=0):
+        x = table(m, n)
+        before = flushes().get("narrow rows", 0)
+        for _ in range(2):
+            y, want = autofuse.wrap(x), x
+            for _ in range(ops):
+                y, want = y.sigmoid(), want.sigmoid()
+            y, want = y - y.mean(-1, keepdim=True), want - want.mean(-1, keepdim=True)
+            for _ in range(after):
+                y, want = y.sigmoid(), want.sigmoid()
+            assert_same(autofuse.unwrap(autofuse.materialize(y)), want, None)
+        return flushes().get("narrow rows", 0) - before
+
+    assert run(1, 60_000, 4) == 2
+    assert run(1, 60_000, 0, after=4) == 2
+    assert run(100, 60_000, 4) == 2
+    assert run(1, 600, 4) == 0 and run(1, 60_000, 0) == 0
+    assert run(132, 6_000, 4) == 0, "a row for each processor"
 
 
 def test_a_loop_of_reductions_has_kernels_of_a_few(recorded):
