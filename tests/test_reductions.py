@@ -14,6 +14,7 @@ import row_oracle
 import simt
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import autofuse
 from autofuse.__main__ import main
@@ -678,6 +679,31 @@ def test_grad_is_seen_at_a_glance(recorded, monkeypatch):
         for state in (w._af, UNKNOWN):
             w.__dict__["_af"] = state
             assert call().requires_grad
+
+
+def test_a_mode_is_told_of_them_as_by_eager(recorded):
+    """And of nothing that looking at the operands takes."""
+    seen = []
+
+    class Told(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **kwargs or {})
+
+    def told(x, call):
+        seen.clear()
+        with Told():
+            call(x)
+        return list(seen)
+
+    for grad in (False, True):
+        x = table(4, 8).requires_grad_(grad)
+        for name, call in CALLS.items():
+            for state in (None, UNKNOWN):
+                w = autofuse.wrap(x)
+                if state is not None:
+                    w.__dict__["_af"] = state
+                assert told(w, call) == told(x, call), name
 
 
 def test_verify_without_a_gpu(monkeypatch, capsys):

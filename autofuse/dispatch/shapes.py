@@ -19,6 +19,7 @@ from ..ops.views import JOINS, VIEWS
 from ..record.joins import record_join
 from ..record.record import record
 from ..record.views import record_view
+from ..torch_private import looked_on
 from .eager import Handler, run_eager
 from .handlers import HOT, UNKNOWN_ARGUMENTS, chosen_by, handle, unhandled
 from .protocol import HANDLERS
@@ -75,7 +76,7 @@ def reducing(choose: Handler, func: Handler) -> Handler:
     """A handler for reductions, of which `choose` knows those that go into a chain."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not wanted or (args and is_never_reduced(args[0])):
+        if not wanted or looked_on() or (args and is_never_reduced(args[0])):
             return run_eager(func, args, kwargs)
         chosen = chosen_by(choose, args, kwargs)
         shell = None if chosen is None else record(*chosen)
