@@ -1,11 +1,11 @@
 """Ops that autofuse does not record: what they cost on wrapped tensors, above plain ones.
 
-    python bench/passing.py [--device cuda] [--rounds 15] [--iterations 300]
+    python bench/passing.py [--device cuda] [--rounds 15] [--iterations 300] [--grad]
 
-us per call, medians of rounds in which plain and wrapped take turns; 64 x 256 float32, no grad, all
-concrete. `stays` is wrapped where results have come to stay plain, and the program's row is us per
-op of one that only passes on. `process` is plain tensors of a process that has not imported
-autofuse, in turns with this one's.
+us per call, medians of rounds in which plain and wrapped take turns; 64 x 256 float32, concrete,
+without grad or, with --grad, leaves that require it. `stays` is wrapped where results have come to
+stay plain, and the program's row is us per op of one that only passes on. `process` is plain
+tensors of a process that has not imported autofuse, in turns with this one's.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def rows(device: str) -> dict[str, Row]:
         "x[:4].unbind()": lambda x: x[:4].unbind(),
         "x.contiguous()": lambda x: x.contiguous(),
         "x.sum(-1)": lambda x: x.sum(-1),
+        "x.sum(0)": lambda x: x.sum(0),
         "x.mean(-1, keepdim=True)": lambda x: x.mean(-1, keepdim=True),
         "torch.sum(x)": torch.sum,
         "x.argmax(1)": lambda x: x.argmax(1),
@@ -70,6 +71,7 @@ def rows(device: str) -> dict[str, Row]:
         "F.softmax(x, -1)": lambda x: F.softmax(x, -1),
         "F.layer_norm": lambda x: F.layer_norm(x, (256,)),
         "nn.LayerNorm": norm,
+        "F.rms_norm": lambda x: F.rms_norm(x, (256,)),
         "nn.BatchNorm1d, eval": batch_norm,
         "F.cross_entropy": lambda x: F.cross_entropy(x, first[:, 0]),
         "F.dropout": lambda x: F.dropout(x, 0.5, True),
@@ -90,6 +92,7 @@ def rows(device: str) -> dict[str, Row]:
     }
 
 
+_WRITES = "x[:, 3] = 0.5", "x[3] = x[4]"  # which eager refuses of a leaf that requires grad
 _OPS = 47  # of `program`
 
 
@@ -153,6 +156,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--grad", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
@@ -160,13 +164,16 @@ def main() -> None:
     import autofuse
 
     torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
+    torch.set_grad_enabled(given.grad)
     device, n = given.device, given.iterations
     plain = torch.randn(64, 256, device=device)
-    wrapped = autofuse.wrap(plain.clone())
+    wrapped = autofuse.wrap(plain.clone().requires_grad_(given.grad))
+    plain.requires_grad_(given.grad)
     autofuse.materialize(wrapped + 1)  # as after any chain
     print(f"{'':26} plain us  wrapped, more  stays, more")
     for name, call in {**rows(device), "a program, per op": program}.items():
+        if given.grad and name in _WRITES:
+            continue
         times = []
         for _ in range(2 + given.rounds):
             autofuse.config.measure = False

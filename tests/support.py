@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ import autofuse
 from autofuse.dispatch.nested import mapped
 from autofuse.hot import native
 from autofuse.kernel.plan import Piece, make_pieces
+from autofuse.lines import OURS
 from autofuse.ops import autocast
 from autofuse.program.program import Output, Program
 from autofuse.record import origins
@@ -277,3 +279,21 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
         for table, before in zip(lists, own, strict=True):
             table["cpu"] = before
         forget_all("test")
+
+
+def functions_called(program):
+    """Names of the Python functions of autofuse that run in `program()`."""
+    names = []
+
+    def profile(frame, event, argument):
+        file = frame.f_code.co_filename
+        driver = file.endswith("trial.py")
+        if event == "call" and file.startswith(OURS) and not driver:
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        program()
+    finally:
+        sys.setprofile(None)
+    return names

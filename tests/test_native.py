@@ -25,12 +25,11 @@ from autofuse.dispatch import handlers as tensor
 from autofuse.dispatch import protocol
 from autofuse.hot import native
 from autofuse.hot.c import GIVEN
-from autofuse.lines import OURS
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
 from autofuse.record import modes, numbers, record, writes
 from autofuse.torch_private import keys_of
-from support import DEVICES, assert_same
+from support import DEVICES, assert_same, functions_called
 
 # where machine code has to be: Python 3.10 has the function that it calls most in headers alone
 SUPPORTED = (
@@ -73,24 +72,6 @@ def alone():
         refs.remove(known)
     yield
     refs += hidden
-
-
-def functions_called(program):
-    """Names of the Python functions of autofuse that run in `program()`."""
-    names = []
-
-    def profile(frame, event, argument):
-        file = frame.f_code.co_filename
-        driver = file.endswith("trial.py")
-        if event == "call" and file.startswith(OURS) and not driver:
-            names.append(frame.f_code.co_name)
-
-    sys.setprofile(profile)
-    try:
-        program()
-    finally:
-        sys.setprofile(None)
-    return names
 
 
 def from_c(function):

@@ -6,6 +6,7 @@ eager ops, or their kernels run in an emulation of the threads of a GPU (`emulat
 
 import ctypes
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -13,37 +14,45 @@ import row_oracle
 import simt
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import autofuse
 from autofuse.__main__ import main
 from autofuse.chain import verified
-from autofuse.cli import verify
-from autofuse.hot import trial
+from autofuse.chain.meta import UNKNOWN
+from autofuse.cli import diagnose, verify
+from autofuse.dispatch import shapes
+from autofuse.hot import native, trial
 from autofuse.kernel import row_emit
 from autofuse.kernel.division import scheme_of
 from autofuse.kernel.rows import RowPlan, source_of
 from autofuse.kernel.source import Parameters
 from autofuse.ops import reductions
+from autofuse.record import policy
 from autofuse.record.modes import forget_all
 from autofuse.run import cuda, devices
 from autofuse.run import runner as running
 from autofuse.supply.disk import DiskCache
 from autofuse.supply.kernels import Order
-from support import assert_same, needs_cuda
+from support import assert_same, functions_called, needs_cuda
 
 H200 = (132, 2048)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def recording(monkeypatch, always):
     """Reductions are recorded on the CPU."""
-    monkeypatch.setattr(autofuse.config, "reductions", True)
     reductions.DEVICES.add("cpu")
-    monkeypatch.setattr("autofuse.chain.trie.processors_of", lambda device: H200)
+    monkeypatch.setattr(verified, "_met", set())
+    verified.meet(CPU)
+    for user in ("chain.trie", "record.record"):
+        monkeypatch.setattr(f"autofuse.{user}.processors_of", lambda device: H200)
     forget_all("test")
     yield
     forget_all("test")
     reductions.DEVICES.discard("cpu")
+    verified.wanted.pop(CPU, None)
 
 
 @pytest.fixture
@@ -60,10 +69,14 @@ class _Memory(simt.Memory):
         return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
 
 
+entries = {}  # of kernels
+
+
 class _Kernel:
     def __init__(self, source):
         self.source, self.parameters = source, Parameters.of(source)
         self.entry = id(self)
+        entries[self.entry] = self
 
 
 launched = []  # (name, blocks, threads)
@@ -75,10 +88,9 @@ class _EmulatedRunner(cuda.CudaRunner):
 
     def __init__(self, *args):
         running.Runner.__init__(self, *args)
-        kernels = {kernel.entry: kernel for kernel in self.kernels}
 
         def launch(entry, blocks, _y, _z, threads, _ty, _tz, _shared, _stream, params, _extra):
-            kernel = kernels[entry]
+            kernel = entries[entry]
             source, codes = kernel.source, kernel.parameters.codes
             assert threads == source.rows.block
             slots = (ctypes.c_void_p * len(codes)).from_address(params)
@@ -119,6 +131,7 @@ def emulated(monkeypatch, recording, on):
     launched.clear()
     broken.clear()
     yield made
+    entries.clear()
     assert not broken
 
 
@@ -222,12 +235,40 @@ def test_a_write_to_memory_that_is_there(emulated):
     assert_same(own, x - want, None)
 
 
-def test_rows_that_are_not_aligned_run_as_eager_ops(emulated):
+def test_rows_that_begin_where_torch_takes_them_otherwise_run_as_eager_ops(emulated):
+    """Of whole vectors, as they are in memory; with an op before them memory would be their own."""
     x = row(4 * 64 + 1)[1:].view(4, 64)
     assert x.data_ptr() % 16
-    y = F.layer_norm(autofuse.wrap(x), (64,)) * 2.0
-    assert_same(autofuse.unwrap(autofuse.materialize(y)), F.layer_norm(x, (64,)) * 2.0, None)
-    assert not launched
+    for _ in range(3):
+        y = F.layer_norm(autofuse.wrap(x), (64,)) * 2.0
+        assert_same(autofuse.unwrap(autofuse.materialize(y)), F.layer_norm(x, (64,)) * 2.0, None)
+        assert not launched
+    for _ in range(3):
+        y = F.layer_norm(autofuse.wrap(x) + 1.0, (64,)) * 2.0
+        rows = [row_oracle.layer_norm(r, None, None, simt.F32(1e-5)) for r in (x + 1.0).numpy()]
+        assert_same(autofuse.unwrap(autofuse.materialize(y)), bits(rows) * 2.0, None)
+    assert len(launched) == 3
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_uneven_rows_are_kernels(emulated, shift):
+    """Wherever they begin."""
+    x, b = row(4 * 131 + shift, 1)[shift:].view(4, 131), row(131 + shift, 2)[shift:]
+    scheme = scheme_of("mean", 4, 131, 4, H200)
+
+    def mean(rows, start):
+        made = (row_oracle.reduced("mean", r, start + k * 131, 4, scheme.across, scheme.vec)
+                for k, r in enumerate(rows.numpy()))  # fmt: skip
+        return bits(list(made)).view(4, 1)
+
+    for _ in range(2):
+        y = autofuse.wrap(x) + b
+        y = autofuse.unwrap(autofuse.materialize(y - y.mean(-1, keepdim=True)))
+        assert_same(y, (x + b) - mean(x + b, 0), None)
+        y = autofuse.wrap(x)
+        y = autofuse.unwrap(autofuse.materialize(y - y.mean(-1, keepdim=True)))
+        assert_same(y, x - mean(x, shift), None)
+    assert len(launched) == 4
 
 
 # --- what is recorded -----------------------------------------------------------------------------
@@ -248,7 +289,7 @@ CALLS = {
     "LayerNorm": lambda x: torch.nn.LayerNorm(8, elementwise_affine=False)(x),
     "torch.layer_norm": lambda x: torch.layer_norm(x, [8]),
     "rms_norm": lambda x: F.rms_norm(x, (8,)),
-    "RMSNorm": lambda x: torch.nn.RMSNorm(8)(x),
+    "RMSNorm": torch.nn.RMSNorm(8).requires_grad_(False),
 }
 
 
@@ -261,6 +302,87 @@ def test_spellings_are_recorded(recorded, name):
         want = CALLS[name](x * 2.0)
         assert (y.shape, y.dtype, y.stride()) == (want.shape, want.dtype, want.stride())
         assert_same(autofuse.unwrap(autofuse.materialize(y)), want, None)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_as_before_are_recorded_by_machine_code(recorded, name, monkeypatch):
+    """And run by it where nothing follows; a function in Python asks Python then."""
+    if not native.active():
+        pytest.skip("there is none")
+    w, call = autofuse.wrap(table(4, 8)), CALLS[name]
+    want = call(autofuse.unwrap(w))
+    with torch.no_grad():
+        for _ in range(3):
+            assert_same(autofuse.unwrap(autofuse.materialize(call(w) * 2.0)), want * 2.0, None)
+        made = []
+        assert functions_called(lambda: made.append(call(w))) == []
+        assert autofuse.is_pending(made[0])
+        assert_same(autofuse.unwrap(autofuse.materialize(made[0])), want, None)
+        monkeypatch.setattr(autofuse.config, "always_fuse", False)
+        forget_all("test")
+        for _ in range(2 * policy.TRIES):
+            autofuse.materialize(call(w))
+        made.clear()
+        called = functions_called(lambda: made.append(call(w)))
+        assert (
+            called == []
+            if "F." not in name and "orm" not in name and name != "Softmax"
+            else (set(called) <= {"<lambda>"})
+        )
+        assert not autofuse.is_pending(made[0])
+        assert_same(autofuse.unwrap(made[0]), want, None)
+
+
+def outcome(call, x):
+    """What a call gives, or how it fails."""
+    try:
+        y = call(x)
+        y = autofuse.materialize(y) if type(y) is autofuse.Tensor else y
+        return y.shape, y.dtype, autofuse.unwrap(y).tolist()
+    except (TypeError, RuntimeError, IndexError) as error:
+        return type(error), str(error)
+
+
+ALIKE = {
+    "True and 1": [lambda x: x.sum(-1, True), lambda x: x.sum(-1, 1), lambda x: x.sum(True)],
+    "1 and 1.0": [lambda x: x.sum(1), lambda x: x.sum(1.0), lambda x: x[None].sum(1)],
+    "columns": [lambda x: F.layer_norm(x, (8,)), lambda x: F.layer_norm(x[:, :4] * 1.0, (8,)),
+                lambda x: F.layer_norm(x[:, :4] * 1.0, (4,))],
+    "dtypes": [lambda x: torch.softmax(x, -1), lambda x: torch.softmax(x.double(), -1),
+               lambda x: torch.softmax(x.half(), -1), lambda x: torch.softmax(x.int(), -1)],
+    "numbers": [lambda x: F.rms_norm(x, (8,), None, 1.0), lambda x: F.rms_norm(x, (8,), None, 1),
+                lambda x: F.rms_norm(x, (8,), None, True), lambda x: F.rms_norm(x, (8,), None, 3.0),
+                lambda x: F.rms_norm(x, (8,), None, None)],
+    "weights": [lambda x: F.layer_norm(x, (8,), x[0], x[1]), lambda x: F.layer_norm(x, (8,), x[0]),
+                lambda x: F.layer_norm(x, (8,), None, x[0]),
+                lambda x: F.layer_norm(x, (8,), x[2], x[2]),
+                lambda x: F.layer_norm(x, (8,), x[0, :4], x[1, :4]),
+                lambda x: F.layer_norm(x, x.shape[1:], x[1], x[0])],
+    "names": [lambda x: x.sum(dim=-1, keepdim=True), lambda x: x.sum(keepdim=True, dim=-1),
+              lambda x: torch.sum(x, dim=-1, dtype=torch.float64), lambda x: torch.sum(x, dim=0),
+              lambda x: torch.sum(x, dim=(-1,)), lambda x: torch.sum(x, dim=[-1]),
+              lambda x: torch.sum(x, dim=(0, 1)), lambda x: torch.sum(x)],
+    "names of weights": [
+        lambda x: F.layer_norm(x, (8,), weight=x[0], bias=x[1]),
+        lambda x: F.layer_norm(x, (8,), bias=x[0], weight=x[1]),
+        lambda x: F.layer_norm(x, (8,), bias=x[0], weight=x[1], eps=0.5),
+        lambda x: torch.layer_norm(x, (8,), x[1], x[0], 0.5, False),
+    ],
+    "nothing": [lambda x: x.amax(-1), lambda x: x.amax(), lambda x: x.amax(()),
+                lambda x: x[:, :0].amax(-1), lambda x: x[:0].amax(-1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_calls_that_look_alike_are_told_apart(recorded, name):
+    x = table(4, 8)
+    w = autofuse.wrap(x)
+    with torch.no_grad():
+        for order in (ALIKE[name], ALIKE[name][::-1]):
+            for call in order:
+                want = outcome(call, x)
+                for _ in range(3):
+                    assert outcome(call, w) == want
 
 
 EAGER_CALLS = {
@@ -374,19 +496,6 @@ def test_numbers_of_rows_meet_what_is_no_row_of_theirs(recorded):
     assert_same(autofuse.unwrap(z), (x * 2.0).sum(-1, keepdim=True) * torch.ones(1, 7), None)
 
 
-def test_rows_that_are_no_whole_number_of_vectors_are_eager(recorded):
-    """What is broadcast or padded begins elsewhere than vectors of them do."""
-    x, b = table(6, 131), row(131, 1)
-    for shape in ((6, 131), (2, 3, 131)):
-        t = x.view(shape)
-        for program in (
-            lambda t, b: (t + b).sum(-1), lambda t, b: (t * b).amax(-1, keepdim=True) + t,
-        ):  # fmt: skip
-            got = program(autofuse.wrap(t), autofuse.wrap(b))
-            assert_same(autofuse.unwrap(got), program(t, b), None)
-    assert any("no whole number of" in reason for _, reason in autofuse.stats().eager_ops)
-
-
 def test_a_number_a_row_is_no_weight_of_columns(recorded):
     """Which its shape says, where there are as many rows."""
     x = table(8, 8)
@@ -412,7 +521,7 @@ def test_calls_that_eager_refuses_are_refused(recorded, call):
     assert str(got.value) == str(want.value)
 
 
-def test_none_is_recorded_unless_that_is_set(recorded, monkeypatch):
+def test_none_is_recorded_if_that_is_switched_off(recorded, monkeypatch):
     monkeypatch.setattr(autofuse.config, "reductions", False)
     x = table(4, 8)
     y = torch.softmax(autofuse.wrap(x) * 2.0, -1)
@@ -451,6 +560,30 @@ def test_reductions_by_other_threads_are_another_chain(recorded):
     z = torch.softmax(y + 1.0, -1)
     assert flushes() == {"rows": 1}
     assert_same(autofuse.unwrap(z), torch.softmax(F.layer_norm(x * 2.0, (64,)) + 1.0, -1), None)
+
+
+def test_few_long_rows_leave_other_processors_idle(recorded, monkeypatch):
+    """So what takes long is computed before them, by a kernel of its own, and after them."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", False)
+
+    def run(m, n, ops, after=0):
+        x = table(m, n)
+        before = flushes().get("narrow rows", 0)
+        for _ in range(2):
+            y, want = autofuse.wrap(x), x
+            for _ in range(ops):
+                y, want = y.sigmoid(), want.sigmoid()
+            y, want = y - y.mean(-1, keepdim=True), want - want.mean(-1, keepdim=True)
+            for _ in range(after):
+                y, want = y.sigmoid(), want.sigmoid()
+            assert_same(autofuse.unwrap(autofuse.materialize(y)), want, None)
+        return flushes().get("narrow rows", 0) - before
+
+    assert run(1, 60_000, 4) == 2
+    assert run(1, 60_000, 0, after=4) == 2
+    assert run(100, 60_000, 4) == 2
+    assert run(1, 600, 4) == 0 and run(1, 60_000, 0) == 0
+    assert run(132, 6_000, 4) == 0, "a row for each processor"
 
 
 def test_a_loop_of_reductions_has_kernels_of_a_few(recorded):
@@ -494,6 +627,85 @@ def test_what_a_comparison_found_is_kept(monkeypatch, tmp_path):
     verified._refusal.cache_clear()
 
 
+def test_where_none_is_recorded_that_is_said(recorded, monkeypatch):
+    """Once in a report, with what to do; they pass as ops that nobody records."""
+    reason = "a reduction, not compared: do"
+    monkeypatch.setattr(verified, "refusal", lambda device: reason)
+    monkeypatch.setattr(verified, "_met", set())
+    verified.wanted.pop(CPU)
+    verified.meet(CPU)
+    w = autofuse.wrap(table(4, 8))
+
+    def step():
+        for _ in range(5):
+            assert not autofuse.is_pending(torch.softmax(w * 2.0, -1))
+
+    report = autofuse.explain(step)
+    (said,) = [text for text in report.advice if reason in text]
+    assert said.startswith("reductions ended chains (5 x softmax)")
+    monkeypatch.setattr(autofuse.config, "reductions", False)
+    assert not any(reason in text for text in autofuse.explain(step).advice)
+
+
+def test_a_report_says_whether_they_are_fused(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(verified, "refusal", lambda device: "")
+    assert diagnose.reductions(device) == "fused"
+    monkeypatch.setattr(verified, "refusal", lambda device: "not compared")
+    assert diagnose.reductions(device) == "eager: not compared"
+    monkeypatch.setattr(autofuse.config, "reductions", False)
+    assert "AUTOFUSE_REDUCTIONS" in diagnose.reductions(device)
+
+
+def test_devices_are_met_by_who_records(monkeypatch):
+    """And no other thread, nor a wrapped tensor alone, makes anybody look at one."""
+    met = []
+    monkeypatch.setattr(verified, "meet", met.append)
+    forget_all("test")
+    w = autofuse.wrap(table(4, 8))
+    thread = threading.Thread(target=lambda: autofuse.materialize(w * 2.0))
+    assert not met
+    thread.start()
+    thread.join()
+    assert met == [CPU]
+
+
+def test_grad_is_seen_at_a_glance(recorded, monkeypatch):
+    """Reductions under grad go to eager before anybody chooses, whatever is known of the tensor."""
+    w = autofuse.wrap(table(4, 8).requires_grad_())
+    monkeypatch.setattr(shapes, "chosen_by", lambda *_: pytest.fail("was asked"))
+    for call in (lambda: w.sum(-1), lambda: torch.softmax(w, -1), lambda: F.layer_norm(w, (8,)),
+                 lambda: (w * 2.0).mean(-1)):  # fmt: skip
+        for state in (w._af, UNKNOWN):
+            w.__dict__["_af"] = state
+            assert call().requires_grad
+
+
+def test_a_mode_is_told_of_them_as_by_eager(recorded):
+    """And of nothing that looking at the operands takes."""
+    seen = []
+
+    class Told(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **kwargs or {})
+
+    def told(x, call):
+        seen.clear()
+        with Told():
+            call(x)
+        return list(seen)
+
+    for grad in (False, True):
+        x = table(4, 8).requires_grad_(grad)
+        for name, call in CALLS.items():
+            for state in (None, UNKNOWN):
+                w = autofuse.wrap(x)
+                if state is not None:
+                    w.__dict__["_af"] = state
+                assert told(w, call) == told(x, call), name
+
+
 def test_verify_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["verify"]) == 2
@@ -510,7 +722,7 @@ def test_a_wrong_order_is_found(emulated, monkeypatch):
             row_oracle.reduced("sum", r, k * 132, 5, scheme_of("sum", 5, 132, 4, H200).across, 4)
             for k, r in enumerate(rows.numpy())
         ])  # fmt: skip
-        values = verify.Values(rows, rows, rows[0], rows[0], rows[:, :1])
+        values = verify.Values(rows, rows, rows[0], rows[0], rows[:, :1], rows, rows)
         monkeypatch.setattr(verify, "make", lambda *_: values)
         programs = {"sum": lambda v: v.x.sum(-1) + 0.0 if type(v.x) is not torch.Tensor else want}
         monkeypatch.setattr(verify, "PROGRAMS", programs)
@@ -544,8 +756,7 @@ PROGRAMS = {
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_eagers_bits_on_cuda(name, dtype, on, always, monkeypatch):
-    monkeypatch.setattr(autofuse.config, "reductions", True)
+def test_eagers_bits_on_cuda(name, dtype, on, always):
     if verified.refusal(torch.device("cuda", 0)):
         pytest.skip("not verified on this GPU with this torch")
     program = PROGRAMS[name]
@@ -563,17 +774,15 @@ def test_eagers_bits_on_cuda(name, dtype, on, always, monkeypatch):
         with torch.no_grad():
             autofuse.reset_stats()
             got = program(*map(autofuse.wrap, (x, y, w, b)))
-            whole = "_" in name or name == "softmax" or n % 8 == 0  # of vectors that torch loads
-            assert autofuse.is_pending(got) or not whole
+            assert autofuse.is_pending(got)
             got = autofuse.unwrap(autofuse.materialize(got))
-            assert autofuse.stats().kernels_launched == 1 or not whole
+            assert autofuse.stats().kernels_launched == 1
             assert_same(got, program(x, y, w, b), None)
 
 
 @pytest.mark.cuda
 @needs_cuda
-def test_where_rows_begin_does_not_matter_on_cuda(always, monkeypatch):
-    monkeypatch.setattr(autofuse.config, "reductions", True)
+def test_where_rows_begin_does_not_matter_on_cuda(always):
     for shift, n in itertools.product((1, 2, 3, 4), (64, 131, 1024)):
         x = torch.randn(6 * n + shift, device="cuda")[shift:].view(6, n)
         for program in PROGRAMS.values():
@@ -581,3 +790,13 @@ def test_where_rows_begin_does_not_matter_on_cuda(always, monkeypatch):
             with torch.no_grad():
                 got = autofuse.unwrap(autofuse.materialize(program(autofuse.wrap(x), y, w, b)))
                 assert_same(got, program(x, y, w, b), None)
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", verify.DTYPES)
+@pytest.mark.parametrize("name", verify.PROGRAMS)
+def test_rows_of_all_lengths_beside_all_layouts_on_cuda(name, dtype, on, always):
+    over = itertools.product((2, 6), (131, 132, 260, 257), ["plain"], (0, 1, 4))
+    outcome = verify.compare(name, dtype, over)
+    assert outcome.wrong == [] and outcome.kernels >= 8

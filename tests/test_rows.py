@@ -12,7 +12,7 @@ from simt import F32, run
 from autofuse import layout
 from autofuse.kernel.cuda import assemble, compile_ptx
 from autofuse.kernel.division import scheme_of
-from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of
+from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of, unvectorised
 from autofuse.kernel.source import Source
 from autofuse.ops import reductions
 from autofuse.ops.arithmetic import OPS
@@ -46,9 +46,13 @@ def program_of(inputs, steps, *live, consts=0):
     return Program(tuple(made), tuple(inputs), (float,) * consts, tuple(map(Output, live)))
 
 
-def execute(program, tensors, consts=(), poison=True):
-    """The outputs of a program of one row kernel, by running its threads."""
+def execute(program, tensors, consts=(), unaligned=False):
+    """The outputs of a program of one row kernel, by running its threads.
+
+    tensors: views of memory that begins at a multiple of 16, at their storage_offset.
+    """
     (piece,) = make_pieces(program, "cuda", H200)
+    piece = unvectorised(piece) if unaligned else piece
     source = source_of(piece.plan, "sm_90")
     assert Source.from_json(source.to_json()) == source
     count, blocks, threads = launch_of(piece)
@@ -61,9 +65,10 @@ def execute(program, tensors, consts=(), poison=True):
     for ref in (*piece.loads, *piece.stores):
         tensor = outs[ref] if ref >= 0 else tensors[~ref]
         base = (ref + 1 if ref >= 0 else 1000 + ~ref) << 32
-        raw = tensor.view(torch.int16) if tensor.dtype != torch.float32 else tensor
-        buffers[base] = raw.numpy().reshape(-1).view(np.uint8)
-        pointers.append(base)
+        whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        raw = whole.view(torch.int16) if tensor.dtype != torch.float32 else whole
+        buffers[base] = raw.numpy().view(np.uint8)
+        pointers.append(base + tensor.storage_offset() * tensor.element_size())
     numbers = [F32(consts[k]) for k in piece.consts]
     run(source, blocks, [*pointers, *numbers, count, *piece.numbers], buffers)
     return outs
@@ -102,6 +107,125 @@ def test_reduce_kernel_in_torchs_order(name, code):
             for k, row in enumerate(floats(x))
         ]
         assert_bits(got, want, code)
+
+
+def layouts(code, m, n):
+    """What is read beside [m, n] in all ways in which rows and vectors can lie to each other."""
+    return {
+        "rows": random(code, m, n, seed=7),
+        "one row": random(code, n, seed=7),
+        "one row, in two dims": random(code, 1, n, seed=7),
+        "padded rows": random(code, m, n + 3, seed=7)[:, :n],
+        "padded to vectors": random(code, m, n + -n % 8, seed=7)[:, :n],
+        "padded by vectors": random(code, m, n + 8, seed=7)[:, :n],
+        "columns": random(code, n, m, seed=7).t(),
+        "a number a row": random(code, m, 1, seed=7),
+        "rows from elsewhere": random(code, m * n + 1, seed=7)[1:].view(m, n),
+        "a row from elsewhere": random(code, n + 3, seed=7)[3:],
+    }
+
+
+UNEVEN = [(6, 131), (3, 257), (5, 132), (2, 1030)]  # of four, of eight, or of both
+
+
+@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("name", ["mean", "amax"])
+@pytest.mark.parametrize("layout", layouts("f32", 2, 128))
+def test_rows_that_are_no_whole_number_of_vectors(name, code, layout):
+    """Beside operands of all layouts, before the reduction and after it."""
+    for m, n in UNEVEN:
+        x, y = random(code, m, n), layouts(code, m, n)[layout]
+        elsewhere = "elsewhere" in layout
+        program = program_of(
+            [view(code, m, n), Spec(code, tuple(y.shape), y.stride())],
+            [
+                (OPS["add"], (~0, ~1), (m, n), code),
+                (reduction(name), (0,), (m, 1), code),
+                (OPS["mul"], (0, 1), (m, n), code),
+            ],
+            1, 2,
+        )  # fmt: skip
+        got = execute(program, [x, y], unaligned=elsewhere)
+        scheme = scheme_of(name, m, n, x.element_size(), H200)
+        rows = floats(x + y)  # in memory of its own, wherever what it is made of begins
+        want = [
+            row_oracle.reduced(name, row, k * n, m, scheme.across, scheme.vec)
+            for k, row in enumerate(rows)
+        ]
+        assert_bits(got[1], want, code)
+        assert_bits(got[2], floats((x + y) * got[1]), code)
+
+
+@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("name", ["sum", "amin"])
+def test_uneven_rows_of_three_dimensions(name, code):
+    """With rows that repeat along one of them, and padded along another."""
+    a, b, n = 2, 3, 131
+    x, mask = random(code, a, b, n), random(code, a, 1, n, seed=1)
+    padded = random(code, a, b + 1, n, seed=2)[:, :b]
+    shape = (a, b, n)
+    program = program_of(
+        [view(code, *shape), view(code, a, 1, n), Spec(code, shape, padded.stride())],
+        [
+            (OPS["add"], (~0, ~1), shape, code),
+            (OPS["mul"], (0, ~2), shape, code),
+            (reduction(name), (1,), (a, b, 1), code),
+            (OPS["sub"], (1, 2), shape, code),
+        ],
+        3,
+    )
+    (got,) = execute(program, [x, mask, padded]).values()
+    scheme = scheme_of(name, a * b, n, x.element_size(), H200)
+    rows = (x + mask) * padded
+    want = [
+        row_oracle.reduced(name, row, k * n, a * b, scheme.across, scheme.vec)
+        for k, row in enumerate(floats(rows).reshape(-1, n))
+    ]
+    found = torch.from_numpy(np.asarray(want, F32)).to(DTYPES[code]).view(a, b, 1)
+    assert_bits(got, floats(rows - found), code)
+
+
+@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("name", ["sum", "mean", "amax"])
+def test_uneven_rows_in_memory_begin_where_it_does(name, code):
+    """Torch's threads go by addresses."""
+    m, n = 3, 131
+    for shift in range(16 // torch.empty(0, dtype=DTYPES[code]).element_size()):
+        x = random(code, m * n + shift)[shift:].view(m, n)
+        program = program_of([view(code, m, n)], [
+            (reduction(name), (~0,), (m, 1), code), (OPS["neg"], (0,), (m, 1), code),
+        ], 1)  # fmt: skip
+        (got,) = execute(program, [x], unaligned=shift > 0).values()
+        scheme = scheme_of(name, m, n, x.element_size(), H200)
+        want = [
+            row_oracle.reduced(name, row, shift + k * n, m, scheme.across, scheme.vec)
+            for k, row in enumerate(floats(x))
+        ]
+        assert_bits(got, -np.asarray(want), code)
+
+
+def test_where_even_rows_have_to_begin():
+    """At vectors that torch loads, if they are reduced as they are."""
+    m, n = 4, 256
+
+    def anchored(name, *steps):
+        reduced = (m, n) if "norm" in name or "softmax" in name else (m, 1)
+        weights = (~1, ~2, CONST) if name == "layer_norm" else ()
+        program = program_of(
+            [view("f32", m, n), view("f32", n), view("f32", n)],
+            [*steps, (reduction(name, name == "layer_norm"),
+                      (~0 if not steps else 0, *weights), reduced, "f32")],
+            len(steps), consts=1,
+        )  # fmt: skip
+        (piece,) = make_pieces(program, "cuda", H200)
+        return dict(zip(piece.loads, piece.plan.anchored, strict=True))
+
+    add = (OPS["add"], (~0, ~1), (m, n), "f32")
+    assert anchored("sum") == {~0: True}
+    assert anchored("sum", add) == {~0: False, ~1: False}
+    assert anchored("softmax") == {~0: False}
+    assert anchored("layer_norm") == {~0: True, ~1: True, ~2: True}
+    assert anchored("layer_norm", add) == {~0: False, ~1: True, ~2: True}
 
 
 def test_rows_of_a_whole_block():

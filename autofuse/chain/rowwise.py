@@ -56,8 +56,6 @@ def infer_rows(
     scheme = scheme_of(op.name, rows, columns, x.dtype.itemsize, processors)
     if isinstance(scheme, str):
         return f"{scheme}, as {op.name} takes them"
-    if scheme.uneven:  # vectors that begin where rows do not: not every operand can be loaded so
-        return f"rows of {columns} elements, no whole number of the {scheme.vec} that torch loads"
     shape = x.shape
     if not op.whole:
         shape = (*x.shape[:-1], 1) if op.keepdim else x.shape[:-1]

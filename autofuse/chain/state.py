@@ -25,6 +25,7 @@ from ..program.program import Join, Output, Pointwise, Program, Reduced, Ref, St
 from ..settings.config import config
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
+from . import verified
 from .meta import Meta, same_device
 from .shell import Tensor
 
@@ -420,6 +421,7 @@ def recorder_for(device: torch.device) -> Recorder:
         device = same_device(device)
         recorder = Recorder(device, get_ident(), this_thread.closed > 0)
         all_recorders.add(recorder)
+        verified.meet(device)
         # made in the middle, it may be
         recorder = this_thread.recorders.setdefault(device, recorder)
     return recorder

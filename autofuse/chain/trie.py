@@ -86,8 +86,7 @@ def _reduced(
     metas: list[Meta],
 ) -> tuple[Inferred, RowsOf] | str:  # fmt: skip
     device = recorder.device
-    reason = refusal(device) if device.type == "cuda" else ""
-    return reason or infer_rows(op, operands, metas, tip, device, processors_of(device))
+    return refusal(device) or infer_rows(op, operands, metas, tip, device, processors_of(device))
 
 
 def _extend_view(recorder: Recorder, tip: Node, op: ViewOp, operand: int | Meta | type) -> Node:

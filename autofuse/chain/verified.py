@@ -15,6 +15,7 @@ from functools import cache
 
 import torch
 
+from ..ops.reductions import DEVICES
 from ..settings.config import config, watch
 from ..supply.disk import DiskCache
 from ..supply.load import processors_of
@@ -23,8 +24,18 @@ from ..supply.toolchain import compilers
 # (torch version, its CUDA version, compute capability): bench/reductions.py found no difference
 VERIFIED = {((2, 11), "13.0", (9, 0))}
 SAME = b"the same bits"
-wanted: dict[str, bool] = {}  # has an item while reductions are recorded; machine code asks
+wanted: dict[
+    torch.device, bool
+] = {}  # has those on which reductions are recorded, for machine code
+_met: set[torch.device] = set()  # of the types on which they may be
 _assumed: list[bool] = []  # while they are being compared
+
+
+def meet(device: torch.device) -> None:
+    """Find out whether reductions are recorded on `device`, on which a thread begins to record."""
+    if device.type in DEVICES and device not in _met:
+        _met.add(device)
+        _follow()
 
 
 def is_verified(version: str, cuda: str | None, capability: tuple[int, int]) -> bool:
@@ -32,9 +43,15 @@ def is_verified(version: str, cuda: str | None, capability: tuple[int, int]) -> 
     return (tuple(map(int, version.split(".")[:2])), cuda, capability) in VERIFIED
 
 
+def refusals() -> list[str]:
+    """Why reductions are left to eager PyTorch on devices that were met."""
+    asked = sorted(_met, key=str) if config.reductions else []
+    return [reason for device in asked if (reason := refusal(device))]
+
+
 def refusal(device: torch.device) -> str:
-    """Why reductions on `device`, a GPU, are left to eager PyTorch; empty where they are not."""
-    return "" if _assumed else _refusal(device)
+    """Why reductions on `device` are left to eager PyTorch; empty where they are not."""
+    return "" if _assumed or device.type != "cuda" else _refusal(device)
 
 
 @cache
@@ -54,8 +71,10 @@ def keep(device: torch.device, same: bool) -> str:
     """Keep what a comparison has found on a GPU such as `device`; why that cannot be, if so."""
     payload = SAME if same else b"other bits"
     about = {"name": "reductions", "target": payload.decode(), "source": ""}
+    unsaved = DiskCache().put(key_of(device), payload, about)
     _refusal.cache_clear()
-    return DiskCache().put(key_of(device), payload, about)
+    _follow()
+    return unsaved
 
 
 def key_of(device: torch.device) -> str:
@@ -71,22 +90,21 @@ def key_of(device: torch.device) -> str:
 def assumed() -> Iterator[None]:
     """Record reductions meanwhile, to compare them."""
     _assumed.append(True)
-    wanted["assumed"] = True
+    _follow()
     try:
         yield
     finally:
         _assumed.pop()
-        if not _assumed:
-            wanted.pop("assumed", None)
+        _follow()
 
 
 def _follow(*reason: object) -> None:
-    """Do what `config.reductions` says."""
-    if config.reductions:
-        wanted["set"] = True
-    else:
-        wanted.pop("set", None)
+    """Do what `config.reductions` says, on the devices that were met."""
+    for device in tuple(_met):
+        if config.reductions and not refusal(device):
+            wanted[device] = True
+        else:
+            wanted.pop(device, None)
 
 
 watch(_follow)
-_follow()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..api import materialize, wrap
+from ..chain import verified
 from ..hot import native
 from ..kernel.cuda import assemble, capability_of
 from ..observe.counters import stats
@@ -57,6 +58,7 @@ def facts() -> Iterator[tuple[str, str]]:
         for index in range(torch.cuda.device_count()):
             own = target_of(torch.device("cuda", index))
             yield f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {own}"
+            yield f"reductions on GPU {index}", reductions(torch.device("cuda", index))
         target = target_of(torch.device("cuda", torch.cuda.current_device()))
         yield "driver", f"{_driver()}; torch is made for CUDA {torch.version.cuda}"
     else:
@@ -70,6 +72,14 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "kept there", _kept(cache)
     settings = [f"{variable}={text}" for variable, text in changed(os.environ).items()]
     yield "settings", " ".join(settings) or "the defaults"
+
+
+def reductions(device: torch.device) -> str:
+    """Whether those on a GPU are fused, or why not."""
+    if not config.reductions:
+        return "eager: AUTOFUSE_REDUCTIONS is 0"
+    why = verified.refusal(device)
+    return f"eager: {why}" if why else "fused"
 
 
 def _version(package: str) -> str:

@@ -26,13 +26,18 @@ Case = tuple[int, int, str, int]  # rows, columns, kind of values, elements befo
 
 
 class Values(NamedTuple):
-    """What the programs read: x and y of the rows' shape, w and b of one row, one number a row."""
+    """What the programs read: x and y of the rows' shape, w and b of one row, one number a row.
+
+    Of the rows' shape too: padded, with elements between its rows, and turned, a transposed one.
+    """
 
     x: torch.Tensor
     y: torch.Tensor
     w: torch.Tensor
     b: torch.Tensor
     number: torch.Tensor
+    padded: torch.Tensor
+    turned: torch.Tensor
 
 
 def _softmax_written(v: Values) -> Any:
@@ -60,6 +65,14 @@ def _numbers(v: Values) -> Any:
     return total, (v.x - v.y).mean(-1, keepdim=True) * v.number
 
 
+def _three_dims(v: Values) -> Any:
+    """Rows of [B, S, N] beside [B, 1, N], which repeats."""
+    rows = v.x.shape[0]
+    dims = (-1, 2 if rows % 2 == 0 else rows)
+    h = v.x.unflatten(0, dims) + v.y.unflatten(0, dims)[:, :1]
+    return h - h.mean(-1, keepdim=True), h.amin(-1)
+
+
 PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "softmax(x * s + mask)": lambda v: F.softmax(v.x * 0.125 + v.y, -1),
     "log_softmax(x + y)": lambda v: F.log_softmax(v.x + v.y, -1),
@@ -81,6 +94,11 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "numbers of rows": _numbers,
     "sum(x) + 1": lambda v: v.x.sum(-1) + 1.0,
     "mean(x + w)": lambda v: (v.x + v.w).mean(-1),
+    "x * w / sum(x * w + b)": lambda v: v.x * v.w / (v.x * v.w + v.b).sum(-1, keepdim=True),
+    "x + padded - amax": lambda v: v.x + v.padded - (v.x * v.padded).amax(-1, keepdim=True),
+    "sum(x * turned) * turned": lambda v: (v.x * v.turned).sum(-1, keepdim=True) * v.turned,
+    "rms_norm(x + padded) + w": lambda v: F.rms_norm(v.x + v.padded, v.x.shape[-1:], v.w) + v.w,
+    "mean, amin of three dims": _three_dims,
 }
 
 
@@ -109,6 +127,7 @@ def make(dtype: torch.dtype, case: Case, device: str = "cuda") -> Values:
     generator = torch.Generator(device).manual_seed(rows * 100003 + columns)
 
     def normal(*shape: int) -> torch.Tensor:
+        """Whose first element stands `shift` behind where memory begins."""
         count = math.prod(shape) + shift
         values = torch.randn(count, device=device, generator=generator)
         if kind == "wide":
@@ -122,7 +141,8 @@ def make(dtype: torch.dtype, case: Case, device: str = "cuda") -> Values:
         return values.to(dtype)[shift:].view(shape)
 
     return Values(normal(rows, columns), normal(rows, columns), normal(columns), normal(columns),
-                  normal(rows, 1))  # fmt: skip
+                  normal(rows, 1), normal(rows, columns + 3)[:, :columns],
+                  normal(columns, rows).t())  # fmt: skip
 
 
 def cases() -> Iterator[Case]:
@@ -131,7 +151,9 @@ def cases() -> Iterator[Case]:
             yield rows, columns, "plain", 0
         yield 3, columns, "wide", 0
         yield 3, columns, "special", 0
-    yield 40, 131, "plain", 1
+    for columns in (64, 131, 257, 1024, 2050):
+        for shift in (1, 2, 4, 7):
+            yield 40, columns, "plain", shift
 
 
 def differing(got: Any, want: Any) -> int:

@@ -196,7 +196,7 @@ def _generate(row: Op, func: Handler, rest: Handler | None = None) -> Handler:
 
 
 # what choosers run into with arguments that they do not know
-_UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError,
+UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError,
                       RuntimeError)  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def chosen_by(choose: Handler, args: Any, kwargs: Any) -> Any:
         return None
     try:
         return choose(*args, **kwargs)
-    except _UNKNOWN_ARGUMENTS:
+    except UNKNOWN_ARGUMENTS:
         return None
 
 

@@ -10,23 +10,25 @@ from typing import Any
 
 from torch import is_grad_enabled
 
-from ..chain.meta import Meta
+from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node
 from ..chain.verified import wanted
-from ..ops.reductions import DEVICES, REDUCTIONS
+from ..ops.reductions import REDUCTIONS
 from ..ops.views import JOINS, VIEWS
 from ..record.joins import record_join
 from ..record.record import record
 from ..record.views import record_view
+from ..torch_private import looked_on
 from .eager import Handler, run_eager
-from .handlers import HOT, chosen_by, handle, unhandled
+from .handlers import HOT, UNKNOWN_ARGUMENTS, chosen_by, handle, unhandled
 from .protocol import HANDLERS
 from .unrecorded import known_of
 
 # torch functions and methods of the table; those here run mostly at once, and where a function in
 # Python stands before one, `record.origins` finds its call at another instruction
 RECORDING: list[Handler] = []
+_MOST = 256  # choices that are known for a function
 
 
 def install_shapes() -> None:
@@ -43,32 +45,61 @@ def install_shapes() -> None:
             handle(place, name, joining(name, func))
 
 
+class Choices(dict[Any, Any]):
+    """By calls of one function, as machine code tells them apart, what is recorded for them.
+
+    A call's dtype, device, number of dimensions, columns and options are in its key, so that
+    `choose` would say the same of it again: (op, its eager form, *operands), each of which is a
+    number or where among the arguments it stands; or None for what only eager PyTorch does.
+    """
+
+    def __init__(self, choose: Handler) -> None:
+        self.choose = choose
+
+    def __call__(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        """Choose for a new `key`."""
+        try:
+            chosen = self.choose(*args, **kwargs)
+        except UNKNOWN_ARGUMENTS:
+            chosen = None
+        if chosen is not None:
+            op, operands = chosen
+            given = [*map(id, args), *map(id, kwargs.values())]
+            places = (given.index(id(x)) if id(x) in given else x for x in operands)
+            chosen = (op, op.eager, *places)
+        if len(self) >= _MOST:
+            self.clear()
+        return self.setdefault(key, chosen)
+
+
 def reducing(choose: Handler, func: Handler) -> Handler:
     """A handler for reductions, of which `choose` knows those that go into a chain."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not wanted or (args and _is_never_reduced(args[0])):
+        if not wanted or looked_on() or (args and is_never_reduced(args[0])):
             return run_eager(func, args, kwargs)
         chosen = chosen_by(choose, args, kwargs)
         shell = None if chosen is None else record(*chosen)
         return run_eager(func, args, kwargs) if shell is None else shell
 
     handler, known = functools.wraps(func)(call), known_of(func)
-    if known.in_c and not known.writes:
-        HOT.append(("reducing", handler, (func, known)))
+    if not known.writes:
+        HOT.append(("reducing", handler, (func, known, Choices(choose))))
     return handler
 
 
-def _is_never_reduced(x: Any) -> bool:
+def is_never_reduced(x: Any) -> bool:
     """Whether it is known at a glance that a reduction of `x` is not recorded."""
     if x.__class__ is not Tensor:
         return False
     meta = x._af
+    if meta is UNKNOWN:
+        return is_grad_enabled() and x.requires_grad
     if meta.__class__ is Node:
         meta = meta.meta
     elif meta.__class__ is not Meta:
         return False
-    return meta.device.type not in DEVICES or (meta.requires_grad and is_grad_enabled())
+    return meta.device not in wanted or (meta.requires_grad and is_grad_enabled())
 
 
 def viewing(name: str, func: Handler) -> Handler:

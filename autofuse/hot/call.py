@@ -48,10 +48,16 @@ from .c import (
     room,
     strided,
     tried,
-    wanted,
 )
 from .flush import flush_now
-from .record import are_watched, called, handed, number_chain, recorded_views, verdict_on
+from .record import (
+    are_watched,
+    called,
+    handed,
+    number_chain,
+    recorded_views,
+    verdict_on,
+)
 from .values import (
     class_of,
     current_recorder,
@@ -165,7 +171,8 @@ def passing(table, function, args, count, names) -> object:
         return 0
     if is_everyday(recorder, entry[1], args, count, names) == 0:
         return 0
-    return passed(recorder, entry, entry[1], args, count, names)
+    known: Known = entry[1]
+    return passed(recorder, entry, known.reason, args, count, names)
 
 
 def viewing(table, function, args, count, names) -> object:
@@ -197,13 +204,6 @@ def has_pending(items, count):
             if class_of(state_of(items[k])) is Node:
                 return 1
     return 0
-
-
-def reducing(table, function, args, count, names) -> object:
-    """A reduction while none is recorded: `passing`."""
-    if len(wanted) != 0:
-        return 0
-    return passing(table, function, args, count, names)
 
 
 def is_everyday(recorder: Recorder, known: Known, args, count, names):
@@ -280,7 +280,7 @@ def is_concrete(recorder: Recorder, known: Known, x):
     return class_of(state) is Meta or state is UNKNOWN
 
 
-def passed(recorder: Recorder, entry, known: Known, args, count, names) -> object:
+def passed(recorder: Recorder, entry, reason, args, count, names) -> object:
     """What the function returns, wrapped; what is pending reads none of its arguments."""
     chain: Chain = kept(recorder.chain)
     tip: Node = chain.tip
@@ -293,7 +293,7 @@ def passed(recorder: Recorder, entry, known: Known, args, count, names) -> objec
     if kind is Builtin or kind is Function or (count > 1 and class_of(args[1]) is Tensor):
         if grad_mode() == 0 and are_modes_off() != 0 and is_only_thread() != 0:
             lent = lend(plain, 0, args, count)
-    result = called(entry[0], known.reason, args, count, names)
+    result = called(entry[0], reason, args, count, names)
     for k in range(lent):
         set_class(plain[k], Tensor)
         Py_DecRef(plain[k])

@@ -3,8 +3,8 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
-`values`, `inputs`, `record`, `launch`, `flush`, `call`, `write`, `lend` and `builtins`, in the
-language of `body`.
+`values`, `inputs`, `record`, `launch`, `flush`, `call`, `reduce`, `write`, `lend` and `builtins`,
+in the language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -43,11 +43,12 @@ from . import c, call, inputs, lend, values, write
 from . import flush as _flush
 from . import launch as _launch
 from . import record as _record
+from . import reduce as _reduce
 from .machine import Machine
 from .places import entry_of, of_functions, of_tensors, of_weakrefs, words_of
 from .verdict import verdict
 
-_STAGES = (values, inputs, _record, _launch, _flush, call, write, lend, _builtins)
+_STAGES = (values, inputs, _record, _launch, _flush, call, _reduce, write, lend, _builtins)
 _Function = Callable[..., Any]
 
 
@@ -193,7 +194,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
 def _given() -> dict[str, Any]:
     """What the stages leave to be given."""
     return {
-        "Plain": torch.Tensor,
+        "Plain": torch.Tensor, "Size": torch.Size,
         "Parameter": torch.nn.Parameter, "DeviceContext": DeviceContext,
         "function_mode_at": function_mode_at, "Builtin": type(len), "Function": types.FunctionType,
         "local": state.this_thread, "counts": state.counts, "flushes": state.counts.flushes,

@@ -19,6 +19,7 @@ from .c import (
     SLICED,
     STAY,
     TAKE,
+    TELL,
     Builtin,
     Py_IncRef,
     PyDict_GetItemWithError,
@@ -108,8 +109,8 @@ def record(entry, op, operands: tuple) -> object:
 def recorded(func, op, operands, count, wanted) -> object:
     """A new reference to the result of `op` over `operands`; 0 where Python has to decide.
 
-    func: the torch function, by which an op is run that is better off eager, or 0. wanted: the Meta
-    that the result has to have, or 0.
+    func: the torch function, by which an op is run that is better off eager; or 0; or TELL, for the
+    node that says so. wanted: the Meta that the result has to have, or 0.
     """
     recorder: Recorder = recorder_of(operands, count)
     if recorder == 0 or recorder is None or count > 7:
@@ -300,6 +301,8 @@ def run_short(recorder: Recorder, func, node: Node, operands, count) -> object:
     recorder.reading = False
     node.skips = PyLong_FromLong(int(node.skips) + 1)
     own: Node = kept(node)  # a finalizer may let the op be recorded again
+    if func == TELL:
+        return own
     result = called(func, own.counted, operands, count, 0)
     if result != 0:
         verdict = verdict_on(recorder, result)

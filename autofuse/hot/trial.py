@@ -28,6 +28,7 @@ from ..dispatch import protocol
 from ..kernel.llvm import link, parsed, target_machine, undisturbed
 from ..observe import counters as report
 from ..ops.arithmetic import OPS
+from ..ops.reductions import DEVICES
 from ..record import flush, modes, record, writes
 from ..run import cuda, devices, runner
 from ..settings.config import config
@@ -197,6 +198,23 @@ def _eager(s: _State) -> Any:
     return torch.mm(x, s.w), torch.sum(x), torch.sum(s.plain, dim=0), *some
 
 
+def _reductions(s: _State) -> Any:
+    """Recorded, and let go of: no kernel reduces rows on a CPU."""
+    facts = []
+    for reduce in (
+        lambda: torch.softmax(s.w * 2.0, -1),
+        lambda: torch.mean(s.w, dim=(-1,), keepdim=True),
+        lambda: torch.amax(s.w, 1, True),
+        lambda: torch.layer_norm(s.w, (6,), s.p, s.row, 0.5),
+        lambda: torch.sum(s.v, 0),
+    ):
+        y = reduce()
+        facts.append((api.is_pending(y), y.shape, y.stride()))
+        del y
+        Called(flush.flush)(state.this_thread.current, "trial")
+    return facts
+
+
 def _views(s: _State) -> Any:
     """Views of a pending value that are only read, and that somebody holds; parts of it stored."""
     upper, lower = torch.chunk(s.w * 2.0 + s.v, 2)
@@ -302,6 +320,7 @@ _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_operators, "handler record flush"),
     (_by_hand, "record flush torch_function ask_overrides handler"),
     (_eager, "handler passing viewing flush"),
+    (_reductions, "reducing handler flush"),
     (_views, "handler record viewing flush"),
     (_writes, "handler writing flush"),
     (_writes_by_hand, "record_inplace record_write handler flush"),
@@ -377,6 +396,8 @@ def _references() -> Iterator[str]:
         operator.imul(s.w, 0.5)
         operator.iadd(s.w, s.v * 2.0)
         torch.mm(s.w, torch.t(s.v))
+        torch.layer_norm(s.w, (6,), s.p, s.row, 0.5)
+        torch.sum(s.w, dim=-1, keepdim=True)
         with torch.enable_grad():
             torch.sum(torch.sigmoid(s.w) * s.p).backward()
         s.p.grad = None
@@ -410,6 +431,7 @@ def differences() -> str:
         native.make()
         install()
         config.compile, config.always_fuse = "now", True
+        DEVICES.add("cpu")  # on which reductions are recorded nowhere else
         with torch.no_grad():
             return next(_differences(), "")
     except Exception as error:  # that is the answer

@@ -75,6 +75,12 @@ class Plan:
                     found[ref - CONST] = self.device == "cuda"
         return tuple(found)
 
+    @property
+    def vectors(self) -> tuple[bool, ...]:
+        """Of each operand, whether its address has to be a multiple of 16."""
+        operands = (*self.loads, *(operand for _, operand in self.stores))
+        return tuple(self.lanes > 1 and operand.axes[-1] == UNIT for operand in operands)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -14,7 +14,7 @@ from llvmlite import ir
 from .division import AS_ONE, WARP
 from .row_exchange import State
 from .row_threads import RowThreads
-from .source import KEPT, Source, Stage
+from .source import ITEMSIZE, KEPT, Source, Stage
 from .targets import F32, I32, Cuda, Value
 
 _INFINITY = float("inf")
@@ -85,13 +85,19 @@ class _Reductions(RowThreads):
     def _shifted(
         self, stage: Stage, state: State, take: Callable[[State, list[Any], int], State]
     ) -> State:
-        """Vectors that begin at multiples of their size from where the first row begins.
+        """Vectors that begin at addresses which are multiples of their size.
 
         In front of them and behind them the first threads take one element each.
         """
         builder, word, part = self.builder, self.word, stage.part
         vec, op, thread = stage.walk.vec, stage.op, self.index(self.thread)
-        shift = builder.and_(builder.mul(self.row, self.columns), word(vec - 1))
+        begin = builder.mul(self.row, self.columns)
+        if stage.origin >= 0:
+            size = ITEMSIZE[self.source.loads[stage.origin].code]
+            address = self.pointers[stage.origin]
+            elements = builder.lshr(address, address.type(size.bit_length() - 1))
+            begin = builder.add(begin, self.cut(elements))
+        shift = builder.and_(begin, word(vec - 1))
         shifted = builder.icmp_unsigned("!=", shift, word(0))
         head = builder.and_(
             builder.icmp_unsigned(">=", thread, shift),

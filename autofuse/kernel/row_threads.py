@@ -88,6 +88,10 @@ class RowThreads(Exchanges):
     def index(self, value: Any) -> Any:
         return value if value.type == self.word else self.builder.zext(value, self.word)
 
+    def cut(self, address: Any) -> Any:
+        """The low bits of a pointer, as an index has."""
+        return address if self.word is I64 else self.builder.trunc(address, I32)
+
     def offsets(self, row: Any) -> list[Any]:
         """Of each operand, where the row begins, in elements; and its strides along columns."""
         builder = self.builder

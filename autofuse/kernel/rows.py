@@ -86,6 +86,7 @@ class RowPlan:
     functions: tuple[Plan, ...]  # of the parts, in order
     lines: tuple[Line, ...]  # of all of them
     stores: tuple[tuple[int, Operand], ...]
+    anchored: tuple[bool, ...]  # of each load, whether torch's order is ours from 16 bytes on alone
     rank: int
     wide: bool
     rows: Rows
@@ -100,9 +101,10 @@ class RowPlan:
         return f"af_rows_{text}"
 
     @property
-    def lanes(self) -> int:
-        """More than one where addresses of operands have to be multiples of 16."""
-        return 4 if any(self.rows.aligned) else 1
+    def vectors(self) -> tuple[bool, ...]:
+        """Of each operand, whether its address has to be a multiple of 16."""
+        anchored = (*self.anchored, *(False for _ in self.stores))
+        return tuple(map(max, self.rows.aligned, anchored))
 
 
 AnyPlan = Plan | RowPlan
@@ -121,7 +123,7 @@ def source_of(plan: AnyPlan, target: str = "") -> Source:
         stores=tuple(operand for _, operand in plan.stores),
         consts=plan.codes,
         rank=plan.rank,
-        lanes=plan.lanes,
+        lanes=4 if any(plan.rows.aligned) else 1,
         wide=plan.wide,
         relaxed=False,
         rows=plan.rows,
@@ -162,6 +164,15 @@ def make_pieces(
     pieces = pointwise.make_pieces(replace(program, outputs=others), device) if others else ()
     row_program = replace(program, outputs=tuple(ours))
     return (*pieces, _RowPiece(row_program, shape, following, processors).piece())
+
+
+def unvectorised(piece: Piece) -> Piece:
+    """The same kernel with one element per access, for pointers that are not 16-byte aligned."""
+    plan = piece.plan
+    if not isinstance(plan, RowPlan):
+        return pointwise.unvectorised(piece)
+    rows = replace(plan.rows, aligned=(False,) * len(plan.rows.aligned))
+    return replace(piece, plan=replace(plan, rows=rows))
 
 
 def followers(program: Program) -> set[int]:
@@ -230,13 +241,15 @@ class _RowPiece:
             Operand(spec.code, axes_of(walk)) for spec, walk in zip(specs, walks, strict=True)
         ]
         vec = max(scheme.vec for scheme in self.schemes.values())
-        flat = layout.contiguous((rows, columns))
+        # vectors begin where they would in contiguous rows: there those of an operand have to
+        flat = layout.contiguous(sizes)
         aligned = tuple(
             operand.axes[-1] == UNIT
-            and (all(stride % vec == 0 for stride in walk[:-1]) or walk == flat)
             and vec > 1
+            and all((a - b) % vec == 0 for a, b in zip(walk[:-1], flat[:-1], strict=True))
             for operand, walk in zip(operands, walks, strict=True)
         )
+        anchors = set().union(*map(self._anchors, self.reduced))
         stages = tuple(drafts)
         reach = max(
             sum((n - 1) * s for n, s in zip(sizes, w, strict=True)) * ITEMSIZE[spec.code]
@@ -253,6 +266,7 @@ class _RowPiece:
                 (k, operand)
                 for (k, _, _), operand in zip(stores, operands[len(self.loads) :], strict=True)
             ),
+            anchored=tuple(ref in anchors for ref, _ in self.loads),
             rank=len(sizes),
             wide=max(reach, layout.numel(shape)) >= 1 << 31,
             rows=Rows(
@@ -281,6 +295,16 @@ class _RowPiece:
             numel=layout.numel(shape),
             numbers=(*sizes[1:], *strides),
         )
+
+    def _anchors(self, index: int) -> set[Ref]:
+        """The operands of a reduction that torch goes through otherwise where they begin elsewhere.
+
+        Those of uneven rows begin anywhere. What was computed before would be in memory of its own.
+        """
+        step, scheme = self.steps[index], self.schemes[index]
+        if scheme.vec == 1 or scheme.uneven:
+            return set()
+        return {ref for ref in step.args if ref < 0}
 
     def _read(self, ref: Ref) -> Spec:
         return _spec(self.program, ref)
@@ -350,9 +374,11 @@ class _RowPiece:
             if not known and self._is_known(number):
                 after.append(self._part([number], self.steps[number].out.shape))
                 self.values[number, 0] = len(self.values)
+        origin = self.loads.index((operand, self.shape)) if scheme.uneven and operand < 0 else -1
         return Stage(
-            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, eps, part, tuple(after)
-        )
+            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, eps, part,
+            tuple(after),
+        )  # fmt: skip
 
     def _is_known(self, number: int) -> bool:
         """Whether all the reductions are done from which a number of the row follows."""

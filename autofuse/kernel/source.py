@@ -60,6 +60,7 @@ class Stage:
     across: tuple[int, int]  # threads x and y that make a result together
     walk: Walk
     uneven: bool  # vectors do not begin where rows do
+    origin: int  # the load whose address then says where, -1 for memory of its own
     eps: int  # scalar of the kernel, -1 for none
     part: Part  # gives the operand
     after: tuple[Part, ...]  # each gives another value of the row

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..chain.verified import refusals
 from ..lines import Position, shown
+from ..ops.reductions import REDUCTIONS
 from ..record.origins import STAYS
 from ..record.policy import ASIDE, FLUSH_US, us_moved, us_recorded
 from ..settings.config import config
@@ -179,6 +181,17 @@ def _kept(report: Findings, kind: str) -> Iterable[Advice]:
         )
 
 
+def _unverified(report: Findings, kind: str) -> Iterable[Advice]:
+    """Reductions where none is recorded, for nobody has compared them with eager's."""
+    ended = [name for name, _ in report.eager_for("not in the table").elements()]
+    ended = [name for name in ended if name in REDUCTIONS]
+    for reason in refusals() if ended else ():
+        yield Advice(
+            f"reductions ended chains ({listed(ended)}), which those over the last dimension need "
+            f"not: {reason}"
+        )
+
+
 _ADVISERS: tuple[Callable[[Findings, str], Iterable[Advice]], ...] = (
-    _reads, _not_recorded, _waited, _refused, _short, _failed, _at_once, _kept,
+    _reads, _not_recorded, _waited, _refused, _short, _failed, _at_once, _kept, _unverified,
 )  # fmt: skip

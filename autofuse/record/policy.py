@@ -57,6 +57,9 @@ _FUNCTIONS_US = {"sigmoid": 0.22, "silu": 0.23, "rsqrt": 0.23, "sqrt": 0.38, "ge
                  "exp": 0.65, "tanh": 2.2}  # fmt: skip
 # what memory moves in 1 us; of a CPU, by what arithmetic on three tensors of float32 takes
 _BYTES_PER_US = {"cuda": 4e6, "cpu": 12 * 1000 / _ARITHMETIC_US}
+# us that one processor of a GPU takes for an op on an element, functions in ops (`kernel.plan`);
+# how long others may do nothing meanwhile: about as long as one more flush takes
+_ALONE_US, _FUNCTION, _IDLE_US = 37e-6, 8, 10.0
 # A chain that costs less as the ops it is runs as these (`ways.ShortRunner`), TRIES times. Then
 # another node stands for its first (`make_eager`), whose op is run at once (`dispatch.eager`) and
 # not recorded any more, SKIPS times: longer chains may begin so by then (`skipped`). Once one
@@ -76,6 +79,29 @@ def is_short(nodes: list[Node], device_type: str) -> bool:
 def are_alone(nodes: list[Node]) -> bool:
     """Whether these are reductions with nothing to fuse them with: torch's kernels are as fast."""
     return not config.always_fuse and all(isinstance(node.op, Reduction) for node in nodes)
+
+
+def is_narrow(node: Node, processors: int) -> bool:
+    """Whether a row kernel that ends with `node` would compute so much for so few rows that another
+    chain, which has all processors, had better begin with it.
+
+    A row has one block, which computes what comes before a reduction for each of them again, and
+    for what is stored.
+    """
+    assert node.rows is not None
+    shape, _ = node.rows
+    rows, path = math.prod(shape[:-1]), node.path()
+    if rows >= processors or config.always_fuse:
+        return False
+    passes, ops = 1, 0
+    for known in path:
+        assert known.op is not None and known.meta is not None
+        if isinstance(known.op, Reduction):
+            passes += 1
+        elif known.meta.shape == shape:
+            ops += _FUNCTION if calls_functions(known.op, known.common) else 1
+    here = _ALONE_US * shape[-1] * ops * passes
+    return here * (1 - rows / processors) > _IDLE_US
 
 
 def gain_of(nodes: list[Node]) -> float:

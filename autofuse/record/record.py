@@ -35,6 +35,7 @@ from ..ops.arithmetic import CASTS
 from ..ops.autocast import casts
 from ..ops.row import Op
 from ..settings.config import config
+from ..supply.load import processors_of
 from ..torch_private import (
     NoModes,
     address_of,
@@ -47,7 +48,7 @@ from .flush import flush
 from .modes import forget, regrade, renew
 from .numbers import follows
 from .origins import Origin, is_on_trial
-from .policy import skipped
+from .policy import is_narrow, skipped
 
 _Parameter = torch.nn.Parameter
 _INT64 = 1 << 63
@@ -377,6 +378,9 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
     elif tip.viewed and node.holds_grad and config.recompute == "inputs":  # go through no views
         node = eager_node(recorder, tip, op, "")
         node.cuts = "gradient of a view"
+    elif node.rows is not None and path and is_narrow(node, processors_of(recorder.device)[0]):
+        node = eager_node(recorder, tip, op, "")
+        node.cuts = "narrow rows"
     node.key = key
     recorder.size += 1
     return tip.next.setdefault(key, node)  # another may stand in a chain by now

@@ -18,9 +18,9 @@ import torch
 
 from ..chain.shell import Tensor
 from ..errors import KernelError, NotReadyError
-from ..kernel.plan import Piece, unvectorised
-from ..kernel.rows import RowPlan, launch_of
-from ..kernel.source import UNIT, Parameters
+from ..kernel.plan import Piece
+from ..kernel.rows import RowPlan, launch_of, unvectorised
+from ..kernel.source import Parameters
 from ..program.program import Ref
 from ..supply.kernels import Order
 from ..supply.load import Kernel, enter_context
@@ -96,9 +96,9 @@ def launcher() -> Callable[..., int]:
 
 
 class Unaligned:
-    """Pieces for pointers that are not 16-byte aligned: one element per thread.
+    """Pieces for pointers that are not 16-byte aligned: one element at a time.
 
-    Rows that begin elsewhere torch may reduce in another order.
+    Where torch then reduces rows in another order, there is no kernel.
     """
 
     def __init__(self, pieces: tuple[Piece, ...], device: torch.device) -> None:
@@ -108,14 +108,16 @@ class Unaligned:
 
     def __call__(self, k: int, *values: Any) -> tuple[int, int, int]:
         """Kernel, blocks and parameters of piece k, with `values` as its operands."""
+        plan = self.pieces[k].plan
+        if isinstance(plan, RowPlan):
+            if any(value & 15 for value in itertools.compress(values, plan.anchored)):
+                raise NotReadyError(f"{plan.name}, of rows that begin elsewhere")
         if k not in self._launches:
-            if isinstance(self.pieces[k].plan, RowPlan):
-                raise NotReadyError(f"{self.pieces[k].plan.name}, of rows that are not aligned")
             piece = unvectorised(self.pieces[k])
             order = self._orders.setdefault(k, Order([piece.plan], self.device))
             kernels = order.filled()
             if kernels is None:
-                raise NotReadyError(f"{piece.plan.name}, one element per thread")
+                raise NotReadyError(f"{piece.plan.name}, one element at a time")
             (kernel,) = kernels
             self._launches[k] = int(kernel.entry), Slots(piece, kernel.parameters), kernel
         entry, slots, _ = self._launches[k]
@@ -208,8 +210,8 @@ class CudaRunner(Runner):
             words.append(ctypes.addressof(slots.buffer))
             refs = [*piece.loads, *piece.stores]
             words.append(len(refs))
-            for ref, offset, wide in zip(refs, piece.offsets, _wide(piece), strict=True):
-                words += [places[ref], offset, 15 if wide and piece.plan.lanes > 1 else 0]
+            for ref, offset, wide in zip(refs, piece.offsets, piece.plan.vectors, strict=True):
+                words += [places[ref], offset, 15 if wide else 0]
             words.append(len(piece.consts))
             codes = slots.formats[len(refs) :]
             for const, code, inverse in zip(piece.consts, codes, piece.plan.inverted, strict=True):
@@ -370,8 +372,8 @@ class CudaRunner(Runner):
                 f"except OverflowError: slots{k}.pack_wide({arguments})",
             ]
         lines.append(f"entry, blocks, params = entry{k}, blocks{k}, params{k}")
-        if piece.plan.lanes > 1:
-            wide = [f"({pointer})" for pointer in itertools.compress(pointers, _wide(piece))]
+        if any(piece.plan.vectors):
+            wide = [f"({pointer})" for pointer in itertools.compress(pointers, piece.plan.vectors)]
             lines = [
                 f"if ({' | '.join(wide)}) & 15:",
                 f"    entry, blocks, params = unaligned({k}, {arguments})",
@@ -398,12 +400,6 @@ class CudaRunner(Runner):
             "            count_write(written)",
             "    if errors[0]: fail(errors[0])",
         ]
-
-
-def _wide(piece: Piece) -> list[bool]:
-    """Whether a kernel with several lanes moves 16 bytes at a time, by operand."""
-    operands = [*piece.plan.loads, *(operand for _, operand in piece.plan.stores)]
-    return [operand.axes[-1] == UNIT for operand in operands]
 
 
 def empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

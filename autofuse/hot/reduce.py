@@ -1,0 +1,182 @@
+"""Reductions, as machine code: recorded as calls like them have been, or run as eager ops."""
+
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from ..chain.meta import UNKNOWN, Meta
+from ..chain.shell import Tensor
+from ..chain.state import Node, Recorder
+from ..dispatch.unrecorded import Known
+from .c import (
+    DIM_OF,
+    DTYPE_OF,
+    FAILED,
+    INDEX_OF,
+    ITEMS,
+    LISTED,
+    REQUIRES_GRAD,
+    SIZES_OF,
+    TELL,
+    TENSOR_AT,
+    Py_IncRef,
+    PyDict_GetItemWithError,
+    PyList_Size,
+    PyLong_FromLong,
+    PyObject_Vectorcall,
+    PyTuple_New,
+    PyTuple_Size,
+    Size,
+    call_pointer,
+    kept,
+    load,
+    load32,
+    room,
+    wanted,
+)
+from .call import is_everyday, passed
+from .record import flattened, recorded
+from .values import class_of, current_recorder, grad_mode, is_ours, looked_on, state_of
+
+
+def reducing(table, function, args, count, names) -> object:
+    """A reduction, recorded as calls like it have been; or as `passing`."""
+    own = PyDict_GetItemWithError(table[0], function)
+    if own == 0:
+        return 0
+    entry = own + ITEMS
+    known: Known = entry[1]
+    reason = known.reason
+    if len(wanted) != 0:
+        if count == 0 or class_of(args[0]) is not Tensor or looked_on() != 0:
+            return 0
+        if is_never_reduced(args[0]) == 0:
+            found = choice_of(entry, args, count, names)
+            if found == 0:
+                return 0
+            if found is not None:
+                result = reduced(known, found, args)
+                if result == 0 or class_of(result) is not Node:
+                    return result
+                node: Node = result
+                reason = node.counted
+    recorder: Recorder = current_recorder()
+    if recorder == 0 or recorder is None or known.in_c is not True:
+        return 0
+    if is_everyday(recorder, known, args, count, names) == 0:
+        return 0
+    return passed(recorder, entry, reason, args, count, names)
+
+
+def choice_of(entry, args, count, names) -> object:
+    """What `shapes.Choices` has found for calls of a function with such arguments."""
+    x = args[0] + TENSOR_AT
+    place = room(1)
+    place[0] = 0
+    failed = call_pointer(DTYPE_OF, x, place)
+    number = load32(place) & 255
+    failed = failed | call_pointer(INDEX_OF, x, place)
+    number = number * 256 + (load32(place) & 255)
+    failed = failed | call_pointer(DIM_OF, x, place)
+    ndim = place[0]
+    failed = failed | call_pointer(SIZES_OF, x, place)
+    if failed & FAILED != 0 or ndim == 0 or ndim > 255:
+        return 0
+    columns = load(place[0] + 8 * ndim - 8)
+    if columns >= 1 << 32:
+        return 0
+    given = room(10)  # the key, then the arguments
+    flat = room(40)
+    about = PyLong_FromLong((number * 256 + ndim) * (1 << 32) + columns)
+    flat[0] = about
+    size = 1
+    if names != 0:
+        flat[1] = names
+        size = 2
+        count += PyTuple_Size(names)
+    if count > 8:
+        return 0
+    for k in range(count):
+        given[k + 1] = args[k]
+        if k != 0:
+            size = argument(flat, size, args[k])
+            if size == 0:
+                return 0
+    for k in range(size):
+        Py_IncRef(flat[k])
+    key = PyTuple_New(size)  # up to Python 3.11 this runs finalizers
+    items = key + ITEMS
+    for k in range(size):
+        items[k] = flat[k]
+    found = PyDict_GetItemWithError(entry[2], key)
+    if found != 0:
+        return kept(found)
+    given[0] = key
+    if names != 0:
+        count -= PyTuple_Size(names)
+    return PyObject_Vectorcall(entry[2], given, count + 1, names)
+
+
+def argument(flat, size, x):
+    """As `flattened`, for what functions of rows are given besides: tensors, floats and bools."""
+    kind = class_of(x)
+    if size > 20:
+        return 0
+    if is_ours(x) != 0:
+        flat[size] = Tensor
+        return size + 1
+    if kind is bool or kind is float:
+        flat[size] = kind
+        flat[size + 1] = x
+        return size + 2
+    if kind is list:
+        return numbers_of(flat, size, load(x + LISTED), PyList_Size(x))
+    if kind is Size:
+        return numbers_of(flat, size, x + ITEMS, PyTuple_Size(x))
+    return flattened(flat, size, x, 1)
+
+
+def numbers_of(flat, size, items, count):
+    """Put ints at `flat[size]`, as those of a tuple; as `flattened`."""
+    if count > 4:
+        return 0
+    flat[size] = tuple
+    for k in range(count):
+        if class_of(items[k]) is not int:
+            return 0
+        flat[size + 1 + k] = items[k]
+    flat[size + 1 + count] = tuple
+    return size + 2 + count
+
+
+def reduced(known: Known, found: tuple, args) -> object:
+    """The result of a reduction, as `choice_of` has found it.
+
+    Where it is better off eager, its eager form's; or, of C's functions, the node that says so.
+    """
+    operands = room(8)
+    count = len(found) - 2
+    for k in range(count):
+        item = found[k + 2]
+        if class_of(item) is int:
+            item = args[int(item)]
+        operands[k] = item
+    if known.in_c is True:
+        return recorded(TELL, found[0], operands, count, 0)
+    return recorded(found[1], found[0], operands, count, 0)
+
+
+def is_never_reduced(x):
+    """`shapes.is_never_reduced` of a wrapped tensor."""
+    state = state_of(x)
+    if state is UNKNOWN:
+        inner = load(x + TENSOR_AT)
+        return grad_mode() != 0 and call_pointer(REQUIRES_GRAD, inner) & 255 != 0
+    if class_of(state) is Node:
+        node: Node = state
+        state = node.meta
+    elif class_of(state) is not Meta:
+        return 0
+    meta: Meta = state
+    if grad_mode() != 0 and meta.requires_grad is True:
+        return 1
+    return PyDict_GetItemWithError(wanted, meta.device) == 0
