@@ -175,7 +175,7 @@ def test_an_lstm_cell_is_one_kernel_in_training(device, on):
     assert stats.live_outs_stored == 7
     torch.autograd.grad((h, new), (gates, c), (h.detach(), new.detach()), retain_graph=True)
     autofuse.reset_stats()
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         got = torch.autograd.grad((h, new), (gates, c), (h.detach(), new.detach()))
     assert autofuse.stats().kernels_launched == 2  # of h, and of c with all that led to the gates
     ops = {event.key for event in profile.key_averages()}
