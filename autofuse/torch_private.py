@@ -33,6 +33,8 @@ is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enab
 set_multithreading_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# whether it stands for a batch, as the gradients that `is_grads_batched` of autograd hands on
+is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 ExcludedKey = torch._C._SetExcludeDispatchKeyGuard
 AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality

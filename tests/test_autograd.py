@@ -1135,3 +1135,24 @@ def test_training(optimizer, device):
 def test_training_with_a_grad_scaler():
     assert_same(trained(True, "adam foreach", "cuda", scaled=True),
                 trained(False, "adam foreach", "cuda", scaled=True), None)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batched_gradients_ask_for_no_kernel(device, capfd, monkeypatch):
+    """Of one op, of several, and of parts: autograd's batches have no memory that one could read."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    monkeypatch.setattr(autofuse.errors, "_said", set())
+    leaf = torch.ones(4, 4, device=device, dtype=torch.float64).requires_grad_()
+    x = autofuse.wrap(leaf)
+    a, b = (x * 3.0).chunk(2)
+    for y in (x * 2.0, (x * 2.0).relu() * x, a * b):
+        autofuse.materialize(y)
+        for _ in range(3):
+            torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True)
+        ones = torch.ones(2, *y.shape, device=device, dtype=torch.float64)
+        one, batched = (
+            torch.autograd.grad(y, leaf, g, retain_graph=True, is_grads_batched=g is ones)[0]
+            for g in (ones[0], ones)
+        )
+        assert torch.equal(batched, torch.stack([one, one]))
+    assert "failed" not in capfd.readouterr().err

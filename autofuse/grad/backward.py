@@ -37,6 +37,7 @@ from ..torch_private import (
     detach,
     dispatch_modes,
     in_functorch,
+    is_batched,
     permute,
     pop_hooks,
     push_hooks,
@@ -89,7 +90,10 @@ class Backward:
             pass
         elif not (in_functorch() or dispatch_modes() or self.meets_autocast()):  # told of ops
             with NoModes():
-                key = tuple([plain_meta(g) if id(g.__class__) in _READ else None for g in grads])
+                key = tuple([
+                    plain_meta(g) if id(g.__class__) in _READ and not is_batched(g) else None
+                    for g in grads
+                ])  # fmt: skip
             if len(grads) - key.count(None) == len(incoming):  # no sparse one, no other class
                 answer = self._answer(key)
         if answer is not None:
@@ -234,7 +238,7 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             if (
                 answer is not None
                 and hooks.differentiated is None
-                and not (g.is_neg() or g._is_zerotensor())
+                and not (g.is_neg() or g._is_zerotensor() or is_batched(g))
             ):
                 try:
                     return answer((g,), saved, consts)
