@@ -513,3 +513,32 @@ def test_layouts_meet_where_they_have_an_address_in_common():
             met = bool(mine & addresses(other, its, size, distance))
             strides = (*(size * s for s in its), 1)
             assert meets(distance, (*shape, 1), (*stride, 1), (*other, size), strides) is met
+
+
+@device_param
+@pytest.mark.parametrize("live", [False, True], ids=["alone", "beside a larger value"])
+def test_a_write_between_other_elements_takes_no_memory_for_them(live, device, monkeypatch):
+    """By several threads too, and where another value is computed after it."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    made, real = [], torch.empty_strided
+
+    def spy(*args, **kwargs):
+        tensor = real(*args, **kwargs)
+        made.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    count, columns = 1 << 17, 64
+    x, m = torch.rand(count, device=device), torch.rand(2, count, device=device)
+    memory, want = (torch.zeros(count, columns, device=device) for _ in range(2))
+    w, held = W(x), []
+    monkeypatch.setattr(torch, "empty_strided", spy)
+    for _ in range(3):
+        z = w * 2.0 + 1.0
+        if live:
+            held.append(z + m)
+        memory[:, 5] = z * 3.0
+        held.clear()
+    z = x * 2.0 + 1.0
+    want[:, 5] = z * 3.0
+    assert_same(memory, want, None)
+    assert max(made, default=0) <= 2 * m.nbytes

@@ -12,6 +12,7 @@ from ..grad.segments import Outline, outline_of
 from ..inside import is_foreign
 from ..kernel.plan import Piece, completed
 from ..kernel.rows import RowPlan, make_pieces
+from ..layout import is_dense
 from ..program.program import ALIAS, COPY, NEW, STORED, WRITE, Output
 from ..run.devices import runner_class
 from ..run.eager import EagerRunner
@@ -111,6 +112,9 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
         end = pieces[-1] if pieces else None  # what runs last
         # rows are read by more threads than write them
         if end is None or node.index not in end.stores or isinstance(end.plan, RowPlan):
+            assert node.meta is not None
+            if not is_dense(node.meta.shape, node.meta.stride):  # a copy would be as large as all
+                return EagerRunner(node, outputs)
             *others, last = computed
             computed = (*others, Output(last.step, COPY))
     return WaitingRunner(node, computed, pieces, graph).ready()

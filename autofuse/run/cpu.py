@@ -15,6 +15,7 @@ import torch
 from ..chain.state import Chain
 from ..inside import inside
 from ..kernel.plan import Piece
+from ..layout import is_dense
 from ..program.program import Ref
 from ..torch_private import NoModes, address_of, count_write
 from .generated import declared, log_of, result_of, tuple_of
@@ -99,7 +100,8 @@ class CpuRunner(Runner):
         into = chain.into if chain is not None and self.writes else None
         if into is not None:
             outs[self.live[-1]] = into
-            if _shares(self.pieces[-1])[1] > 1:  # not in one step, and so not in place
+            dense = is_dense(into.shape, into.stride())  # or what takes its place is a large hole
+            if dense and _shares(self.pieces[-1])[1] > 1:  # not in one step, and so not in place
                 outs[self.live[-1]] = values[self.live[-1]] = torch.empty_strided(
                     into.shape, into.stride(), dtype=into.dtype
                 )
@@ -113,7 +115,7 @@ class CpuRunner(Runner):
             scalars = [consts[const] for const in piece.consts]
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
             steps, chunks = _shares(piece)
-            if into is None or piece is not self.pieces[-1] or chunks > 1:
+            if into is None or piece is not self.pieces[-1] or outs[self.live[-1]] is not into:
                 self._loop(entry, steps, chunks, arguments)
             else:
                 assert chain is not None
