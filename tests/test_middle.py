@@ -182,6 +182,35 @@ def test_a_write_at_every_place_of_another_to_the_same_memory(monkeypatch):
         assert count > (0 if native.active() else 40)
 
 
+@pytest.mark.parametrize("outer", [
+    lambda x, w: x.mul_(w * 2.0), lambda x, w: x.copy_(w * 2.0),
+    lambda x, w: x.__setitem__(slice(1, None), w[1:] * 2.0),
+    lambda x, w: x.__setitem__(slice(1, None), x[1:] * 2.0),
+], ids=["mul_", "copy_", "setitem", "setitem of itself"])  # fmt: skip
+@pytest.mark.parametrize("inner", [
+    lambda x: x.copy_(x.clone()), lambda x: x.copy_(x * 1.0),
+    lambda x: x.copy_(torch.tensor(x.tolist())),
+], ids=["clone", "op", "tolist"])  # fmt: skip
+def test_a_write_of_what_was_read_at_every_place_of_another(outer, inner, monkeypatch):
+    """The other write comes before both or after both: between them it would be lost."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    y = torch.arange(8.0) + 1.0
+    want = torch.full((8,), 3.0)
+    outer(want, y)
+    done, count = False, -3  # first without it, till the kernel is there
+    while not done:
+        count += 1
+        x, w = autofuse.wrap(torch.full((8,), 3.0)), autofuse.wrap(y)
+        if count < 1:
+            outer(x, w)
+            inner(x)
+        else:
+            with Middle(count, lambda x=x: inner(x)) as middle:
+                outer(x, w)
+            done = middle.left > 0
+        assert x.tolist() == want.tolist(), count
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("recorded", [False, True])
 def test_hooks_are_told_the_same_whatever_else_is_saved_in_the_middle(recorded, monkeypatch):

@@ -24,7 +24,7 @@ from ..chain.state import (
     this_thread,
     writing,
 )
-from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread
+from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread, write_first
 from ..record.numbers import is_next, pass_over
 from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
 from ..record.policy import skipped
@@ -56,6 +56,10 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     if known.writes or not known.in_c or (kwargs and _has_target(known, kwargs)):
         return run_any(func, known, args, kwargs)
     recorder, first = this_thread.current, None
+    if recorder is None:
+        _begin(args)
+    elif recorder.running is not None:
+        write_first(recorder)
     if recorder is not None and recorder.chain.tip.holds_grad:
         first = _keep_order(recorder, flattened((*args, *kwargs.values()) if kwargs else args))
     sources: Any = ()
@@ -79,8 +83,6 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
             return run_any(func, known, args, kwargs)
     with functions_off():
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if recorder is None:
-            _begin(args)
     counts.eager[known.reason] += 1
     if first is not None:
         pass_over(first)
@@ -93,9 +95,10 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
 
 def _begin(args: Any) -> None:
     """Give this thread its first recorder, by which machine code takes ops that only pass on."""
-    device = next((x.device for x in args if x.__class__ is Tensor), None)
-    if device is not None and not this_thread.closed:
-        this_thread.current = recorder_for(device)
+    tensor = next((x for x in args if x.__class__ is Tensor), None)
+    if tensor is not None and not this_thread.closed:
+        with functions_off():
+            this_thread.current = recorder_for(tensor.device)
 
 
 def _made_concrete(items: Any, known: Known) -> bool:
@@ -159,6 +162,8 @@ def run_any(
     if writes and get_ident() not in writing:
         return announced(run_any, func, known, args, kwargs, call)
     recorder = this_thread.current
+    if recorder is not None and recorder.running is not None:
+        write_first(recorder)
     items = flattened((*args, *kwargs.values()) if kwargs else args)
     first = None
     if recorder is not None and recorder.chain.tip.holds_grad:

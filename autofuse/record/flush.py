@@ -378,6 +378,16 @@ def _foresee(recorder: Recorder, chain: Chain) -> bool:
     return recorder.running is chain
 
 
+def write_first(recorder: Recorder) -> None:
+    """Let what a flush of `recorder` writes to memory be written now, in the middle of that flush.
+
+    Before a read, for who has read may be about to write there, and that comes after it.
+    """
+    chain = recorder.running
+    if chain is not None and chain.into is not None:
+        _foresee(recorder, chain)
+
+
 def beside(tensor: Tensor) -> torch.Tensor | None:
     """The value of `tensor` where it is beside it, after `flush_tensor`; None where it is its own.
 
