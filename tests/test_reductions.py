@@ -385,6 +385,63 @@ def test_calls_that_look_alike_are_told_apart(recorded, name):
                     assert outcome(call, w) == want
 
 
+def test_operands_that_were_one_object_when_calls_were_first_met(recorded):
+    x, a, b = table(4, 8), table(1, 8)[0], table(2, 8)[1]
+    w, ours, theirs = map(autofuse.wrap, (x, a, b))
+
+    def normed(x, a, b, weight, bias):
+        return F.layer_norm(x * a + b, (8,), weight, bias) + 1.0
+
+    def scaled(x, same):
+        t = x * 2.0
+        return F.rms_norm(t, (8,), t if same else x + 3.0) + 1.0
+
+    with torch.no_grad():
+        for weight, bias in ((ours, ours), (ours, theirs), (theirs, ours), (theirs, theirs)):
+            want = normed(x, a, b, autofuse.unwrap(weight), autofuse.unwrap(bias))
+            for _ in range(3):
+                assert_same(autofuse.unwrap(normed(w, ours, theirs, weight, bias)), want, None)
+        for same in (True, False, True):
+            for _ in range(3):
+                assert_same(autofuse.unwrap(scaled(ours, same)), scaled(a, same), None)
+
+
+def test_an_interrupt_where_a_device_is_met_leaves_it_to_the_next(recorded, monkeypatch):
+    device, asked = torch.device("cpu"), []
+
+    def refusal(device):
+        asked.append(device)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return ""
+
+    monkeypatch.setattr(verified, "_met", set())
+    monkeypatch.setattr(verified, "wanted", {})
+    monkeypatch.setattr(verified, "refusal", refusal)
+    with pytest.raises(KeyboardInterrupt):
+        verified.meet(device)
+    assert not verified.wanted
+    verified.meet(device)
+    assert device in verified.wanted
+
+
+def test_a_setting_that_changes_while_a_device_is_met(recorded, monkeypatch):
+    device = torch.device("cpu")
+
+    def refusal(device):
+        autofuse.config.reductions = False
+        return ""
+
+    monkeypatch.setattr(verified, "_met", set())
+    monkeypatch.setattr(verified, "refusal", refusal)
+    try:
+        verified.meet(device)
+        assert device not in verified.wanted
+    finally:
+        monkeypatch.undo()
+        autofuse.config.reductions = True
+
+
 EAGER_CALLS = {
     "of all": lambda x: x.sum(),
     "another dim": lambda x: x.sum(0),

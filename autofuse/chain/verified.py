@@ -24,9 +24,8 @@ from ..supply.toolchain import compilers
 # (torch version, its CUDA version, compute capability): bench/reductions.py found no difference
 VERIFIED = {((2, 11), "13.0", (9, 0))}
 SAME = b"the same bits"
-wanted: dict[
-    torch.device, bool
-] = {}  # has those on which reductions are recorded, for machine code
+# has those on which reductions are recorded, for machine code
+wanted: dict[torch.device, bool] = {}
 _met: set[torch.device] = set()  # of the types on which they may be
 _assumed: list[bool] = []  # while they are being compared
 
@@ -34,8 +33,13 @@ _assumed: list[bool] = []  # while they are being compared
 def meet(device: torch.device) -> None:
     """Find out whether reductions are recorded on `device`, on which a thread begins to record."""
     if device.type in DEVICES and device not in _met:
-        _met.add(device)
-        _follow()
+        refusal(device)  # which takes time and is kept: an interrupt leaves it to the next to ask
+        try:
+            _met.add(device)
+            _follow()
+        except BaseException:
+            _met.discard(device)
+            raise
 
 
 def is_verified(version: str, cuda: str | None, capability: tuple[int, int]) -> bool:
@@ -101,10 +105,14 @@ def assumed() -> Iterator[None]:
 def _follow(*reason: object) -> None:
     """Do what `config.reductions` says, on the devices that were met."""
     for device in tuple(_met):
-        if config.reductions and not refusal(device):
-            wanted[device] = True
-        else:
-            wanted.pop(device, None)
+        while True:  # another thread may follow another change meanwhile
+            wants = config.reductions and not refusal(device)
+            if wants is (device in wanted):
+                break
+            if wants:
+                wanted[device] = True
+            else:
+                wanted.pop(device, None)
 
 
 watch(_follow)

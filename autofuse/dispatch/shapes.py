@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import is_grad_enabled
 
 from ..chain.meta import UNKNOWN, Meta
@@ -67,6 +68,9 @@ class Choices(dict[Any, Any]):
             given = [*map(id, args), *map(id, kwargs.values())]
             places = (given.index(id(x)) if id(x) in given else x for x in operands)
             chosen = (op, op.eager, *places)
+            tensors = [id(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            if len(set(tensors)) < len(tensors):  # which of its places an operand is, is not told
+                return chosen
         if len(self) >= _MOST:
             self.clear()
         return self.setdefault(key, chosen)

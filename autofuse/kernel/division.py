@@ -173,6 +173,8 @@ def scheme_of(
         by_block = _SOFTMAX_THREADS // AS_ONE
         threads = softmax_threads(columns) if kernel == "warp" else by_block
         return Scheme(kernel, (threads, 1), 1, False)
+    if rows * columns * itemsize >= 1 << 31:  # it reduces parts, each divided by itself
+        return "more bytes than torch's kernels count in 32 bits"
     vec = vector_of(op, itemsize)
     division = division_of(rows, columns, (1, columns), 0, itemsize, vec, *processors)
     if division.grid[1] > 1:
