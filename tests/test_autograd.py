@@ -1139,7 +1139,7 @@ def test_training_with_a_grad_scaler():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_batched_gradients_ask_for_no_kernel(device, capfd, monkeypatch):
-    """Of one op, of several, and of parts: autograd's batches have no memory that one could read."""
+    """Of one op, of several, and of parts: the batches of autograd have no memory to be read."""
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     monkeypatch.setattr(autofuse.errors, "_said", set())
     leaf = torch.ones(4, 4, device=device, dtype=torch.float64).requires_grad_()
