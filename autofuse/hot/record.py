@@ -178,6 +178,17 @@ def recorded(func, op, operands, count, wanted) -> object:
     return result
 
 
+def tupled(flat, size) -> object:
+    """A tuple of the objects at `flat`; to make one runs finalizers, up to Python 3.11."""
+    for k in range(size):
+        Py_IncRef(flat[k])
+    made = PyTuple_New(size)
+    items = made + ITEMS
+    for k in range(size):
+        items[k] = flat[k]
+    return made
+
+
 def recorded_views(function, args, count) -> object:
     """Views of the pending args[0] that have been recorded before; 0 where Python has to decide.
 
@@ -193,12 +204,7 @@ def recorded_views(function, args, count) -> object:
         size = flattened(flat, size, args[k], 1)
         if size == 0:
             return 0
-    for k in range(size):
-        Py_IncRef(flat[k])
-    key = PyTuple_New(size)  # up to Python 3.11 this runs finalizers
-    items = key + ITEMS
-    for k in range(size):
-        items[k] = flat[k]
+    key = tupled(flat, size)
     found = PyDict_GetItemWithError(node.known_views, key)
     if found == 0:
         return 0

@@ -18,12 +18,10 @@ from .c import (
     SIZES_OF,
     TELL,
     TENSOR_AT,
-    Py_IncRef,
     PyDict_GetItemWithError,
     PyList_Size,
     PyLong_FromLong,
     PyObject_Vectorcall,
-    PyTuple_New,
     PyTuple_Size,
     Size,
     call_pointer,
@@ -34,7 +32,7 @@ from .c import (
     wanted,
 )
 from .call import is_everyday, passed
-from .record import flattened, recorded
+from .record import flattened, recorded, tupled
 from .values import class_of, current_recorder, grad_mode, is_ours, looked_on, state_of
 
 
@@ -101,12 +99,7 @@ def choice_of(entry, args, count, names) -> object:
             size = argument(flat, size, args[k])
             if size == 0:
                 return 0
-    for k in range(size):
-        Py_IncRef(flat[k])
-    key = PyTuple_New(size)  # up to Python 3.11 this runs finalizers
-    items = key + ITEMS
-    for k in range(size):
-        items[k] = flat[k]
+    key = tupled(flat, size)
     found = PyDict_GetItemWithError(entry[2], key)
     if found != 0:
         return kept(found)
