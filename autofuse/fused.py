@@ -29,7 +29,7 @@ from .lending import (
     others_lend,
     restore,
 )
-from .record.contest import FUSED, PLAIN, Contest, is_paused
+from .record.contest import FUSED, LOOKS, PLAIN, Contest, is_paused
 from .record.flush import flush_thread
 from .record.policy import aside, contest_for, is_settled, kernel_news, measures
 from .settings.config import config
@@ -115,6 +115,7 @@ class Site:
 
 
 _MOST_SITES = 4096  # of a function
+_FEW_SITES = 8  # that are looked at one by one
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,11 +123,22 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     # grad mode and inference mode, which decides what a check of torch's guards accepts
     sites: dict[tuple[int, int, int, bool, bool], Site] = {}
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    # while every site's calls are plain, the next few are, without a look at which site is theirs:
+    # that look takes 0.5 us, and 3 where others have used the caches since
+    unseen: Contest | None = None
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal unseen
         if is_dynamo_compiling():
             return function(*args, **kwargs)
+        contest = unseen
+        if contest is not None:
+            if contest.free > 0 and contest.way == PLAIN and not loans and measures():
+                if hooks.flushing is None:
+                    contest.free -= 1
+                    return _as_it_is(function, args, kwargs, contest)
+            unseen = None
         if this_thread.closed:  # in torch.jit.trace sizes would be tensors
             return _as_it_is(function, args, kwargs)
         # --- hot path: 0.6 us for a call that is plain (CPU, Python 3.11) ---
@@ -150,6 +162,8 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if contest.way == PLAIN and measures() and not (loans and _would_record(args, kwargs)):
                 if hooks.flushing is not None:
                     _state.counts.eager[name, aside(contest)] += 1
+                elif not contest.left % LOOKS and _are_all_plain(sites) and contest.grant():
+                    unseen = contest
                 return _as_it_is(function, args, kwargs, contest)
         # --- otherwise ---
         if is_compiling() or this_thread.depth:
@@ -169,6 +183,13 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         return _called(function, args, kwargs, site, contest)
 
     return call
+
+
+def _are_all_plain(sites: dict[Any, Site]) -> bool:
+    return len(sites) <= _FEW_SITES and all(
+        site.contest is not None and site.contest.way == PLAIN and site.contest.left > 0
+        for site in list(sites.values())
+    )
 
 
 def _size_and_device(tensor: torch.Tensor) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from autofuse.dispatch.nested import tensors_in
 from autofuse.patches import streams
 from autofuse.record import contest as contests
 from autofuse.record import policy
-from autofuse.record.contest import BLOCK, FIRST, FUSED, NO_STEPS, PLAIN, Contest
+from autofuse.record.contest import BLOCK, FIRST, FUSED, LOOKS, NO_STEPS, PLAIN, Contest
 from support import DEVICES
 
 
@@ -338,6 +338,8 @@ def test_a_fused_call_runs_the_better_way(rigged, device, fused, plain):
         assert type(y) is torch.Tensor and type(x) is torch.Tensor
         torch.testing.assert_close(y, expected, rtol=0 if device == "cuda" else 1e-6, atol=0)
     assert flushes_of(function, x) == (fused < plain)
+    for _ in range(LOOKS):  # after which every call's place is looked at again
+        contest_of(function).free and function(x)
     with torch.no_grad():  # a place of its own
         assert flushes_of(function, x) == 1
     assert flushes_of(function, torch.randn(800, device=device)) == 1
@@ -357,6 +359,83 @@ def test_one_setting_fuses_every_call(rigged):
         finally:
             setattr(autofuse.config, name, before)
     assert flushes_of(function, x) == 0
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Ways may change here as on a GPU, where results are the same."""
+    monkeypatch.setattr(policy, "is_inexact", lambda *_: False)
+
+
+def test_plain_calls_are_granted_without_a_look(rigged, exact):
+    """While all sites' calls are plain; what comes then, of another site too, waits so long."""
+    function, x, large = autofuse.fuse(chain), torch.randn(8), torch.randn(800)
+    for _ in range(100):
+        function(x)
+    contest = contest_of(function)
+    while not contest.free:
+        function(x)
+    while contest.free:
+        assert flushes_of(function, x) == 0
+    left = contest.left
+    assert flushes_of(function, x) == 0  # looked at, and the next are granted
+    assert (contest.left, contest.free) == (left - LOOKS, LOOKS - 1)
+    for count in range(1, LOOKS):
+        assert contest.free == LOOKS - count
+        assert flushes_of(function, large) == 0
+    assert contest.free == 0 and len(sites_of(function)) == 1
+    assert flushes_of(function, large) == 1 and len(sites_of(function)) == 2
+    for _ in range(2 * LOOKS):  # the other's way is not known yet
+        function(x)
+    assert contest.free == 0
+
+
+def test_nothing_is_granted_where_results_may_differ(rigged):
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    for _ in range(100):
+        function(x)
+    assert contest_of(function).way == PLAIN and contest_of(function).free == 0
+    assert flushes_of(function, torch.randn(800)) == 1
+
+
+@pytest.mark.parametrize("what", ["measure", "always_fuse", "check", "enabled"])
+def test_settings_end_what_was_granted(rigged, exact, what):
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    for _ in range(100):
+        function(x)
+    while not contest_of(function).free:
+        function(x)
+    before = getattr(autofuse.config, what)
+    setattr(autofuse.config, what, not before)
+    try:
+        assert flushes_of(function, x) == (what != "enabled")
+    finally:
+        setattr(autofuse.config, what, before)
+
+
+def test_explain_sees_calls_that_were_granted(rigged, exact):
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    for _ in range(100):
+        function(x)
+    while not contest_of(function).free:
+        function(x)
+    with autofuse.explain() as report:
+        for _ in range(5):
+            function(x)
+    (advice,) = report.advice
+    assert advice.startswith("5 fused calls ran as plain PyTorch")
+
+
+def test_granted_calls_leave_no_wrapped_result(rigged, exact):
+    kept = {}
+    function, x = autofuse.fuse(lambda x: kept.get("y", x) * 2), torch.randn(8)
+    for _ in range(100):
+        function(x)
+    while not contest_of(function).free:
+        function(x)
+    kept["y"] = autofuse.wrap(torch.ones(8))
+    assert type(function(x)) is torch.Tensor
+    assert contest_of(function).way == FUSED and type(function(x)) is torch.Tensor
 
 
 def test_modules_of_one_class_are_places_of_their_own(rigged):

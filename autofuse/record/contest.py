@@ -22,6 +22,7 @@ FUSED, PLAIN = 0, 1  # the ways; a contest begins with the first
 BLOCK = 4  # spans of a block that count; the one before them does not, which the other way delays
 _BLOCKS, _CLOSE, _MOST = 3, 0.05, 9  # of each way; more where medians differ by less than _CLOSE
 _ONCE, _TWICE = 8, 2  # spans of a block, and blocks of each way, where it is decided once
+LOOKS = 32  # calls, of which one is looked at and the others granted
 _SETTLING = 50  # spans in which something is prepared before they count all the same
 FIRST, _GROWTH, _LONGEST = 500, 4, 1 << 20  # calls before it is measured again, how these grow
 NO_STEPS = 512  # calls without backward, after which nobody seems to run one
@@ -93,8 +94,8 @@ class Contest:
     """The ways of one place that calls come by; asked before and told after each."""
 
     __slots__ = ("_calls", "_clock", "_counted", "_done", "_most", "_news", "_once", "_owed",
-                 "_pause", "_settled", "_spans", "_start", "_step", "_waits", "costs", "left",
-                 "way")  # fmt: skip
+                 "_pause", "_settled", "_spans", "_start", "_step", "_waits", "costs",
+                 "free", "left", "way")  # fmt: skip
 
     def __init__(self, clock: Clock, steps: bool = False, once: bool = False) -> None:
         """steps: what counts are not calls but what lies between two steps, see `begin`.
@@ -103,6 +104,7 @@ class Contest:
         """
         self.way = FUSED
         self.left = 0  # calls before something is measured
+        self.free = 0  # of these, those that were granted
         self.costs: tuple[float, float] | None = None  # us in each way, when it was decided
         self._clock, self._once = clock, once
         self._pause = FIRST
@@ -122,6 +124,17 @@ class Contest:
         """Never go the other way again."""
         self.way, self.left, self.costs = FUSED, sys.maxsize, None
         self._begin_anew()
+
+    def grant(self) -> bool:
+        """Let some of the calls that are left not be counted one by one, where there are any.
+
+        Such calls may be another place's, whose results must not depend on the way.
+        """
+        if self._once or self.left < LOOKS:
+            return False
+        self.free = LOOKS - 1
+        self.left -= self.free
+        return True
 
     def skip(self) -> None:
         """A call goes a way that this does not choose: the step that it is in does not count."""
