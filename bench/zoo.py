@@ -1,6 +1,6 @@
 """Whole programs as users write them, before and after the one line that autofuse asks for.
 
-    python bench/zoo.py [--only NAME ...] [--rounds 9] [--steps N] [--device cuda] [--out FILE]
+    python bench/zoo.py [--only NAME ...] [--rounds 25] [--steps N] [--device cuda] [--out FILE]
 
 The programs (zoo_*.py) know nothing of autofuse. Each runs eagerly, with its step given to
 `autofuse.fuse`, with the tensors that it starts from given to `autofuse.wrap`, and each once more
@@ -60,8 +60,8 @@ WARM = 120  # steps before those that are timed: in these a fused call finds the
 WARM_S = 3.0  # unless they take longer
 REPEATS = 4  # of eager, to see whether it gives the same bits
 PASSES = 12  # of CHECKED steps each, at most, until no new kernel is needed
-ROUND_S = 0.03  # of one variant in one round
-FEWEST, MOST = 3, 100  # steps of it
+ROUND_S = 0.01  # of one variant in one round: short, for what else a host does comes and goes
+FEWEST, MOST = 1, 100  # steps of it
 _AHEAD = 1 << 14  # nodes, more than the checked steps of a program make in backward
 
 
@@ -383,8 +383,8 @@ def chosen(only: list[str]) -> list[Row]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=0, help="per round; default: those of 30 ms")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=0, help="per round; default: those of 10 ms")
     parser.add_argument("--only", nargs="*", default=[], help="programs whose name has this")
     parser.add_argument("--size", default="full", choices=("full", "tiny"))
     parser.add_argument("--out", type=Path, help="default: bench/results/zoo_<machine>.json")
