@@ -34,6 +34,11 @@ class Drawn:
     way = property(lambda self: self.drawn.choice((FUSED, PLAIN)))
     left = property(lambda self: self.drawn.randrange(2), lambda self, value: None)
     costs = property(lambda self: self.drawn.choice((None, (1.0, 1.0))))
+    free = property(lambda self: self.drawn.randrange(2), lambda self, value: None)
+
+    def grant(self) -> bool:
+        """The next calls, until one is not free."""
+        return self.drawn.random() < 0.5
 
     def skip(self) -> None:
         """Nothing was begun."""

@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autofuse
+from autofuse.dispatch.handlers import HOT
 from autofuse.dispatch.protocol import HANDLERS
 from autofuse.record.flush import flush_all
 from support import NATIVE, assert_same
@@ -609,3 +610,34 @@ def test_a_thread_that_records_nothing_meets_no_plain_ones(on):
         done.set()
         thread.join()
     assert met == {autofuse.Tensor}
+
+
+def test_no_function_of_torch_in_c_goes_by_python():
+    """Those that tensors come to, but for what writes to them."""
+    ignored = torch.overrides.get_ignored_functions()
+    makers = ignored - {torch.rand_like, torch.randn_like, torch.randint_like, torch.normal}
+    passing = {handler for kind, handler, _ in HOT if kind == "passing"}
+    found = 0
+    for place in (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C._fft):
+        for name in dir(place):
+            func = getattr(place, name)
+            if name[0] != "_" != name[-1] and type(func) is type(torch.mm) and func not in makers:
+                assert func in HANDLERS, name
+                found += HANDLERS[func] in passing
+    assert found > 400
+
+
+def test_what_is_let_pass_writes_to_no_argument():
+    """By its schema in torch, and in the eyes of `run_eager`."""
+    seen = 0
+    for kind, _, (func, *_) in (entry for entry in HOT if entry[0] == "passing"):
+        assert kind == "passing"
+        with contextlib.suppress(RuntimeError):  # not every function is an operator
+            schemas = torch._C._jit_get_schemas_for_operator(f"aten::{func.__name__}")
+            seen += bool(schemas)
+            for schema in schemas:
+                for argument in schema.arguments:
+                    told = argument.is_out or argument.name == "out"
+                    writes = argument.alias_info is not None and argument.alias_info.is_write
+                    assert told or not writes, (func.__name__, argument.name)
+    assert seen > 400

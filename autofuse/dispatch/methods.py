@@ -28,6 +28,14 @@ def install_methods() -> None:
     for name in PASSED | {func.__name__ for func in LIKE_C}:
         for place, func in unhandled(name):
             handle(place, name, passing(func))
+    like = {torch.rand_like, torch.randn_like, torch.randint_like, torch.normal}
+    makers = torch.overrides.get_ignored_functions() - like  # no tensor comes to them
+    for place in _BUILTINS:
+        for name in set(dir(place)) - _ALIASES:
+            func = getattr(place, name)
+            if func.__class__ in IN_C and name[0] != "_" != name[-1] and func not in HANDLERS:
+                if func not in makers:
+                    handle(place, name, passing(func))
     for name in dir(TensorBase):
         func = getattr(Plain, name)
         if name in _OPERATORS or not name.startswith("_"):
@@ -50,6 +58,9 @@ def install_methods() -> None:
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
 
 
+_BUILTINS = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C._fft,
+             torch._C._special)  # type: ignore[attr-defined]  # fmt: skip
+_ALIASES = {"dsmm", "spmm"}  # equal to torch.mm, and not the same
 _ATTRIBUTES = ("real", "imag", "grad_fn")  # for which a value is needed
 _OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__",
               "__rmatmul__"}  # fmt: skip
