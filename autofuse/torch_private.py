@@ -6,8 +6,9 @@ a version of PyTorch does not have is missed here, at import.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,8 @@ in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 ExcludedKey = torch._C._SetExcludeDispatchKeyGuard
-AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-AUTOGRAD_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_AUTOGRAD_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 AUTOCASTS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
 KINDS = {"cpu": 0, "cuda": 1}  # the devices that are recorded on, as c10::DeviceType numbers them
 
@@ -50,6 +51,19 @@ top_hooks: Callable[[], Hooks | None] = partial(
 )
 push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def is_below_autograd() -> bool:
+    """Whether what runs now is an op of autograd's, as in a `__torch_dispatch__` of another class:
+    then neither graphs nor views come of ops."""
+    return key_is_excluded(_AUTOGRAD) and not torch.is_inference_mode_enabled()
+
+
+@contextlib.contextmanager
+def above_autograd() -> Iterator[None]:
+    """Ops are again what they are outside."""
+    with ExcludedKey(_AUTOGRAD, False), ExcludedKey(_AUTOGRAD_OF_VIEWS, False):
+        yield
 
 
 def looked_on() -> bool:

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 import autofuse
-from support import DEVICES
+from autofuse.chain.shell import Held
+from support import DEVICES, NATIVE
 
 # --- a tensor is no sequence ----------------------------------------------------------------------
 
@@ -583,3 +584,25 @@ def test_a_keyword_may_be_no_ordinary_string():
             Key.asked = 0
             with pytest.raises((RuntimeError, TypeError)):  # no SystemError
                 call(x, **{Key("out"): x})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["requires_grad", "is_leaf", "grad_fn", "output_nr", "_version"])
+@pytest.mark.parametrize("part", [None, 1])
+@pytest.mark.parametrize("on", NATIVE)
+def test_metadata_of_what_cpp_held_when_it_was_computed(name, part, device, on, monkeypatch):
+    """In the middle of an op of another class, whose C++ holds it: the value is beside it."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    monkeypatch.setattr(autofuse.config, "native", on)
+    seen = []
+    for wrap in (lambda t: t, autofuse.wrap):
+        other = KINDS["MaskedTensor"](torch.linspace(2, -3, 3, device=device).reshape(1, 3))
+        leaf = torch.ones(2, 3, device=device, requires_grad=True)
+        y = wrap(leaf) * 2.0
+        y = y if part is None else y.chunk(2)[part]
+        operator.eq(other, y)
+        value = getattr(y, name)
+        seen.append(value.name().rpartition(".")[2] if name == "grad_fn" else value)
+    assert isinstance(y._af, Held), "C++ does not hold it"
+    assert seen[1] == seen[0]

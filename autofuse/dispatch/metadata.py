@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..chain.meta import Meta
-from ..chain.shell import Tensor
+from ..chain.shell import Held, Tensor
 from ..record.writes import pending_version
 from ..torch_private import functions_off, looked_on
 from .eager import Handler, Plain, run_eager
@@ -61,7 +61,9 @@ def install_metadata() -> None:
             read = _from_meta(name, get)
         elif name in ("requires_grad", "is_leaf"):
             read = _pending_grad(name == "is_leaf", get)
-        HOT.append(("getting", read, (base, name in ("requires_grad", "is_leaf"))))
+        elif name == "output_nr":
+            read = _output(getter, get)
+        HOT.append(("getting", read, (base, name in ("requires_grad", "is_leaf", "output_nr"))))
         HANDLERS[getter] = read  # type: ignore[index]
         setattr(Tensor, name, property(read, set_ if setter is not None else None))
     for name in _METHODS:
@@ -96,8 +98,24 @@ def _pending_grad(leaf: bool, concrete: Handler) -> Handler:
 
     def get(self: Any) -> bool:
         state = self._af
+        if state.__class__ is Held:
+            return concrete(state.real)
         if state.recorder is not None and state.meta.requires_grad and not looked_on():
             return not leaf
+        return concrete(self)
+
+    return get
+
+
+def _output(getter: Handler, concrete: Handler) -> Handler:
+    """`output_nr`: which result of its node it is; a pending view may be one of several."""
+
+    def get(self: Any) -> int:
+        state = self._af
+        if state.__class__ is Held:
+            return concrete(state.real)
+        if state.recorder is not None and state.base >= 0 and not looked_on():
+            return run_eager(getter, (self,))
         return concrete(self)
 
     return get

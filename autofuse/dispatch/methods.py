@@ -61,7 +61,7 @@ def install_methods() -> None:
 _BUILTINS = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C._fft,
              torch._C._special)  # type: ignore[attr-defined]  # fmt: skip
 _ALIASES = {"dsmm", "spmm"}  # equal to torch.mm, and not the same
-_ATTRIBUTES = ("real", "imag", "grad_fn")  # for which a value is needed
+_ATTRIBUTES = ("real", "imag", "grad_fn", "output_nr")  # for which a value is needed
 _OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__",
               "__rmatmul__"}  # fmt: skip
 # not of operators: Python would ask a reflected one first that differs from a plain tensor's

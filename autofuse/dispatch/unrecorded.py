@@ -87,4 +87,8 @@ def _writes(name: str, func: Callable[..., Any]) -> bool:
     if name.endswith("_") and (not name.endswith("__") or name[:3] == "__i" or "set" in name):
         return name not in ("__index__", "__int__", "__invert__")
     module = getattr(func, "__module__", None) or ""
-    return "batch_norm" in name or name == "fused_moving_avg_obs_fake_quant" or module.startswith("torch._ops")
+    return (
+        "batch_norm" in name
+        or name == "fused_moving_avg_obs_fake_quant"
+        or module.startswith("torch._ops")
+    )

@@ -33,11 +33,13 @@ from ..run.words import Answer
 from ..torch_private import (
     InferenceMode,
     NoModes,
+    above_autograd,
     apply_of,
     detach,
     dispatch_modes,
     in_functorch,
     is_batched,
+    is_below_autograd,
     permute,
     pop_hooks,
     push_hooks,
@@ -332,7 +334,8 @@ def _attaching(
 
     space: dict[str, Any] = {"get": torch.is_grad_enabled, "set_": set_grad_enabled,
                              "hooks": top_hooks, "push": push_hooks, "pop": pop_hooks,
-                             "holding": HOLDING}  # fmt: skip
+                             "holding": HOLDING, "is_below_autograd": is_below_autograd,
+                             "above_autograd": above_autograd}  # fmt: skip
     tells = any(backward.segment.told for backward in backwards)
     calls: list[tuple[int, str]] = []
     made = Calls(space)
@@ -364,6 +367,9 @@ def _attaching(
     result = f"    return {tuple_of(f'v{index}' for index in seen)}\n" if seen else ""
     source = (
         f"def attach(inputs, consts, late, {params}):\n"
+        "    if is_below_autograd():\n"
+        "        with above_autograd():\n"
+        f"            return attach(inputs, consts, late, {params})\n"
         f"    was, told = get(), {None if tells else 'hooks()'}\n"
         f"    try:\n        if told: push(*holding)\n"
         f"        try:\n            if not was: set_(True)\n{body}"

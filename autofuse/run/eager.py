@@ -12,12 +12,12 @@ from ..program.program import CONST
 from ..program.walk import needed
 from ..torch_private import (
     AUTOCASTS,
-    AUTOGRAD,
-    AUTOGRAD_OF_VIEWS,
     ExcludedKey,
     Hooks,
     NoModes,
+    above_autograd,
     detach,
+    is_below_autograd,
     key_is_excluded,
     pop_hooks,
     push_hooks,
@@ -80,9 +80,8 @@ def replayed(
 
     grad: with autograd's nodes, of which hooks are told nothing: the flush does that.
     """
-    # in a `__torch_dispatch__` of another class
-    if nodes[-1].grad_mode and key_is_excluded(AUTOGRAD):
-        with ExcludedKey(AUTOGRAD, False), ExcludedKey(AUTOGRAD_OF_VIEWS, False):
+    if is_below_autograd():
+        with above_autograd():
             return replayed(chain, nodes, live, bumps, late, ops, grad)
     if not all(map(key_is_excluded, AUTOCASTS)):  # its casts are steps of the chain
         with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
