@@ -637,6 +637,8 @@ def test_what_is_let_pass_writes_to_no_argument():
             seen += bool(schemas)
             for schema in schemas:
                 for argument in schema.arguments:
+                    if str(argument.type) not in ("Tensor", "Optional[Tensor]"):
+                        continue  # TorchScript's lists
                     told = argument.is_out or argument.name == "out"
                     writes = argument.alias_info is not None and argument.alias_info.is_write
                     assert told or not writes, (func.__name__, argument.name)

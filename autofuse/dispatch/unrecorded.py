@@ -87,8 +87,8 @@ def _writes(name: str, func: Callable[..., Any]) -> bool:
     if name.endswith("_") and (not name.endswith("__") or name[:3] == "__i" or "set" in name):
         return name not in ("__index__", "__int__", "__invert__")
     module = getattr(func, "__module__", None) or ""
-    return (
-        "batch_norm" in name
-        or name == "fused_moving_avg_obs_fake_quant"
-        or module.startswith("torch._ops")
-    )
+    return module.startswith("torch._ops") or any(text in name for text in _WRITERS)
+
+
+# in names of functions that write to an argument which is not called `out`
+_WRITERS = "batch_norm", "fused_moving_avg_obs_fake_quant", "fbgemm_linear_fp16_weight"
