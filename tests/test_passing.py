@@ -630,8 +630,9 @@ def test_no_function_of_torch_in_c_goes_by_python():
 def test_what_is_let_pass_writes_to_no_argument():
     """By its schema in torch, and in the eyes of `run_eager`."""
     seen = 0
-    for kind, _, (func, *_) in (entry for entry in HOT if entry[0] == "passing"):
-        assert kind == "passing"
+    for func in (facts[0] for kind, _, facts in HOT if kind == "passing"):
+        if func.__name__ in ("retain_grad", "record_stream"):
+            continue  # said of the object, not of its values
         with contextlib.suppress(RuntimeError):  # not every function is an operator
             schemas = torch._C._jit_get_schemas_for_operator(f"aten::{func.__name__}")
             seen += bool(schemas)

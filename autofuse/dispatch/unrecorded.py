@@ -91,4 +91,5 @@ def _writes(name: str, func: Callable[..., Any]) -> bool:
 
 
 # in names of functions that write to an argument which is not called `out`
-_WRITERS = "batch_norm", "fused_moving_avg_obs_fake_quant", "fbgemm_linear_fp16_weight"
+_WRITERS = ("batch_norm", "fused_moving_avg_obs_fake_quant", "fbgemm_linear_fp16_weight",
+            "rrelu_with_noise")  # fmt: skip
