@@ -79,6 +79,20 @@ def changes_results() -> bool:
     return bool(told or autocast_is_on() or dispatch_modes() or function_modes())
 
 
+def is_own_op(name: str, kind: str) -> bool:
+    """Whether torch computes its op `name` on devices of type `kind`, not as others that it is of.
+
+    Then autograd has one node for it.
+    """
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", kind.upper())
+    except RuntimeError:  # a version without it
+        return False
+
+
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+pop_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
+
 # --- tensors -------------------------------------------------------------------------------------
 
 TensorBase = torch._C.TensorBase
