@@ -5,18 +5,22 @@ torch compute the outputs without grad (`hung`), so that all else, bits too, has
 """
 
 import gc
+import itertools
 import threading
 import weakref
 
+import numpy as np
 import pytest
+import row_oracle
+import simt
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from test_reductions import CPU, emulated, recorded, recording, row, table  # noqa: F401
+from test_reductions import emulated, launched, recorded, recording, row, table  # noqa: F401
 from torch.autograd import gradcheck, gradgradcheck
 
 import autofuse
-from autofuse.chain import rowwise
+from autofuse.chain import rowwise, verified
 from autofuse.kernel.rows import RowPlan
 from autofuse.ops import reductions
 from autofuse.run import cpu, devices
@@ -24,7 +28,7 @@ from autofuse.run.eager import replayed
 from autofuse.run.settle import bump, publish, settle
 from autofuse.supply.kernels import Order
 from autofuse.torch_private import NoModes
-from support import assert_same
+from support import assert_same, needs_cuda
 
 made = []  # runners that have run
 
@@ -196,7 +200,7 @@ def test_what_is_saved_is_what_eager_saves(hung):
     xs = leaves()
     for name, stored in (
         ("softmax", 2), ("log_softmax", 2), ("sum", 1), ("mean", 1), ("layer_norm", 4),
-        ("layer_norm of a value", 4), ("layer_norm alone", 4),
+        ("layer_norm of a value", 5), ("layer_norm alone", 4),
     ):  # fmt: skip
         trained(PROGRAMS[name], xs, wrap=True)
         assert made[-1].stored == stored, name
@@ -468,3 +472,98 @@ def test_another_node_than_the_expected_one_is_not_believed(hung, monkeypatch, c
     got, ours = trained(scaled, xs, wrap=True)
     assert made and "another autograd node" in capsys.readouterr().err
     assert_same([got, *ours[:2]], [want, *grads[:2]], None)
+
+
+# --- by kernels, emulated -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [131, 260])
+def test_statistics_come_from_the_kernel(emulated, n):  # noqa: F811
+    """And eager's backward gets them."""
+    xs = leaves(n=n)
+    x, res, w, b = xs
+    eps = simt.F32(1e-5)
+    for runs in range(1, 4):
+        ours = list(map(autofuse.wrap, xs))
+        h = ours[0] + ours[1]
+        normed = F.layer_norm(h, (n,), ours[2], ours[3])
+        out = F.relu(normed) + ours[1]
+        autofuse.materialize(out)
+        assert len(launched) == runs
+        node, rows = normed.grad_fn, (x + res).detach().numpy()
+        found = zip(*(row_oracle.layer_norm_statistics(r, eps) for r in rows), strict=True)
+        mean, rstd = (torch.from_numpy(np.array(one)).view(5, 1) for one in found)
+        assert_same([node._saved_result1, node._saved_result2], [mean, rstd], None)
+        want = [row_oracle.layer_norm(r, *(p.detach().numpy() for p in (w, b)), eps) for r in rows]
+        want = torch.from_numpy(np.array(want))
+        assert_same(autofuse.unwrap(out).detach(), torch.relu(want) + res.detach(), None)
+        g = table(5, n, 7)
+        gx, gw, gb = torch.ops.aten.native_layer_norm_backward(
+            g * (want > 0), (x + res).detach(), (n,), mean, rstd, w.detach(), b.detach(), [True] * 3
+        )
+        got = torch.autograd.grad(autofuse.unwrap(out), xs, g)
+        assert_same(list(got), [gx, g + gx, gw, gb], None)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+NORMS = {
+    **PROGRAMS,
+    "rms_norm": lambda x, y, w, b: F.rms_norm(x + y, x.shape[-1:], w) * y,
+    "rms_norm alone": lambda x, y, w, b: F.rms_norm(x * 2.0, x.shape[-1:]) - y,
+}
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("needs", GRADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_have_eagers_bits_on_cuda(name, dtype, needs, on, always):
+    if verified.refusal(torch.device("cuda", 0)):
+        pytest.skip("not verified on this GPU with this torch")
+    for m, n in [(5, 33), (40, 128), (40, 131), (300, 1024), (7, 2050)]:
+        values = table(m, n, 0, dtype), table(m, n, 1, dtype), row(n, 2, dtype), row(n, 3, dtype)
+        xs = [
+            x.cuda().requires_grad_(bool(need))
+            for x, need in zip(values, GRADS[needs], strict=True)
+        ]
+        g = None
+        results = []
+        for wrap in (False, True, True):
+            autofuse.reset_stats()
+            out = NORMS[name](*(map(autofuse.wrap, xs) if wrap else xs))
+            if wrap:
+                assert autofuse.is_pending(out)
+                out = autofuse.unwrap(autofuse.materialize(out))
+                assert autofuse.stats().kernels_launched == 1
+            g = torch.randn_like(out) if g is None else g
+            wanted = [x for x in xs if x.requires_grad]
+            grads = []
+            if out.requires_grad:
+                grads = torch.autograd.grad(out, wanted, g, allow_unused=True)
+            results.append((out, *(x for x in grads if x is not None)))
+        for got in results[1:]:
+            assert_same(got, results[0], None)
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_statistics_have_eagers_bits_on_cuda(norm, dtype, always):
+    if verified.refusal(torch.device("cuda", 0)):
+        pytest.skip("not verified on this GPU with this torch")
+    for m, n in itertools.product((1, 3, 70, 300), (2, 5, 64, 131, 260, 513, 1024, 4096, 5000)):
+        x = (torch.randn(m, n, device="cuda") * 3 + 1).to(dtype).requires_grad_()
+        found = []
+        for wrap in (False, True):
+            h = (autofuse.wrap(x) if wrap else x) * 2.0
+            normed = getattr(F, norm)(h, (n,))
+            out = normed + 1.0
+            if wrap:
+                autofuse.materialize(out)
+            node = normed.grad_fn
+            names = ["input", *(f"result{k}" for k in (1, 2))][: 3 - (norm == "rms_norm")]
+            found.append([getattr(node, f"_saved_{name}").detach() for name in names])
+        assert_same(found[1], found[0], None)

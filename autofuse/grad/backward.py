@@ -350,7 +350,7 @@ def _attaching(
         space[f"hang{node.index}"] = noder(node.op)
         operands = [f"consts[{ref - CONST}], " if ref >= CONST else listed([ref])
                     for ref in node.args]  # fmt: skip
-        call = f"hang{node.index}(({''.join(operands)}), ({listed([*results])}))"
+        call = f"hang{node.index}(({''.join(operands)}), {listed([*results])})"
         calls.append((node.index, call))
     for k, backward in enumerate(backwards):
         segment = backward.segment

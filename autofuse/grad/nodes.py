@@ -49,26 +49,26 @@ class _Known(TorchDispatchMode):
 def noder(reduction: Reduction) -> Callable[..., None]:
     """A function that hangs autograd's node of `reduction` on a value, in grad mode.
 
-    It takes the operands, and all that torch's op for it returns: the value and the statistics.
+    It takes the operands, and what torch's op for it returns: the value, then statistics.
     """
     name, _, overload = NODES[reduction.name].partition(".")
     op, call = getattr(getattr(torch.ops.aten, name), overload or "default"), reduction.eager
     assert call is not None
 
-    def attach(operands: tuple[Any, ...], results: tuple[torch.Tensor, ...]) -> None:
+    def attach(operands: tuple[Any, ...], value: torch.Tensor, *statistics: torch.Tensor) -> None:
         if key_is_excluded(AUTOGRAD):  # in a `__torch_dispatch__` of another class
             with ExcludedKey(AUTOGRAD, False), ExcludedKey(AUTOGRAD_OF_VIEWS, False):
-                return attach(operands, results)
+                return attach(operands, value, *statistics)
         if autocast_is_on() and not all(map(key_is_excluded, AUTOCASTS)):
             with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
-                return attach(operands, results)
-        known = _Known(op, operands[0], results if len(results) > 1 else results[0])
+                return attach(operands, value, *statistics)
+        known = _Known(op, operands[0], (value, *statistics) if statistics else value)
         try:
             push_mode(known)
-            value = call(*operands)
+            found = call(*operands)
         finally:
             pop_mode(None)
-        if value is not results[0]:
+        if found is not value:
             raise RuntimeError(f"torch has another autograd node for {reduction.name}")
         return None
 
