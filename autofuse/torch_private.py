@@ -79,13 +79,10 @@ def changes_results() -> bool:
     return bool(told or autocast_is_on() or dispatch_modes() or function_modes())
 
 
-def is_own_op(name: str, kind: str) -> bool:
-    """Whether torch computes its op `name` on devices of type `kind`, not as others that it is of.
-
-    Then autograd has one node for it.
-    """
+def has_kernel(name: str, key: str) -> bool:
+    """Whether torch's op `name` has a kernel of its own for the dispatch key of this name."""
     try:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", kind.upper())
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
     except RuntimeError:  # a version without it
         return False
 

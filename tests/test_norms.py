@@ -16,7 +16,7 @@ import simt
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from test_reductions import emulated, launched, recorded, recording, row, table  # noqa: F401
+from test_reductions import CALLS, emulated, launched, recorded, recording, row, table  # noqa: F401
 from torch.autograd import gradcheck, gradgradcheck
 
 import autofuse
@@ -28,7 +28,7 @@ from autofuse.run.eager import replayed
 from autofuse.run.settle import bump, publish, settle
 from autofuse.supply.kernels import Order
 from autofuse.torch_private import NoModes
-from support import assert_same, needs_cuda
+from support import assert_same, cuda_autocast_on_cpu, needs_cuda
 
 made = []  # runners that have run
 
@@ -472,6 +472,45 @@ def test_another_node_than_the_expected_one_is_not_believed(hung, monkeypatch, c
     got, ours = trained(scaled, xs, wrap=True)
     assert made and "another autograd node" in capsys.readouterr().err
     assert_same([got, *ours[:2]], [want, *grads[:2]], None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "RMSNorm"])
+def test_under_autocast(recorded, name, dtype):  # noqa: F811
+    """As CUDA casts: a layer norm's operands, and what sums and softmaxes read, in themselves."""
+    with cuda_autocast_on_cpu():
+        x = table(4, 8, dtype=dtype).requires_grad_()
+        found = []
+        for wrap in (False, True, True):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = CALLS[name](autofuse.wrap(x) if wrap else x)
+                pending = autofuse.is_pending(out) if wrap else None
+                out = out * 2.0
+                if wrap:
+                    out = autofuse.unwrap(autofuse.materialize(out))
+            g = torch.ones_like(out)
+            found.append([out, *torch.autograd.grad(out, [x], g)])
+            if wrap:
+                casts = "sum" in name or "oftmax" in name
+                assert pending is not (name == "rms_norm" or casts and dtype is torch.bfloat16)
+                assert_same(found[-1], found[0], None)
+
+
+def test_a_layer_norm_with_weights_under_autocast(hung):
+    """Of 16-bit rows and parameters of float32."""
+    xs = leaves()
+    xs[0] = xs[0].detach().bfloat16().requires_grad_()
+
+    def run(x, y, w, b):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.relu(F.layer_norm(x * 2.0, (12,), w, b)) + y
+
+    with cuda_autocast_on_cpu():
+        want, grads = trained(run, xs, wrap=False)
+        for runs in range(1, 3):
+            got, ours = trained(run, xs, wrap=True)
+            assert_same([got, *ours], [want, *grads], None)
+            assert len(made) == runs
 
 
 # --- by kernels, emulated -------------------------------------------------------------------------

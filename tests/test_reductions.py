@@ -496,13 +496,6 @@ def test_nothing_is_recorded_on_the_cpu():
     assert autofuse.stats().eager_ops["sum", "not in the table"] == 1
 
 
-def test_autocast_leaves_them_to_eager(recorded):
-    x = table(4, 8)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        y = torch.softmax(autofuse.wrap(x) * 2.0, -1)
-    assert not autofuse.is_pending(y)
-
-
 def flushes():
     return dict(autofuse.stats().flushes)
 

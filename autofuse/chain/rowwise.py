@@ -15,7 +15,7 @@ import torch
 from ..dtypes import CODES
 from ..kernel.division import scheme_of
 from ..layout import Ints, contiguous
-from ..ops.reductions import DEVICES, DTYPES, Reduction, has_node
+from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
 from ..program.program import CONST, Ref
 from ..settings.config import config
 from .infer import Inferred
@@ -33,8 +33,11 @@ def infer_rows(
     tip: Node,
     device: torch.device,
     processors: tuple[int, int],
-) -> tuple[Inferred, RowsOf] | str:
-    """What `op` makes of `operands`, or why it has to run as eager PyTorch; as `infer` does."""
+) -> tuple[Inferred, RowsOf] | str | torch.dtype:
+    """What `op` makes of `operands`, why it has to run as eager PyTorch, or what they are cast to.
+
+    As `infer` says it.
+    """
     args: list[Ref] = []
     reads, numbers = list(tip.inputs), list(tip.consts)
     views: list[Meta] = []
@@ -50,6 +53,9 @@ def infer_rows(
             args.append(CONST + len(numbers))
             numbers.append(operand)
     x, *affine = views
+    cast = cast_of(op, device.type, [meta.dtype for meta in views]) if tip.autocast else None
+    if cast is not None:
+        return cast
     reason = _reason(x, affine, device, tip) or _ungraded(op, views, device, tip)
     if reason:
         return reason
@@ -70,8 +76,6 @@ def _reason(x: Meta, affine: list[Meta], device: torch.device, tip: Node) -> str
         return "a reduction of another kind"
     if any(meta.device is not device for meta in (x, *affine)):
         return "operands on several devices"
-    if tip.autocast:
-        return "a reduction under autocast"
     if not x.flat or 0 in x.shape:
         return "rows that are not contiguous"
     for meta in affine:

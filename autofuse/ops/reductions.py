@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..torch_private import is_own_op
+from ..torch_private import has_kernel
 from .row import Op, registrar
 
 DEVICES = {"cuda"}  # types on which reductions are recorded: a CPU's order is its instruction set's
@@ -96,8 +96,25 @@ def _soft_row(name: str) -> Reduction:
 
 
 def has_node(op: Reduction, kind: str) -> bool:
-    """Whether autograd has one node for `op` on devices of type `kind`."""
-    return is_own_op(NODES[op.name], kind)
+    """Whether autograd has one node for `op` on devices of type `kind`.
+
+    It has where torch does not compute it there as others that it is of.
+    """
+    return has_kernel(NODES[op.name], kind.upper())
+
+
+def cast_of(op: Reduction, kind: str, dtypes: list[torch.dtype]) -> torch.dtype | str | None:
+    """What autocast casts the operands of `op` to, or why torch has to do that; None if nothing.
+
+    dtypes: of its tensors.
+    """
+    name = {"sum": NODES["sum"], "mean": NODES["mean"]}.get(op.name, op.name)
+    name = f"{name}.int" if op.name in ("softmax", "log_softmax") else name
+    if set(dtypes) == {torch.float32} or not has_kernel(name, f"Autocast{kind.upper()}"):
+        return None
+    if op.statistics:
+        return torch.float32
+    return "autocast, which casts in the reduction"  # and adds in an order that was not compared
 
 
 def _is_row_wise(x: Any, dim: Any) -> bool:
