@@ -21,6 +21,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import autofuse
 from autofuse.chain import rowwise, verified
+from autofuse.cli import verify
 from autofuse.kernel.rows import RowPlan
 from autofuse.ops import reductions
 from autofuse.run import cpu, devices
@@ -77,6 +78,7 @@ def scaled(x, y, w, b):
 
 PROGRAMS = {
     "softmax": scaled,
+    "softmax of an Input": lambda x, y, w, b: torch.softmax(x, -1) * y,
     "log_softmax": lambda x, y, w, b: torch.log_softmax(x * y, -1) + y,
     "sum": lambda x, y, w, b: (x * y).sum(-1) * 0.5,
     "sum, keepdim": lambda x, y, w, b: x * (x * y).sum(-1, keepdim=True),
@@ -542,6 +544,21 @@ def test_statistics_come_from_the_kernel(emulated, n):  # noqa: F811
         )
         got = torch.autograd.grad(autofuse.unwrap(out), xs, g)
         assert_same(list(got), [gx, g + gx, gw, gb], None)
+
+
+def test_what_norms_save_is_compared_when_a_gpu_is_verified(emulated, monkeypatch):  # noqa: F811
+    """Here with what another order gives."""
+    seen = []
+
+    def differing(got, want):
+        seen.append(got)
+        assert_same(list(got), list(want), 1e-5)
+        return 0
+
+    monkeypatch.setattr(verify, "differing", differing)
+    outcome = verify.compare("what layer_norm saves", torch.float32, [(5, 132, "plain", 0)], "cpu")
+    assert outcome.reduced == outcome.kernels == len(launched) == 1
+    assert [len(one) for one in seen] == [2] and not seen[0][0].requires_grad
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
