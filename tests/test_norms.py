@@ -476,6 +476,47 @@ def test_another_node_than_the_expected_one_is_not_believed(hung, monkeypatch, c
     assert_same([got, *ours[:2]], [want, *grads[:2]], None)
 
 
+def test_what_is_around_them_in_backward_is_a_kernel(hung):
+    """The gradient of relu(layer_norm(x * y)) + y: one before torch's op, and one after it."""
+    xs = leaves()
+    x, y, w, b = map(autofuse.wrap, xs)
+    out = F.relu(F.layer_norm(x * y, (12,), w, b)) + y
+    out = autofuse.unwrap(autofuse.materialize(out))
+    assert autofuse.stats().kernels_launched == 1
+    torch.autograd.grad(out, xs, torch.ones_like(out))
+    assert autofuse.stats().kernels_launched == 3
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(2))
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(12) for _ in range(2))
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x) * 2.0)) + x
+        return torch.log_softmax(x * 0.5, -1) * 2.0
+
+
+def test_steps_of_a_model(hung):
+    """With an optimizer, whose writes come between them."""
+    results = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        net = Net()
+        call = autofuse.fuse(net) if fuse else net
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        for step in range(4):
+            loss = F.nll_loss(call(table(5, 12, step)), torch.arange(5))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        results.append([loss, *net.parameters()])
+    assert_same(results[1], results[0], 1e-5)
+    assert len(made) == 12
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "RMSNorm"])
 def test_under_autocast(recorded, name, dtype):  # noqa: F811
