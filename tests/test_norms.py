@@ -6,6 +6,7 @@ torch compute the outputs without grad (`hung`), so that all else, bits too, has
 
 import gc
 import itertools
+import random
 import threading
 import weakref
 
@@ -31,7 +32,7 @@ from autofuse.supply.kernels import Order
 from autofuse.torch_private import NoModes
 from support import assert_same, cuda_autocast_on_cpu, needs_cuda
 
-made = []  # runners that have run
+ran = []  # runners that have run
 
 
 class _Given:
@@ -44,13 +45,15 @@ class _HungRunner(cpu.CpuRunner):
     def run(self, chain):
         if not any(isinstance(piece.plan, RowPlan) for piece in self.pieces):
             return super().run(chain)
-        made.append(self)
+        ran.append(self)
         values = replayed(chain, self.steps, self.live, None, None, grad=False)
         with NoModes():
             values = {k: x if x.grad_fn is None else x.detach() for k, x in values.items()}
             bump(chain, values)
             if self.attach is not None:
-                self.attach(chain.inputs, chain.consts, chain.late, *[values[k] for k in self.made])
+                packs = [[values[k] for k in pack] for pack, _, _ in self.memory]
+                made = [x[0] if len(x) == 1 else torch.stack(x) for x in packs]
+                self.attach(chain.inputs, chain.consts, chain.late, *made)
         publish(chain, values)
         settle(chain, self.visible)
         return None
@@ -69,7 +72,7 @@ def hung(recording, monkeypatch):  # noqa: F811
     monkeypatch.setattr(Order, "filled", given)
     monkeypatch.setitem(devices.RUNNERS, "cpu", _HungRunner)
     monkeypatch.setattr("autofuse.record.ways.processors_of", lambda device: (132, 2048))
-    made.clear()
+    ran.clear()
 
 
 def scaled(x, y, w, b):
@@ -138,7 +141,7 @@ def test_gradients_are_eagers(hung, on, name, needs):
             assert (a is None) is (b is None)
             if a is not None:
                 assert_same(a, b, 1e-5)
-    assert len(made) == 3, "one kernel each"
+    assert len(ran) == 3, "one kernel each"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -180,7 +183,7 @@ def test_second_derivatives(hung, name):
 
     want = twice(wrap=False)
     torch.testing.assert_close(twice(wrap=True), want, rtol=1e-4, atol=1e-4)
-    assert made
+    assert ran
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("amax", "amin")])
@@ -194,7 +197,7 @@ def test_derivatives_are_those_of_the_function(hung, name, monkeypatch):
 
     assert gradcheck(function, xs)
     assert gradgradcheck(function, xs)
-    assert made
+    assert ran
 
 
 def test_what_is_saved_is_what_eager_saves(hung):
@@ -205,7 +208,7 @@ def test_what_is_saved_is_what_eager_saves(hung):
         ("layer_norm of a value", 5), ("layer_norm alone", 4),
     ):  # fmt: skip
         trained(PROGRAMS[name], xs, wrap=True)
-        assert made[-1].stored == stored, name
+        assert ran[-1].stored == stored, name
     x, y, w, b = map(autofuse.wrap, xs)
     normed = F.layer_norm(x * y, (12,), w, b)
     autofuse.materialize(normed * 2.0)
@@ -228,7 +231,7 @@ def test_whose_rows_nobody_reads_have_no_memory(hung):
     want, grads = trained(run, [x, y], wrap=False)
     got, ours = trained(run, [x, y], wrap=True)
     assert_same([got, *ours], [want, *grads], 1e-4)
-    assert [owner.op.name for owner in made[0].owners] == [
+    assert [owner.op.name for owner in ran[0].owners] == [
         "mul", "mul", "mean_of_layer_norm", "rstd_of_layer_norm"
     ]  # fmt: skip
 
@@ -242,7 +245,7 @@ def test_nothing_keeps_values_alive(hung):
         del value, out
         gc.disable()
         try:
-            assert made and seen() is None
+            assert ran and seen() is None
         finally:
             gc.enable()
 
@@ -281,7 +284,7 @@ def test_a_value_in_the_middle_may_be_seen(hung):
         return torch.autograd.grad(loss, [h, normed, *xs])
 
     assert_same(list(run(True)), list(run(False)), 1e-5)
-    assert len(made) == 1
+    assert len(ran) == 1
 
 
 def failure(run):
@@ -306,7 +309,7 @@ def test_writes_to_what_is_saved_are_refused(hung, which):
 
     got, want = failure(lambda: run(True)), failure(lambda: run(False))
     assert "modified by an inplace operation" in want and got == want
-    assert made
+    assert ran
 
 
 def test_an_inplace_op_on_a_pending_result(hung):
@@ -337,7 +340,7 @@ def test_graphs_are_freed_and_retained(hung):
     def again(out):
         out.sum().backward()
 
-    assert made and failure(lambda: again(out)) == failure(lambda: again(want))
+    assert ran and failure(lambda: again(out)) == failure(lambda: again(want))
     for _ in range(2):
         out, want = NORM(*map(autofuse.wrap, xs)), NORM(*xs)
         for _ in range(2):
@@ -356,7 +359,7 @@ def test_they_follow_the_numbers_of_eagers_nodes(hung):
     later = xs[0] * 3.0
     autofuse.materialize(out)
     numbers = [value.grad_fn._sequence_nr() for value in (soft, out, later)]
-    assert numbers == sorted(numbers) and made
+    assert numbers == sorted(numbers) and ran
 
 
 def test_values_without_a_graph_meet_those_with_one(hung):
@@ -369,7 +372,7 @@ def test_values_without_a_graph_meet_those_with_one(hung):
     got, ours = trained(run, [x, p], wrap=True)
     want, grads = trained(run, [x, p], wrap=False)
     assert_same([got, *ours], [want, *grads], 1e-6)
-    assert len(made) == 1
+    assert len(ran) == 1
 
 
 def test_where_all_is_computed_again_they_are_eager(recorded, monkeypatch):  # noqa: F811
@@ -455,7 +458,7 @@ def test_values_that_others_need(hung):
         out = autofuse.unwrap(value)
         assert_same(out, want, None)
         assert_same(list(torch.autograd.grad(out, xs, g)), list(grads), None)
-    assert len(made) == 5 and not told
+    assert len(ran) == 5 and not told
 
 
 def test_reductions_with_nothing_to_fuse_are_eager_under_grad(hung, monkeypatch):
@@ -463,7 +466,7 @@ def test_reductions_with_nothing_to_fuse_are_eager_under_grad(hung, monkeypatch)
     xs = leaves()
     for _ in range(5):
         out = autofuse.materialize(torch.softmax(autofuse.wrap(xs[0]), -1))
-    assert not made and out.grad_fn.name() == "SoftmaxBackward0"
+    assert not ran and out.grad_fn.name() == "SoftmaxBackward0"
 
 
 def test_another_node_than_the_expected_one_is_not_believed(hung, monkeypatch, capsys):
@@ -472,7 +475,7 @@ def test_another_node_than_the_expected_one_is_not_believed(hung, monkeypatch, c
     xs = leaves()
     want, grads = trained(scaled, xs, wrap=False)
     got, ours = trained(scaled, xs, wrap=True)
-    assert made and "another autograd node" in capsys.readouterr().err
+    assert ran and "another autograd node" in capsys.readouterr().err
     assert_same([got, *ours[:2]], [want, *grads[:2]], None)
 
 
@@ -485,6 +488,53 @@ def test_what_is_around_them_in_backward_is_a_kernel(hung):
     assert autofuse.stats().kernels_launched == 1
     torch.autograd.grad(out, xs, torch.ones_like(out))
     assert autofuse.stats().kernels_launched == 3
+
+
+STEPS = {
+    "add": lambda p, q, w, b: p + q, "sub": lambda p, q, w, b: p - q,
+    "mul": lambda p, q, w, b: p * q, "half": lambda p, q, w, b: p * 0.5,
+    "relu": lambda p, q, w, b: torch.relu(p), "neg": lambda p, q, w, b: -p,
+    "softmax": lambda p, q, w, b: torch.softmax(p, -1),
+    "log_softmax": lambda p, q, w, b: torch.log_softmax(p, -1),
+    "layer_norm": lambda p, q, w, b: F.layer_norm(p, p.shape[-1:]),
+    "layer_norm, weights": lambda p, q, w, b: F.layer_norm(p, p.shape[-1:], w, b),
+    "sum": lambda p, q, w, b: p * q.sum(-1, keepdim=True),
+    "mean": lambda p, q, w, b: p - q.mean(-1, keepdim=True),
+    "amax": lambda p, q, w, b: p - p.amax(-1, keepdim=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs(hung, seed, monkeypatch):
+    """Over all of their values so far, of which another one than the last is held and used."""
+    for module in (reductions, rowwise):
+        monkeypatch.setattr(module, "DTYPES", {*reductions.DTYPES, torch.float64})
+    rng = random.Random(seed)
+    for _ in range(10):
+        count = rng.randint(2, 9)
+        program = [(rng.choice(list(STEPS)), rng.randrange(k), rng.randrange(k))
+                   for k in range(2, 2 + count)]  # fmt: skip
+        held = rng.randrange(2, 2 + count)
+        needs = rng.choice([need for need in GRADS.values() if any(need)])
+        xs = [x.detach().double().requires_grad_(x.requires_grad) for x in leaves(needs)]
+        results = []
+        for wrap in (False, True, True):
+            x, y, w, b = map(autofuse.wrap, xs) if wrap else xs
+            values = [x, y]
+            for name, p, q in program:
+                values.append(STEPS[name](values[p], values[q], w, b))
+            pair = values[-1], values[held]
+            del values
+            pair = [autofuse.materialize(one) for one in pair] if wrap else pair
+            total = (pair[0] * 0.25).sin().sum() + pair[1].cos().sum()
+            wanted = [one for one in xs if one.requires_grad]
+            grads = []
+            if total.requires_grad:
+                grads = torch.autograd.grad(total, wanted, allow_unused=True)
+            results.append([one for one in (total, *grads) if one is not None])
+        for got in results[1:]:
+            torch.testing.assert_close(got, results[0], rtol=1e-6, atol=1e-7, equal_nan=True)
+    assert len(ran) >= 10
 
 
 class Net(torch.nn.Module):
@@ -514,7 +564,7 @@ def test_steps_of_a_model(hung):
             optimizer.step()
         results.append([loss, *net.parameters()])
     assert_same(results[1], results[0], 1e-5)
-    assert len(made) == 12
+    assert len(ran) == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -553,7 +603,7 @@ def test_a_layer_norm_with_weights_under_autocast(hung):
         for runs in range(1, 3):
             got, ours = trained(run, xs, wrap=True)
             assert_same([got, *ours], [want, *grads], None)
-            assert len(made) == runs
+            assert len(ran) == runs
 
 
 # --- by kernels, emulated -------------------------------------------------------------------------
