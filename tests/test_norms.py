@@ -506,7 +506,10 @@ STEPS = {
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_programs(hung, seed, monkeypatch):
-    """Over all of their values so far, of which another one than the last is held and used."""
+    """Over all of their values so far, of which another one than the last is held and used.
+
+    Their pointwise ops do arithmetic alone, which has eager's bits on the CPU too.
+    """
     for module in (reductions, rowwise):
         monkeypatch.setattr(module, "DTYPES", {*reductions.DTYPES, torch.float64})
     rng = random.Random(seed)
@@ -526,14 +529,14 @@ def test_random_programs(hung, seed, monkeypatch):
             pair = values[-1], values[held]
             del values
             pair = [autofuse.materialize(one) for one in pair] if wrap else pair
-            total = (pair[0] * 0.25).sin().sum() + pair[1].cos().sum()
+            total = (pair[0] * xs[1].detach()).sum() + (pair[1] * 0.25).sum()
             wanted = [one for one in xs if one.requires_grad]
             grads = []
             if total.requires_grad:
                 grads = torch.autograd.grad(total, wanted, allow_unused=True)
             results.append([one for one in (total, *grads) if one is not None])
         for got in results[1:]:
-            torch.testing.assert_close(got, results[0], rtol=1e-6, atol=1e-7, equal_nan=True)
+            torch.testing.assert_close(got, results[0], rtol=0, atol=0, equal_nan=True)
     assert len(ran) >= 10
 
 
