@@ -93,6 +93,17 @@ def changes_results() -> bool:
     return bool(told or autocast_is_on() or dispatch_modes() or function_modes())
 
 
+def has_kernel(name: str, key: str) -> bool:
+    """Whether torch's op `name` has a kernel of its own for the dispatch key of this name."""
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+    except RuntimeError:  # a version without it
+        return False
+
+
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+pop_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
+
 # --- tensors -------------------------------------------------------------------------------------
 
 TensorBase = torch._C.TensorBase

@@ -3,10 +3,11 @@
     python bench/training.py [--rounds 7] [--steps 50] [--compile] [--threads] [--autocast]
                              [--device cuda]
 
-Forward + backward of an LSTM cell and a GRU cell written as plain ops (64x256), an MLP with layer
-norm and GELU, residual blocks, blocks of gated halves, a rotary embedding; chains of 1 to 10 ops;
-peak memory of a 10-op chain. Times are medians over interleaved rounds with the 20th and 80th
-percentile; ratios are to eager.
+Forward + backward of an LSTM cell, a GRU cell and one with a layer norm, written as plain ops
+(64x256), an MLP with layer norm and GELU, norms and a softmax between ops (8192x1024), residual
+blocks, blocks of gated halves, a rotary embedding; chains of 1 to 10 ops; peak memory of a 10-op
+chain. Times are medians over interleaved rounds with the 20th and 80th percentile; ratios are to
+eager.
 
 --threads: forward + backward also with `backward_thread` the other way: eager in the calling
 thread, autofuse in the engine's.
@@ -67,6 +68,36 @@ class GruCell(nn.Module):
         z = torch.sigmoid(xz + hz)
         n = torch.tanh(xn + r * hn)
         return ((1 - z) * n + z * h,)
+
+
+class NormCell(nn.Module):
+    """A cell with a layer norm; x, h: [B, H]; returns (h,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u = (nn.Parameter(torch.randn(HIDDEN, HIDDEN) * HIDDEN**-0.5) for _ in "wu")
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x, h):
+        return (torch.relu(self.norm(x @ self.w + h @ self.u)) + h,)
+
+
+class Rows(nn.Module):
+    """Norms and a softmax between pointwise ops, no matmul; x: [B, H]."""
+
+    def __init__(self, kind: str, width: int = 1024) -> None:
+        super().__init__()
+        self.kind, self.norm = kind, nn.LayerNorm(width) if kind == "layer norm" else None
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x):
+        h = x * self.scale
+        if self.kind == "softmax":
+            return (torch.softmax(h + x, -1) * x,)
+        if self.kind == "RMSNorm":  # as people write it
+            return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale,)
+        assert self.norm is not None
+        return (torch.relu(self.norm(h)) + x,)
 
 
 class Mlp(nn.Module):
@@ -208,7 +239,12 @@ class GptBlock(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "LSTM cell": lambda: Unrolled(LstmCell()),
     "GRU cell": lambda: Unrolled(GruCell()),
+    "layer-norm cell": lambda: Unrolled(NormCell()),
     "MLP, layer norm, GELU": Mlp,
+    **{
+        f"{kind} between ops, 8192x1024": functools.partial(Rows, kind)
+        for kind in ("layer norm", "softmax", "RMSNorm")
+    },
     "residual blocks": Residual,
     "gated halves": Gated,
     "rotary embedding": Rotary,

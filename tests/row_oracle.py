@@ -192,10 +192,15 @@ def _root(x):
     return F32(1 / np.sqrt(float(x)))
 
 
+def layer_norm_statistics(row, eps):
+    """Mean and reciprocal deviation, as torch keeps them for backward."""
+    mean, second, count = _welford(row, 4 if len(row) % 4 == 0 else 1)
+    return mean, _root(F32(F32(second / count) + eps))
+
+
 def layer_norm(row, w, b, eps):
     fast = len(row) % 4 == 0
-    mean, second, count = _welford(row, 4 if fast else 1)
-    r = _root(F32(F32(second / count) + eps))
+    mean, r = layer_norm_statistics(row, eps)
     if fast and w is not None:
         return np.array(
             [fma(F32(r * F32(x - mean)), *wb) for x, *wb in zip(row, w, b, strict=True)]
@@ -209,13 +214,17 @@ def layer_norm(row, w, b, eps):
     return np.array([fma(F32(x - mean), r, ZERO) for x in row])
 
 
-def rms_norm(row, w, eps):
+def rms_norm_statistics(row, eps):
+    """The reciprocal root of the mean square alone."""
     if len(row) % 4 == 0:
         step = lambda s, x: (fma(x, x, s[0]),)  # noqa: E731
         merge = lambda a, b: (F32(a[0] + b[0]),)  # noqa: E731
         (total,) = _by_four_warps(row, step, merge, (ZERO,))
-        r = _root(F32(F32(total / F32(len(row))) + eps))
-    else:
-        mean, second, count = _welford(row, 1)
-        r = _root(F32(fma(mean, mean, F32(second / count)) + eps))
+        return (_root(F32(F32(total / F32(len(row))) + eps)),)
+    mean, second, count = _welford(row, 1)
+    return (_root(F32(fma(mean, mean, F32(second / count)) + eps)),)
+
+
+def rms_norm(row, w, eps):
+    (r,) = rms_norm_statistics(row, eps)
     return np.array([F32(F32(x * r) * wk) for x, wk in zip(row, w, strict=True)])

@@ -21,7 +21,6 @@ from autofuse.__main__ import main
 from autofuse.chain import verified
 from autofuse.chain.meta import UNKNOWN
 from autofuse.cli import diagnose, verify
-from autofuse.dispatch import shapes
 from autofuse.hot import native, trial
 from autofuse.kernel import row_emit
 from autofuse.kernel.division import scheme_of
@@ -497,31 +496,6 @@ def test_nothing_is_recorded_on_the_cpu():
     assert autofuse.stats().eager_ops["sum", "not in the table"] == 1
 
 
-def test_under_grad_reductions_are_eager(recorded):
-    x = table(4, 8).requires_grad_()
-    y = (autofuse.wrap(x) * 2.0).sum(-1)
-    assert not autofuse.is_pending(y)
-    y.sum().backward()
-    assert_same(x.grad, torch.full_like(x, 2.0), None)
-
-
-def test_a_value_that_requires_grad_is_not_computed_with_rows(recorded):
-    """Its node would save what the rows gave; a chain of its own has that as an Input."""
-    x, p = table(4, 8), torch.ones(4, 1, requires_grad=True)
-    mean = (autofuse.wrap(x) * 2.0).mean(-1, keepdim=True)
-    y = mean * p
-    assert autofuse.is_pending(y) and not autofuse.is_pending(mean)
-    y.sum().backward()
-    assert_same(p.grad, (x * 2.0).mean(-1, keepdim=True), None)
-
-
-def test_autocast_leaves_them_to_eager(recorded):
-    x = table(4, 8)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        y = torch.softmax(autofuse.wrap(x) * 2.0, -1)
-    assert not autofuse.is_pending(y)
-
-
 def flushes():
     return dict(autofuse.stats().flushes)
 
@@ -725,17 +699,6 @@ def test_devices_are_met_by_who_records(monkeypatch):
     thread.start()
     thread.join()
     assert met == [CPU]
-
-
-def test_grad_is_seen_at_a_glance(recorded, monkeypatch):
-    """Reductions under grad go to eager before anybody chooses, whatever is known of the tensor."""
-    w = autofuse.wrap(table(4, 8).requires_grad_())
-    monkeypatch.setattr(shapes, "chosen_by", lambda *_: pytest.fail("was asked"))
-    for call in (lambda: w.sum(-1), lambda: torch.softmax(w, -1), lambda: F.layer_norm(w, (8,)),
-                 lambda: (w * 2.0).mean(-1)):  # fmt: skip
-        for state in (w._af, UNKNOWN):
-            w.__dict__["_af"] = state
-            assert call().requires_grad
 
 
 def test_a_mode_is_told_of_them_as_by_eager(recorded):

@@ -16,7 +16,7 @@ from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of, unv
 from autofuse.kernel.source import Source
 from autofuse.ops import reductions
 from autofuse.ops.arithmetic import OPS
-from autofuse.program.program import CONST, Output, Pointwise, Program, Reduced, Spec
+from autofuse.program.program import CONST, Output, Pointwise, Program, Reduced, Spec, Statistic
 
 H200 = (132, 2048)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -30,10 +30,10 @@ def view(code, *shape):
 def reduction(name, affine=False, keepdim=True):
     """The op that is recorded for `name`."""
     if name in ("softmax", "log_softmax"):
-        return reductions._row_a_row(name, "x")
+        return reductions._soft_row(name)
     if name.endswith("_norm"):
         weights = {"layer_norm": "w b ", "rms_norm": "w "}[name] if affine else ""
-        return reductions._row_a_row(name, f"x {weights}eps:opmath")
+        return reductions._normed_row(name, f"x {weights}eps:opmath")
     return reductions._number_a_row(name, keepdim)
 
 
@@ -308,6 +308,38 @@ def test_rms_norm_in_torchs_order(code):
         (got,) = execute(program, [x, w], [1e-6]).values()
         rows = [row_oracle.rms_norm(row, floats(w), F32(1e-6)) for row in floats(x)]
         assert_bits(got, rows, code)
+
+
+@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_statistics_are_stored_beside_the_rows(name, affine, code):
+    """In float32, whatever the rows are, of one reduction or of the second of two."""
+    weights = ((), (~1,), (~1, ~2))[affine * (1 + (name == "layer_norm"))]
+    for m, n, several in [(2, 3, 0), (5, 64, 0), (3, 515, 1), (3, 1028, 1)]:
+        x, w, b = random(code, m, n), random(code, n, seed=1), random(code, n, seed=2)
+        op = reduction(name, affine)
+        first = [(reduction("layer_norm"), (~0, CONST), (m, n), code)] * several
+        steps = [*first, (OPS["mul"], (several - 1, ~0), (m, n), code)]
+        at = len(steps)
+        steps += [(op, (at - 1, *weights, CONST), (m, n), code), (OPS["neg"], (at,), (m, n), code)]
+        inputs = [view(code, m, n), view(code, n), view(code, n)]
+        program = program_of(inputs, steps, consts=1)
+        found = [
+            Statistic(one, steps[at][1], code, view("f32", m, 1), at, which)
+            for which, one in enumerate(op.statistics)
+        ]
+        live = tuple(Output(at + 1 + k) for k in range(1 + len(found)))
+        program = replace(program, steps=(*program.steps, *found), outputs=live)
+        got = execute(program, [x, w, b], [1e-5])
+        rows = x
+        if several:
+            normed = [row_oracle.layer_norm(r, None, None, F32(1e-5)) for r in floats(x)]
+            rows = torch.from_numpy(np.array(normed)).to(DTYPES[code])
+        rows = floats(rows * x)
+        own = getattr(row_oracle, f"{name}_statistics")
+        for which, want in enumerate(zip(*(own(r, F32(1e-5)) for r in rows), strict=True)):
+            assert_bits(got[at + 2 + which], want, "f32")
 
 
 @pytest.mark.parametrize("keepdim", [False, True])

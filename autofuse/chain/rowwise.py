@@ -15,8 +15,9 @@ import torch
 from ..dtypes import CODES
 from ..kernel.division import scheme_of
 from ..layout import Ints, contiguous
-from ..ops.reductions import DEVICES, DTYPES, Reduction
+from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
 from ..program.program import CONST, Ref
+from ..settings.config import config
 from .infer import Inferred
 from .meta import Meta, make_meta
 from .state import Node
@@ -32,8 +33,11 @@ def infer_rows(
     tip: Node,
     device: torch.device,
     processors: tuple[int, int],
-) -> tuple[Inferred, RowsOf] | str:
-    """What `op` makes of `operands`, or why it has to run as eager PyTorch; as `infer` does."""
+) -> tuple[Inferred, RowsOf] | str | torch.dtype:
+    """What `op` makes of `operands`, why it has to run as eager PyTorch, or what they are cast to.
+
+    As `infer` says it.
+    """
     args: list[Ref] = []
     reads, numbers = list(tip.inputs), list(tip.consts)
     views: list[Meta] = []
@@ -49,7 +53,10 @@ def infer_rows(
             args.append(CONST + len(numbers))
             numbers.append(operand)
     x, *affine = views
-    reason = _reason(x, affine, device, tip)
+    cast = cast_of(op, device.type, [meta.dtype for meta in views]) if tip.autocast else None
+    if cast is not None:
+        return cast
+    reason = _reason(x, affine, device, tip) or _ungraded(op, views, device, tip)
     if reason:
         return reason
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
@@ -59,7 +66,7 @@ def infer_rows(
     shape = x.shape
     if not op.whole:
         shape = (*x.shape[:-1], 1) if op.keepdim else x.shape[:-1]
-    meta = make_meta(x.dtype, shape, contiguous(shape), device, False)
+    meta = make_meta(x.dtype, shape, contiguous(shape), device, _has_graph(tip, views))
     found = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
     return found, (tuple(x.shape), scheme.threads)
 
@@ -69,15 +76,28 @@ def _reason(x: Meta, affine: list[Meta], device: torch.device, tip: Node) -> str
         return "a reduction of another kind"
     if any(meta.device is not device for meta in (x, *affine)):
         return "operands on several devices"
-    if tip.holds_grad or (tip.grad_mode and any(meta.requires_grad for meta in (x, *affine))):
-        return "a reduction under grad"
-    if tip.autocast:
-        return "a reduction under autocast"
     if not x.flat or 0 in x.shape:
         return "rows that are not contiguous"
     for meta in affine:
         if meta.shape != x.shape[-1:] or not meta.flat or meta.dtype is not x.dtype:
             return "a weight of another shape or dtype"
+    return ""
+
+
+def _has_graph(tip: Node, metas: list[Meta]) -> bool:
+    return tip.grad_mode and any(meta.requires_grad for meta in metas)
+
+
+def _ungraded(op: Reduction, metas: list[Meta], device: torch.device, tip: Node) -> str:
+    """Why `op` over such operands has to be differentiated by eager PyTorch alone; empty if not."""
+    if not _has_graph(tip, metas):
+        return ""
+    if not has_node(op, device.type):
+        return "a reduction that autograd takes apart"
+    if config.recompute == "inputs":
+        return "a reduction under grad, which is not computed again"
+    if any(meta.inference for meta in metas):
+        return "an inference tensor, which autograd cannot save"
     return ""
 
 
@@ -94,8 +114,8 @@ def goes_along(tip: Node, node: Node) -> bool:
         if node.rows != tip.rows or reduced >= MOST:
             return False
         return following.isdisjoint(node.args[1:])  # a number a row is no weight of columns
-    if node.meta.requires_grad:
-        return False
+    if node.meta.requires_grad and config.recompute == "inputs":
+        return False  # it would be computed again from what the rows gave
     shape, _ = tip.rows
     for ref in node.args:
         if ref not in following:

@@ -17,16 +17,26 @@ from weakref import ref
 import torch
 
 from .. import hooks
-from ..layout import Ints
+from ..layout import Ints, contiguous
 from ..ops.reductions import Reduction
 from ..ops.row import Op
 from ..ops.views import JoinOp, ViewOp, WriteOp
-from ..program.program import Join, Output, Pointwise, Program, Reduced, Ref, Step, View
+from ..program.program import (
+    Join,
+    Output,
+    Pointwise,
+    Program,
+    Reduced,
+    Ref,
+    Statistic,
+    Step,
+    View,
+)
 from ..settings.config import config
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
 from . import verified
-from .meta import Meta, same_device
+from .meta import Meta, make_meta, same_device
 from .shell import Tensor
 
 
@@ -36,7 +46,7 @@ class Node:
     __slots__ = ("apart", "args", "autocast", "base", "by_outputs", "cast", "common", "consts",
                  "counted", "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs",
                  "key", "known_views", "likely", "limits", "long", "looked_on", "meta", "next",
-                 "offset", "op", "parent", "pinned_limit", "reason", "recent", "recorder",
+                 "of", "offset", "op", "parent", "pinned_limit", "reason", "recent", "recorder",
                  "relaxed", "returns", "rows", "runners", "saves", "shell", "skips", "told",
                  "usual", "viewed", "views", "writers")  # fmt: skip
 
@@ -63,6 +73,8 @@ class Node:
         self.meta: Meta | None = None
         # of a view: the node whose memory its value lies in, and where in that; else -1
         self.base, self.offset = -1, 0
+        # of a statistic: the reduction, and which one of it; see `statistics_of`
+        self.of: tuple[int, int] | None = None
         # whether views or joins are among the nodes
         self.viewed: bool = False if parent is None else parent.viewed
         self.views: dict[Any, tuple[ViewOp, ...]] = {}  # ops of its views, by how they are asked
@@ -112,8 +124,12 @@ class Node:
     def program(self, outputs: tuple[Output, ...]) -> Program:
         """The program that ends here, of which `outputs` are wanted."""
         steps: list[Step] = []
-        for node in self.path():
+        path = self.path()
+        for node in (*path, *statistics_of(path)):
             assert node.op is not None and node.meta is not None
+            if node.of is not None:
+                steps.append(Statistic(node.op, node.args, node.common, node.meta.spec, *node.of))
+                continue
             if node.base >= 0:
                 steps.append(View((node.base,), node.meta.spec, node.offset))
                 continue
@@ -131,6 +147,26 @@ class Node:
         self.runners.clear()
         self.writers.clear()
         self.by_outputs.clear()
+
+
+def statistics_of(path: list[Node]) -> list[Node]:
+    """What is a step of the program of `path` besides, after it: nobody has recorded it.
+
+    These are the statistics that autograd's nodes of its reductions save.
+    """
+    found: list[Node] = []
+    for reduced in path:
+        op, meta = reduced.op, reduced.meta
+        if not isinstance(op, Reduction) or meta is None or not meta.requires_grad:
+            continue
+        shape = (*meta.shape[:-1], 1)
+        for which, statistic in enumerate(op.statistics):
+            node = Node(reduced.recorder, None, statistic)
+            node.index, node.of = len(path) + len(found), (reduced.index, which)
+            node.args, node.common = reduced.args, reduced.common
+            node.meta = make_meta(torch.float32, shape, contiguous(shape), meta.device)
+            found.append(node)
+    return found
 
 
 # when hooks of saved tensors are told, see `grad.saves`; the second where the function that is has

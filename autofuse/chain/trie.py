@@ -49,7 +49,7 @@ def extend(
     rows = tip.rows
     if isinstance(op, Reduction):
         reduced = _reduced(recorder, tip, op, operands, metas)
-        found, rows = (reduced, rows) if isinstance(reduced, str) else reduced
+        found, rows = reduced if isinstance(reduced, tuple) else (reduced, rows)
     else:
         found = infer(
             op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode,
@@ -84,7 +84,7 @@ def _cut(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:
 def _reduced(
     recorder: Recorder, tip: Node, op: Reduction, operands: Sequence[int | Meta | type],
     metas: list[Meta],
-) -> tuple[Inferred, RowsOf] | str:  # fmt: skip
+) -> tuple[Inferred, RowsOf] | str | torch.dtype:  # fmt: skip
     device = recorder.device
     return refusal(device) or infer_rows(op, operands, metas, tip, device, processors_of(device))
 

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from ..api import materialize, unwrap, wrap
 from ..chain import verified
 from ..observe.counters import reset_stats, stats
+from ..ops.reductions import NODES
 from ..settings.config import config
+from ..torch_private import has_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = (2, 7, 33, 64, 100, 128, 131, 256, 1000, 1023, 1024, 2050, 4096, 5000, 9000)
@@ -73,6 +75,25 @@ def _three_dims(v: Values) -> Any:
     return h - h.mean(-1, keepdim=True), h.amin(-1)
 
 
+def _saved(normed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The statistics that autograd's node of a norm has saved."""
+    materialize(normed)
+    node, names = normed.grad_fn, ("_saved_result1", "_saved_result2")
+    return tuple(getattr(node, name) for name in names if hasattr(node, name))
+
+
+def _layer_norm_saves(v: Values) -> Any:
+    with torch.enable_grad():
+        h = v.x.detach().requires_grad_() * v.y
+        return _saved(F.layer_norm(h, v.x.shape[-1:], v.w, v.b, 1e-5))
+
+
+def _rms_norm_saves(v: Values) -> Any:
+    with torch.enable_grad():
+        h = v.x.detach().requires_grad_() * v.y
+        return _saved(F.rms_norm(h, v.x.shape[-1:], v.w, 1e-6))
+
+
 PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "softmax(x * s + mask)": lambda v: F.softmax(v.x * 0.125 + v.y, -1),
     "log_softmax(x + y)": lambda v: F.log_softmax(v.x + v.y, -1),
@@ -99,7 +120,10 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "sum(x * turned) * turned": lambda v: (v.x * v.turned).sum(-1, keepdim=True) * v.turned,
     "rms_norm(x + padded) + w": lambda v: F.rms_norm(v.x + v.padded, v.x.shape[-1:], v.w) + v.w,
     "mean, amin of three dims": _three_dims,
+    "what layer_norm saves": _layer_norm_saves,
 }
+if has_kernel(NODES["rms_norm"], "CUDA"):  # elsewhere autograd takes it apart
+    PROGRAMS["what rms_norm saves"] = _rms_norm_saves
 
 
 @dataclass(slots=True)

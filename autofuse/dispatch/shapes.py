@@ -9,9 +9,8 @@ import functools
 from typing import Any
 
 import torch
-from torch import is_grad_enabled
 
-from ..chain.meta import UNKNOWN, Meta
+from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node
 from ..chain.verified import wanted
@@ -97,13 +96,9 @@ def is_never_reduced(x: Any) -> bool:
     if x.__class__ is not Tensor:
         return False
     meta = x._af
-    if meta is UNKNOWN:
-        return is_grad_enabled() and x.requires_grad
     if meta.__class__ is Node:
         meta = meta.meta
-    elif meta.__class__ is not Meta:
-        return False
-    return meta.device not in wanted or (meta.requires_grad and is_grad_enabled())
+    return meta.__class__ is Meta and meta.device not in wanted
 
 
 def viewing(name: str, func: Handler) -> Handler:

@@ -23,6 +23,7 @@ from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
 from ..layout import contiguous
 from ..ops.autocast import casts_in
+from ..ops.reductions import Reduction
 from ..ops.row import Op, since
 from ..program.program import CONST, Ref
 from ..run.eager import HOLDING
@@ -46,6 +47,7 @@ from ..torch_private import (
     set_grad_enabled,
     top_hooks,
 )
+from .nodes import noder
 from .rules import Expected, Tape, Torch, UnfusedError, sweep
 from .segments import Outline, Segment
 
@@ -284,6 +286,7 @@ class Graph:
     def __init__(self, recorder: Recorder, outline: Outline, nodes: list[Node]) -> None:
         self.backwards = [Backward(recorder, segment) for segment in outline.segments]
         self.views = [nodes[index] for index in outline.views]
+        self.reduced = [(nodes[index], (index, *more)) for index, *more in outline.reduced]
         self.bare = {index: _bare(nodes[index].meta) for index in outline.bare}
         self.stored = outline.stored  # dead values that its kernel stores for them
         self.saved_bytes = outline.saved_bytes
@@ -304,7 +307,9 @@ class Graph:
             runner.attach = _telling(self.recorder, self.backwards, runner.made, self.told)
         else:
             seen = [node.index for node in runner.views]
-            runner.attach = _attaching(self.backwards, runner.made, self.views, self.bare, seen)
+            runner.attach = _attaching(
+                self.backwards, runner.made, self.views, self.bare, seen, self.reduced
+            )
 
 
 def _bare(meta: Meta | None) -> torch.Tensor:
@@ -321,12 +326,13 @@ def _attaching(
     views: Sequence[Node] = (),
     bare: Mapping[int, torch.Tensor] = MappingProxyType({}),
     seen: Sequence[int] = (),
+    reduced: Sequence[tuple[Node, tuple[int, ...]]] = (),
 ) -> Callable[..., Any]:
     """A function that makes the graph; of a chain's Inputs, Consts and `late`, and the values.
 
     It returns the views `seen`. Hooks that are on by then are told nothing, unless the nodes are
     made for them: the chain was recorded before, and a hook may keep a value that a shell is about
-    to take away.
+    to take away. reduced: what torch has nodes of, each with what its op returns.
     """
 
     def listed(refs: list[Ref]) -> str:
@@ -341,11 +347,17 @@ def _attaching(
     made = Calls(space)
     for node in views:
         calls += [(node.index, line) for line in made.lines_for(node)]
+    for node, results in reduced:
+        assert isinstance(node.op, Reduction)
+        calls += _bared([node.index], bare, space, node.index)
+        space[f"hang{node.index}"] = noder(node.op)
+        operands = [f"consts[{ref - CONST}], " if ref >= CONST else listed([ref])
+                    for ref in node.args]  # fmt: skip
+        call = f"hang{node.index}(({''.join(operands)}), {listed([*results])})"
+        calls.append((node.index, call))
     for k, backward in enumerate(backwards):
         segment = backward.segment
-        for index in {segment.root, *segment.parts} & bare.keys():
-            space |= {"detach": detach, f"bare{index}": bare[index]}
-            calls.append((segment.root, f"v{index} = detach(bare{index})"))
+        calls += _bared([segment.root, *segment.parts], bare, space, segment.root)
         space[f"backward{k}"], space[f"apply{k}"] = backward, backward.apply
         outs = f"({listed(segment.outs)})" if len(segment.outs) > 1 else f"v{segment.root}"
         work = f"(backward{k}, consts)"
@@ -361,6 +373,7 @@ def _attaching(
     calls.sort(key=lambda call: call[0])
     body = "".join(f"            {call}\n" for _, call in calls)
     numbers = [numbered(backward.segment.root) for backward in backwards]
+    numbers += [numbered(node.index) for node, _ in reduced]
     numbers += [number_of_view(node, space) for node in views if node.meta.requires_grad]  # type: ignore[union-attr]
     places = "".join(f"        {line}\n" for line in numbers)
     places = places or "        pass\n"  # hooks alone are told of its values
@@ -378,6 +391,15 @@ def _attaching(
         f"    if late is not None:\n{places}{result}"
     )
     return defined(source, "attach", space)
+
+
+def _bared(
+    indices: list[int], bare: Mapping[int, torch.Tensor], space: dict[str, Any], root: int
+) -> list[tuple[int, str]]:
+    """The statements that make tensors for what is bare of `indices`, with the node of `root`."""
+    found = [index for index in indices if index in bare]
+    space |= {"detach": detach, **{f"bare{index}": bare[index] for index in found}}
+    return [(root, f"v{index} = detach(bare{index})") for index in found]
 
 
 def _telling(

@@ -24,6 +24,7 @@ import torch
 from ..chain.meta import Meta
 from ..chain.state import Node
 from ..inside import in_another_thread
+from ..ops.reductions import Reduction
 from ..ops.row import Op
 from ..program.program import CONST, Ref
 from ..supply.kernels import capturing
@@ -42,6 +43,8 @@ def saved_by(node: Node) -> tuple[Ref, ...] | None:
     None where it saves something else than operands and result, or less than the op's rules read.
     """
     assert node.op is not None
+    if isinstance(node.op, Reduction):  # whose node is torch's own
+        return None
     nodes = node.path()
 
     def meta_of(ref: Ref) -> Meta:

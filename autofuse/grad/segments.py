@@ -12,9 +12,11 @@ eager, dead or not, and as often.
 
 A call that splits a value is a step of a Segment where nobody sees its parts and each of them is
 used by one Segment: of those the first, of which the parts that others use are further outputs.
-Any other view has the nodes that torch gives it, between Segments.
-Torch makes it of the value that it lies in, or, where no rule and nobody else reads that or a view
-of it, of a *bare* tensor in its place, which has shape and gradient but one element of memory.
+Any other view has the nodes that torch gives it, between Segments, and so has a reduction, whose
+node is given what its kernel has found (`nodes`).
+Torch makes them of the value that they lie in or reduce, or, where no rule, no such node and nobody
+else reads that or a view of it, of a *bare* tensor in its place, which has shape and gradient but
+one element of memory.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from ..chain.meta import Meta
-from ..chain.state import LATER, Node
+from ..chain.state import LATER, Node, statistics_of
 from ..layout import is_dense
+from ..ops.reductions import Reduction
 from ..ops.views import COPYING, JoinOp, ViewOp
 from ..program.program import CONST, Ref
 from ..program.walk import needed, sources
@@ -49,6 +52,8 @@ _G = ast.parse("g", mode="eval").body
 def uses_of(node: Node, meta_of: Callable[[Ref], Meta]) -> Iterator[Use]:
     """The operands of `node` that get a gradient, in order."""
     assert node.op is not None
+    if isinstance(node.op, Reduction):
+        return
     if isinstance(node.op, JoinOp):
         for k, ref in enumerate(node.args):
             if meta_of(ref).requires_grad:
@@ -94,6 +99,9 @@ class _Owners(dict[int, int]):
     def edges(self, index: int) -> list[Ref]:
         """What a step hands gradients to, in order."""
         node = self.nodes[index]
+        if isinstance(node.op, Reduction):
+            operands = [ref for ref in node.args if ref < CONST]
+            return [ref for ref in operands if self.meta_of(ref).requires_grad]
         inside = node.base < 0 or index in self.split
         return [use.ref for use in self.uses[index]] if inside else list(node.args)
 
@@ -107,8 +115,12 @@ class _Owners(dict[int, int]):
         alone = self.setdefault(ref, self[index]) == self[index]
         reshapes = index in self.split or isinstance(self.nodes[index].op, JoinOp)
         same = reshapes or self.meta_of(ref).shape == self.meta_of(index).shape
-        if not alone or not same or (self.nodes[index].base >= 0 and index not in self.split):
+        apart = self.nodes[index].base >= 0 and index not in self.split
+        if not alone or not same or apart or self._is_reduced(index) or self._is_reduced(ref):
             self[ref] = ref
+
+    def _is_reduced(self, index: int) -> bool:
+        return isinstance(self.nodes[index].op, Reduction)
 
     def _own_view(self, index: int) -> None:
         parts = self._parts_until(index)
@@ -194,9 +206,11 @@ def _saved(
     if config.recompute == "inputs":
         computed = (sources(args, ref) for ref in reads if ref >= 0)
         return sorted({ref for ref in reads if ref < 0}.union(*computed))
-    saved = {ref for ref in reads if ref < 0 or ref in memory}
-    # no rule makes a view of torch's, nor a join
-    apart = (x for x in nodes if x.base >= 0 or isinstance(x.op, JoinOp))
+    # no rule reduces again...
+    reduced = {x.index for x in nodes if isinstance(x.op, Reduction)}
+    saved = {ref for ref in reads if ref < 0 or ref in memory or ref in reduced}
+    # ...or makes a view of torch's, or a join
+    apart = (x for x in nodes if x.base >= 0 or isinstance(x.op, (JoinOp, Reduction)))
     given = memory.union(x.index for x in apart if x.index not in split)
     for ref in sorted(reads - saved):
         if not sources(args, ref, given | saved) <= saved:
@@ -299,6 +313,8 @@ class Outline:
     saved_bytes: int
     views: tuple[int, ...] = ()  # that torch makes, ascending
     bare: tuple[int, ...] = ()  # what nodes give that needs no memory
+    # reductions with nodes of torch's, ascending: each with the statistics that its node saves
+    reduced: tuple[tuple[int, ...], ...] = ()
     # what hooks are told of, in order: the value and its place among all that the segments save,
     # one after the other; -1 where nobody can see the result of the op that saves it
     told: tuple[tuple[Ref, int], ...] = ()
@@ -309,8 +325,10 @@ def outline_of(
 ) -> Outline | None:
     """The autograd side of a flush; None if the engine would add gradients in another order."""
 
+    every = [*nodes, *statistics_of(nodes)]
+
     def meta_of(ref: Ref) -> Meta:
-        meta = nodes[ref].meta if ref >= 0 else inputs[~ref]
+        meta = every[ref].meta if ref >= 0 else inputs[~ref]
         assert meta is not None
         return meta
 
@@ -327,15 +345,22 @@ def outline_of(
             return None
         roots = sorted(owner)  # a node for each op, as in eager
         owner = {index: index for index in roots}
+    reduced = {index: [index] for index in roots if isinstance(nodes[index].op, Reduction)}
+    for node in every[len(nodes) :]:
+        assert node.of is not None
+        if node.of[0] in reduced:
+            reduced[node.of[0]].append(node.index)
     views, bare = _views(nodes, uses, owners, live)
     memory = {*live, *roots, *views} - bare
     memory.update(nodes[index].base for index in views if nodes[index].base not in bare)
     memory -= {index for index in views if nodes[index].base in bare}
     places: dict[tuple[int, int], int] = {}  # by op and which of the values that it saves
-    saved_refs: set[Ref] = set()
+    saved_refs: set[Ref] = {ref for index in reduced for ref in _kept(nodes[index])}
+    saved_refs.update(index for group in reduced.values() for index in group[1:])
+    memory.update(ref for ref in saved_refs if ref >= 0)
     segments = []
     for root in roots:
-        if root in views:
+        if root in views or root in reduced:
             continue
         steps = [index for index in sorted(owner) if owner[index] == root]
         parts = [part for part in lent if owner[part] == root]
@@ -363,13 +388,19 @@ def outline_of(
     stored = tuple(sorted(memory - set(live) - views))
     nbytes = sum(meta_of(ref).nbytes for ref in saved_refs)
     bare.update(lent)
-    return Outline(segments, stored, nbytes, (*sorted(views),), (*sorted(bare),), tuple(order))
+    return Outline(
+        segments, stored, nbytes, (*sorted(views),), (*sorted(bare),),
+        tuple(tuple(reduced[index]) for index in sorted(reduced)), tuple(order),
+    )  # fmt: skip
 
 
 def _views(
     nodes: list[Node], uses: list[list[Use]], owner: _Owners, live: tuple[int, ...]
 ) -> tuple[set[int], set[int]]:
-    """The views that torch makes, and the values in place of which bare tensors do for that."""
+    """The views that torch makes, and the values in place of which bare tensors do.
+
+    These are what views lie in, what is reduced, and what comes of that.
+    """
     read = {ref for index in owner for use in uses[index] for ref in use.reads}
     read.update(ref for index in owner for ref in _kept(nodes[index]))
     seen = {owner.split.get(ref, ref) for ref in read.union(live) if 0 <= ref < CONST}
@@ -380,4 +411,8 @@ def _views(
             (index,) = nodes[index].args
     needed = seen | {nodes[index].base for index in seen}
     needed |= {nodes[index].base for index in views if nodes[index].op.name in COPYING}  # type: ignore[union-attr]
-    return views, {nodes[index].base for index in views} - needed
+    replaced = {nodes[index].base for index in views}
+    for index in owner:
+        if isinstance(nodes[index].op, Reduction):
+            replaced.update(ref for ref in (index, *owner.edges(index)) if ref >= 0)
+    return views, replaced - needed

@@ -3,7 +3,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import UNKNOWN, Meta
+from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node, Recorder
 from ..dispatch.unrecorded import Known
@@ -14,7 +14,6 @@ from .c import (
     INDEX_OF,
     ITEMS,
     LISTED,
-    REQUIRES_GRAD,
     SIZES_OF,
     TELL,
     TENSOR_AT,
@@ -33,7 +32,7 @@ from .c import (
 )
 from .call import is_everyday, passed
 from .record import flattened, recorded, tupled
-from .values import class_of, current_recorder, grad_mode, is_ours, looked_on, state_of
+from .values import class_of, current_recorder, is_ours, looked_on, state_of
 
 
 def reducing(table, function, args, count, names) -> object:
@@ -161,15 +160,10 @@ def reduced(known: Known, found: tuple, args) -> object:
 def is_never_reduced(x):
     """`shapes.is_never_reduced` of a wrapped tensor."""
     state = state_of(x)
-    if state is UNKNOWN:
-        inner = load(x + TENSOR_AT)
-        return grad_mode() != 0 and call_pointer(REQUIRES_GRAD, inner) & 255 != 0
     if class_of(state) is Node:
         node: Node = state
         state = node.meta
-    elif class_of(state) is not Meta:
+    if class_of(state) is not Meta:
         return 0
     meta: Meta = state
-    if grad_mode() != 0 and meta.requires_grad is True:
-        return 1
     return PyDict_GetItemWithError(wanted, meta.device) == 0

@@ -14,7 +14,7 @@ from functools import cache
 from .. import layout
 from ..layout import Ints
 from ..ops.row import Op
-from ..program.program import CONST, Program, Reduced, Ref, Spec
+from ..program.program import CONST, Program, Reduced, Ref, Spec, Statistic
 from ..program.walk import needed
 from . import plan as pointwise
 from . import text
@@ -179,7 +179,7 @@ def followers(program: Program) -> set[int]:
     """The steps that are reductions, or follow from one."""
     found: set[int] = set()
     for index, step in enumerate(program.steps):
-        if isinstance(step, Reduced) or not found.isdisjoint(step.args):
+        if isinstance(step, (Reduced, Statistic)) or not found.isdisjoint(step.args):
             found.add(index)
     return found
 
@@ -212,9 +212,11 @@ class _RowPiece:
         self.walks: list[Walk] = []  # of stages
         wanted = set(needed(self.args, program.live))
         self.reduced = [k for k in sorted(wanted) if isinstance(self.steps[k], Reduced)]
+        self.statistics = {k: x for k, x in enumerate(self.steps) if isinstance(x, Statistic)}
         self.numbers = [  # steps that give one number a row, and follow from a reduction
-            k for k in sorted(wanted & following) if self.steps[k].out.shape != shape
-        ]
+            k for k in sorted((wanted & following) - self.statistics.keys())
+            if self.steps[k].out.shape != shape
+        ]  # fmt: skip
 
     def piece(self) -> Piece:
         steps, shape = self.steps, self.shape
@@ -368,6 +370,8 @@ class _RowPiece:
         first = len(self.values)
         for which in range(STATISTICS.get(op.name, 1)):
             self.values[index, -1 - which] = first + which
+        own = [(k, found.which) for k, found in self.statistics.items() if found.of == index]
+        self.values.update(((k, 0), first + which) for k, which in own)
         after = []
         for number in self.numbers:
             known = (number, 0) in self.values
@@ -492,4 +496,5 @@ class _RowPiece:
         """Each op of the kernel once, in order, for its name."""
         for index in needed(self.args, self.program.live):
             step = self.steps[index]
-            yield Line(step.op, (), step.common, step.out.code)
+            if index not in self.statistics:
+                yield Line(step.op, (), step.common, step.out.code)

@@ -195,7 +195,7 @@ def _uses(runner: Runner) -> list[KernelUse]:
     found = []
     for piece, kernel in zip(runner.pieces, runner.kernels, strict=False):
         reads = [runner.inputs[~ref] if ref < 0 else runner.nodes[ref].meta for ref in piece.loads]
-        writes = [runner.nodes[index].meta for index in piece.stores]
+        writes = [runner.steps[index].meta for index in piece.stores]
         moved = [[meta for meta in metas if meta is not None] for metas in (reads, writes)]
         found.append(
             KernelUse(

@@ -3,7 +3,8 @@
 A `Reduction` is an op of a chain as the rows of the table are, but reads a row of its first operand
 for each of its results (`sum`), or for each row of them (`softmax`). It is spelled by torch
 functions as the rows are: a chooser names it and its operands, or None for what only eager PyTorch
-does. In which order it adds stands in `kernel.division` and `kernel.row_emit`.
+does. In which order it adds stands in `kernel.division` and `kernel.row_emit`; how it is
+differentiated, in `grad.nodes`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..torch_private import has_kernel
 from .row import Op, registrar
 
 DEVICES = {"cuda"}  # types on which reductions are recorded: a CPU's order is its instruction set's
@@ -28,15 +30,24 @@ class Reduction(Op):
 
     whole: whether its results are rows, of the shape of the first operand; otherwise they are one
         number a row, and keepdim says whether a dimension of size 1 stands for the row.
+    keeps: the operands and `out` whose values autograd's node, which is torch's own, saves.
+    statistics: what that saves besides, numbers of a row that torch's op returns after its result.
     """
 
     whole: bool = False
     keepdim: bool = False
+    statistics: tuple[Reduction, ...] = ()
 
     def __repr__(self) -> str:
         return f"Reduction({self.name}, {self.params})"
 
 
+# torch's ops for them, of which autograd has nodes; overloads where there are several
+NODES = {
+    "sum": "sum.dim_IntList", "mean": "mean.dim", "amax": "amax", "amin": "amin",
+    "softmax": "_softmax", "log_softmax": "_log_softmax",
+    "layer_norm": "native_layer_norm", "rms_norm": "_fused_rms_norm",
+}  # fmt: skip
 REDUCTIONS: dict[str, Callable[..., tuple[Reduction, tuple[Any, ...]] | None]] = {}
 _reduced = registrar(REDUCTIONS)
 
@@ -44,21 +55,66 @@ _reduced = registrar(REDUCTIONS)
 @cache
 def _number_a_row(name: str, keepdim: bool) -> Reduction:
     function = getattr(torch, name)
-    return Reduction(name, "x", "", keepdim=keepdim, eager=lambda x: function(x, -1, keepdim))
+    keeps = "x out" if name in ("amax", "amin") else ""
+    eager = lambda x: function(x, -1, keepdim)  # noqa: E731
+    return Reduction(name, "x", "", keeps=keeps, keepdim=keepdim, eager=eager)
 
 
 @cache
-def _row_a_row(name: str, params: str) -> Reduction:
+def _normed_row(name: str, params: str) -> Reduction:
     eager = {
-        ("softmax", "x"): lambda x: torch.softmax(x, -1),
-        ("log_softmax", "x"): lambda x: torch.log_softmax(x, -1),
         ("layer_norm", "x eps:opmath"): lambda x, eps: F.layer_norm(x, x.shape[-1:], eps=eps),
         ("layer_norm", "x w b eps:opmath"):
             lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w, b, eps),
         ("rms_norm", "x eps:opmath"): lambda x, eps: F.rms_norm(x, x.shape[-1:], None, eps),
         ("rms_norm", "x w eps:opmath"): lambda x, w, eps: F.rms_norm(x, x.shape[-1:], w, eps),
     }[name, params]  # fmt: skip
-    return Reduction(name, params, "", whole=True, eager=eager)
+    statistics = tuple(
+        Reduction(f"{what}_of_{name}", params, "", keepdim=True, eager=_statistic(name, params, k))
+        for k, what in enumerate({"layer_norm": ("mean", "rstd"), "rms_norm": ("rstd",)}[name], 1)
+    )
+    keeps = params.removesuffix(" eps:opmath")
+    return Reduction(name, params, "", keeps=keeps, whole=True, eager=eager, statistics=statistics)
+
+
+def _statistic(name: str, params: str, which: int) -> Callable[..., torch.Tensor]:
+    """What gives one of the results of torch's op for a norm."""
+    absent = [None] * (("w" not in params) + (name == "layer_norm" and "b" not in params))
+
+    def eager(x: Any, *more: Any) -> torch.Tensor:
+        *affine, eps = more
+        op = getattr(torch.ops.aten, NODES[name])
+        return op(x, x.shape[-1:], *affine, *absent, eps)[which]
+
+    return eager
+
+
+@cache
+def _soft_row(name: str) -> Reduction:
+    function = getattr(torch, name)
+    return Reduction(name, "x", "", keeps="out", whole=True, eager=lambda x: function(x, -1))
+
+
+def has_node(op: Reduction, kind: str) -> bool:
+    """Whether autograd has one node for `op` on devices of type `kind`.
+
+    It has where torch does not compute it there as others that it is of.
+    """
+    return has_kernel(NODES[op.name], kind.upper())
+
+
+def cast_of(op: Reduction, kind: str, dtypes: list[torch.dtype]) -> torch.dtype | str | None:
+    """What autocast casts the operands of `op` to, or why torch has to do that; None if nothing.
+
+    dtypes: of its tensors.
+    """
+    name = {"sum": NODES["sum"], "mean": NODES["mean"]}.get(op.name, op.name)
+    name = f"{name}.int" if op.name in ("softmax", "log_softmax") else name
+    if set(dtypes) == {torch.float32} or not has_kernel(name, f"Autocast{kind.upper()}"):
+        return None
+    if op.statistics:
+        return torch.float32
+    return "autocast, which casts in the reduction"  # and adds in an order that was not compared
 
 
 def _is_row_wise(x: Any, dim: Any) -> bool:
@@ -106,7 +162,7 @@ def _soft(name: str) -> None:
         # more: a dtype, or in torch.nn.functional a number that only its warning reads
         if dtype is not None or more or type(dim) is not int:
             return None
-        return (_row_a_row(name, "x"), (input,)) if _is_row_wise(input, dim) else None
+        return (_soft_row(name), (input,)) if _is_row_wise(input, dim) else None
 
 
 for _name in ("softmax", "log_softmax"):
@@ -131,8 +187,8 @@ def layer_norm(
     if type(eps) not in (float, int):
         return None
     if weight is None:
-        return _row_a_row("layer_norm", "x eps:opmath"), (input, float(eps))
-    return _row_a_row("layer_norm", "x w b eps:opmath"), (input, weight, bias, float(eps))
+        return _normed_row("layer_norm", "x eps:opmath"), (input, float(eps))
+    return _normed_row("layer_norm", "x w b eps:opmath"), (input, weight, bias, float(eps))
 
 
 @_reduced()
@@ -143,5 +199,5 @@ def rms_norm(
         return None
     eps = torch.finfo(torch.float32).eps if eps is None else float(eps)  # of the type it adds in
     if weight is None:
-        return _row_a_row("rms_norm", "x eps:opmath"), (input, eps)
-    return _row_a_row("rms_norm", "x w eps:opmath"), (input, weight, eps)
+        return _normed_row("rms_norm", "x eps:opmath"), (input, eps)
+    return _normed_row("rms_norm", "x w eps:opmath"), (input, weight, eps)

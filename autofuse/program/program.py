@@ -36,6 +36,14 @@ class Reduced(Pointwise):
 
 
 @dataclass(frozen=True, slots=True)
+class Statistic(Pointwise):
+    """A step that gives what another one, a Reduced, finds of its rows on the way."""
+
+    of: int  # that one
+    which: int  # of the statistics of its op
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """A step that computes nothing: its value lies in the memory of another step's."""
 

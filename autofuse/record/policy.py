@@ -44,12 +44,15 @@ class _GradCosts:
     flush: float
     recorded: float  # an op
     node: float  # a Python node in the engine's thread, not the caller's; see bench/overhead.py
+    given: float  # torch's node of a reduction, for a value that is there
 
 
 _GRAD_US = {
-    "cuda": _GradCosts(op=7.0, gradient=3.5, kernel=7.5, flush=25.0, recorded=2.6, node=50.0),
-    "cpu": _GradCosts(op=3.0, gradient=1.7, kernel=1.3, flush=12.0, recorded=0.9, node=22.0),
-}
+    "cuda": _GradCosts(op=7.0, gradient=3.5, kernel=7.5, flush=25.0, recorded=2.6, node=50.0,
+                       given=10.0),
+    "cpu": _GradCosts(op=3.0, gradient=1.7, kernel=1.3, flush=12.0, recorded=0.9, node=22.0,
+                      given=10.0),
+}  # fmt: skip
 # us for 1000 elements on a CPU, beside the call: of arithmetic, which is bound by memory, and of
 # functions; a kernel, which goes through memory once, takes half of it
 _ARITHMETIC_US, _FUNCTION_US = 0.05, 1.0
@@ -191,6 +194,10 @@ def pays(nodes: list[Node], outline: Outline) -> bool:
     eager = costs.op * ops
     fused = costs.flush + costs.recorded * len(nodes)
     traffic = 0.0
+    for index, *_ in outline.reduced:  # the backward of which is eager's either way
+        shape, _ = nodes[index].rows or ((), 0)
+        fused += costs.given
+        traffic += 2 * math.prod(shape) * nodes[index].meta.dtype.itemsize / _BYTES_PER_US["cuda"]  # type: ignore[union-attr]
     for segment in outline.segments:
         fused += costs.node
         for index in segment.steps:

@@ -51,7 +51,7 @@ class EagerRunner(Runner):
 def run_ops(chain: Chain, runner: Runner) -> None:
     """Do what `runner` does by the eager ops that the chain was recorded from."""
     if runner.ops is None:
-        runner.ops = _replay(runner.nodes, runner.live)
+        runner.ops = _replay(runner.steps, runner.live)
     if runner.tells:
         assert runner.attach is not None
         nodes, live = runner.nodes, runner.live

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..chain.meta import Meta
-from ..chain.state import Chain, Node
+from ..chain.state import Chain, Node, statistics_of
 from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
 from ..lines import shown, user_position
@@ -57,7 +57,8 @@ class Runner:
         # nodes of values that get memory of their own (not WRITE or ALIAS), and those whose shells
         # get them (not STORED), among which are views of others
         apart, seen = (WRITE, ALIAS), (NEW, COPY, ALIAS)
-        self.owners = [self.nodes[output.step] for output in outputs if output.kind not in apart]
+        self.steps = [*self.nodes, *statistics_of(self.nodes)]  # what an Output may be
+        self.owners = [self.steps[output.step] for output in outputs if output.kind not in apart]
         self.visible = [self.nodes[output.step] for output in outputs if output.kind in seen]
         self.views = [self.nodes[output.step] for output in outputs if output.kind == ALIAS]
         self.stored = len(outputs) - len(self.views)
