@@ -61,7 +61,10 @@ def test_the_text_has_the_figures_of_the_results():
         README, re.S,
     )  # fmt: skip
     told = (DIRECTORY / "zoo_h100.md").read_text()
-    line = r"^- {}: median (\S+), worst (\S+) \(.*?\), (\d+) of (\d+) over (\S+); eager's bits in (\d+)"
+    line = (
+        r"^- {}: median (\S+), worst (\S+) \(.*?\), (\d+) of (\d+) over (\S+); "
+        r"eager's bits in (\d+)"
+    )
     losers, all_ = re.findall(line.format("fuse"), told, re.M)
     wrap = re.findall(line.format("wrap"), told, re.M)[1]
     assert all_[5] == wrap[5] == all_[3]  # each has them
