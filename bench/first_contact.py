@@ -3,9 +3,9 @@
     python bench/first_contact.py [programs] [--device cpu] [--pairs 6]
 
 Each of bench/strangers/ is given to `try`, as it is, and is measured by itself too: its `main` in
-turns with the forward of its module as it is and decorated, in one process, the first pair not
-counted. There it is faster or slower where all pairs say so and their median by more than 4 %.
-The exit status is the number of programs of which the two say something else.
+turns with the forward of its module as it is and decorated, each time in a fresh process, the first
+pair not counted. There it is faster or slower where all pairs say so and their median by more than
+4 %. The exit status is the number of programs of which the two say something else.
 """
 
 from __future__ import annotations
@@ -51,23 +51,33 @@ def attempted(program: str, arguments: list[str]) -> str:
     return found[1]
 
 
-def measured(program: str, arguments: list[str], pairs: int) -> tuple[str, list[float]]:
-    """(word, fused of plain time of each pair but the first)."""
+def timed(program: str, way: str, arguments: list[str]) -> float:
+    """Seconds of its `main`, in this process, the module's forward fused or "plain"."""
     module = loaded(program)
     (model,) = (
         one for one in vars(module).values()
         if isinstance(one, type) and issubclass(one, torch.nn.Module)
     )  # fmt: skip
-    ways = model.forward, autofuse.fuse(model.forward)
+    if way == "fused":
+        model.forward = autofuse.fuse(model.forward)
+    begun = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        module.main(arguments)  # prints a value, and so waits for it
+    return time.perf_counter() - begun
+
+
+def measured(program: str, arguments: list[str], pairs: int) -> tuple[str, list[float]]:
+    """(word, fused of plain time of each pair but the first)."""
     ratios = []
     for _ in range(pairs + 1):
-        times = []
-        for model.forward in ways:
-            begun = time.perf_counter()
-            with contextlib.redirect_stdout(io.StringIO()):
-                module.main(arguments)  # prints a value, and so waits for it
-            times.append(time.perf_counter() - begun)
-        ratios.append(times[1] / times[0])
+        plain, fused = (
+            float(subprocess.run(
+                [sys.executable, __file__, "--time", way, program, *arguments],
+                check=True, stdout=subprocess.PIPE, text=True,
+            ).stdout)
+            for way in ("plain", "fused")
+        )  # fmt: skip
+        ratios.append(fused / plain)
     counted = ratios[1:]
     median = statistics.median(counted)
     if max(counted) < 1 and median < 1 - SAME:
@@ -80,7 +90,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("programs", nargs="*", metavar="program", help=", ".join(PROGRAMS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, default=6, help="that count, of its own measurement")
+    parser.add_argument("--time", choices=["plain", "fused"], help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.time:
+        print(timed(*args.programs, args.time, ["--device", args.device]))
+        return 0
     print(machine(args.device), flush=True)
     wrong = 0
     for program in args.programs or PROGRAMS:
