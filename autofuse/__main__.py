@@ -232,15 +232,17 @@ def show_attempt(args: argparse.Namespace) -> int:
         print("give a script, or -m and a module", file=sys.stderr)
         return 2
     program = ["-m", *args.module] if args.module else [args.script, *args.args]
-    return attempt(program, args.timeout, args.once)
+    return attempt(program, args.timeout, args.limit, args.once)
 
 
 def add_try(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "run a program as it is and with its modules fused, and compare"
+    text = "run a program as it is and with its modules fused, in turns, and compare"
     parser = commands.add_parser("try", help=text, description=text)
     parser.add_argument("--once", action="store_true", help="run it fused alone")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS",
                         help="for each run (default: 600)")  # fmt: skip
+    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS",
+                        help="after which no more turns begin (default: 300)")  # fmt: skip
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[],
                         metavar="MODULE", help="a module and its arguments")  # fmt: skip
     parser.add_argument("script", nargs="?", help="a script")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ NO_GPU = "needs a CUDA device; torch.cuda.is_available() is False here"
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason=NO_GPU)
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
 
+# products of axes that do not meet in the code, whole: on a GPU, or where this is set
+WIDE = bool(os.environ.get("AUTOFUSE_TEST_WIDE"))
+
 NATIVE = [False, True] if native.active() else [False]  # what `config.native` may be
 TIERS = ["kernels", "short", "waiting"]  # see the fixture
 
@@ -38,6 +42,12 @@ DTYPES = (*FLOATS, *INTS, torch.bool)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 3.0, -2.5, 1e-3, 7.25, 88.0, -88.0, 1e30, -1e30, 1e-41,
            float("inf"), float("-inf"), float("nan"))  # fmt: skip
+
+
+def skip_unless_wide(device: str) -> None:
+    """In a test of a product that is swept axis by axis elsewhere, or here beside this."""
+    if device == "cpu" and not WIDE:
+        pytest.skip("the whole product runs on a GPU, or where AUTOFUSE_TEST_WIDE is set")
 
 
 def random_tensor(

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import alone
 import compare
 import drawing
+import first_contact
 import handwritten
 import machine
 import peers
@@ -683,3 +684,31 @@ def test_lockstep_launches_over_kernels_of_the_cpu():
     """
     environment = {**os.environ, "AUTOFUSE_TEST_LAUNCH": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/bench"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+FEW = {
+    "ode": ["--batch", "8", "--steps", "2"], "mlp": ["--epochs", "1", "--width", "8"],
+    "conv": ["--steps", "2", "--batch-size", "2"], "swish": ["--size", "8", "--steps", "2"],
+    "lstm": ["--steps", "2", "--length", "3", "--hidden", "4"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", first_contact.PROGRAMS)
+@pytest.mark.parametrize("way", ["plain", "fused"])
+def test_programs_of_strangers_run(program, way):
+    """They know nothing of autofuse, and the one module of each can be fused."""
+    assert "autofuse" not in (first_contact.PLACE / f"{program}.py").read_text()
+    assert first_contact.timed(program, way, [*FEW[program], "--device", "cpu"]) > 0
+
+
+@pytest.mark.parametrize("ratios, word", [
+    ((3.0, 0.5, 0.6), "faster"), ((0.5, 1.5, 1.2), "slower"), ((1.0, 0.5, 1.1), "no difference"),
+    ((1.0, 0.99, 0.98), "no difference"),
+])  # fmt: skip
+def test_what_is_measured_of_programs_of_strangers(ratios, word, monkeypatch):
+    times = iter([text for ratio in ratios for text in ("2.0", str(2.0 * ratio))])
+    monkeypatch.setattr(
+        first_contact.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=next(times))
+    )
+    said, counted = first_contact.measured("ode", [], 2)
+    assert said.startswith(word) and counted == list(ratios[1:])

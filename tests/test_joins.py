@@ -1,10 +1,14 @@
 """torch.cat and torch.stack of pending values: each is written where it belongs."""
 
+import itertools
+import subprocess
+import sys
+
 import pytest
 import torch
 
 import autofuse
-from autofuse.ops.views import JOINS
+from autofuse.ops.views import JOINS, cat_of
 from autofuse.record import flush
 from support import DEVICES, DTYPES, assert_same, assert_same_as_eager, outcome, random_tensor
 
@@ -166,3 +170,44 @@ def test_gradients_and_errors(device, on):
         _, want = outcome(wrong, (x,))
         _, got = outcome(wrong, (W(x),))
         assert type(got) is type(want) and str(got) == str(want)
+
+
+SIZES = [(), (0,), (1,), (3,), (0, 2), (1, 1), (2, 3), (1, 2, 1), (1, 1, 1, 1), (2, 1, 1, 1),
+         (1, 1, 3, 2), (2, 3, 1, 1), (2, 3, 4, 5), (0, 3, 1, 2), (1, 1, 1, 1, 1),
+         (2, 1, 2, 1, 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.int64, torch.float16)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_cat_makes_is_known_without_asking(dtypes, turned):
+    """Layouts and refusals as eager's, of all pairs of shapes along every dimension."""
+    for one, other in itertools.product(SIZES, repeat=2):
+        xs = [
+            torch.zeros(size, dtype=dtype) for size, dtype in zip((one, other), dtypes, strict=True)
+        ]
+        if turned:
+            xs = [x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() else x for x in xs]
+        for dim in range(-len(one) - 1, len(one) + 1):
+            want, error = outcome(torch.cat, (xs, dim))
+            stand_ins = [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in xs
+            ]
+            got, failure = outcome(cat_of, (stand_ins, dim))
+            assert (failure is None) == (error is None), (one, other, dim)
+            if want is not None:
+                assert got.shape == want.shape and got.dtype is want.dtype, (one, other, dim)
+                assert got.stride() == want.stride(), (one, other, dim)
+
+
+def test_the_first_join_imports_nothing():
+    """torch._dynamo takes more than a second, in which everybody would wait."""
+    text = (
+        "import sys, torch, autofuse\n"
+        "x = autofuse.wrap(torch.ones(2, 3))\n"
+        "before = set(sys.modules)\n"
+        "y = torch.cat((x * 2, x + 1), 1), torch.stack((x * 2, x + 1), -1)\n"
+        "assert all(map(autofuse.is_pending, y))\n"
+        "print(*{name for name in set(sys.modules) - before if name.startswith('torch')})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

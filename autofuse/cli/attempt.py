@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .turns import FASTER, PAIRS, SLOWER, Told, told
+
 COPIED = 64 << 20  # bytes of the working directory that each run gets a copy of; links to the rest
 _LINKED = {"__pycache__", "node_modules"}
 _CHILD = Path(__file__).with_name("child.py")
 NO_FILE, MISSED, INTERRUPTED = 2, 124, 130  # exit statuses, as Python and shells have them
-PLAIN, FUSED, AGAIN = "plain", "fused", "again"  # the runs, the last as the first
-# less is no difference between two runs: of the time, and seconds, as first calls take, which
-# measure both ways
-_NOISE, _FIRST = 0.05, 0.2
-_SHORT = 1.0  # seconds, of which first calls and compiles are too much
+PLAIN, FUSED = "plain", "fused"  # the runs
 _MOST = 5  # files and pieces of advice that are named
 
 
@@ -33,50 +31,77 @@ class Run:
     """One run of the program."""
 
     status: int | None  # None where it did not end in time
-    seconds: float
+    seconds: float  # of the script; of its process where that ended without facts
+    wall: float  # seconds of its process
     stdout: bytes
     files: dict[str, bytes | None]  # what it left in its directory; None where that is a link
     facts: dict[str, Any]  # of child.py; empty where the process ended without them
 
 
-def attempt(program: Sequence[str], timeout: float, once: bool = False) -> int:
-    """Run `program` plain and fused, and print what differs; the exit status.
+Runs = dict[str, list[Run]]
+
+
+def attempt(program: Sequence[str], timeout: float, limit: float, once: bool = False) -> int:
+    """Run `program` plain and fused in turns, and print what differs; the exit status.
 
     program: a script and its arguments, or "-m", a module and its arguments. timeout: seconds for
-    each run. once: fused alone. Where stdout or the status differ, it runs plain once more, for not
-    every program says the same twice. The status is the program's own where it fails by itself, 1
-    where fusing makes a difference, 124 where a run took too long, 130 after Ctrl-C, else 0.
+    each run. limit: seconds after which no more turns begin. once: fused alone, a single time.
+    Where stdout or the status differ, it runs plain a second time at least, for not every program
+    says the same twice. The status is the program's own where it fails by itself, 1 where fusing
+    makes a difference, 124 where a run took too long, 130 after Ctrl-C, else 0.
     """
     if program[0] != "-m" and not os.path.exists(program[0]):
         _say(f"there is no file {program[0]!r} here")
         return NO_FILE
     shown = " ".join(["python", *program])
-    ways = [FUSED] if once else [PLAIN, FUSED]
     each = "in a fresh process and in a copy of this directory"
     if once:
         _say(f"runs `{shown}` once, with the calls of its modules fused, {each}")
     else:
-        _say(f"runs `{shown}` twice, as it is and with the calls of its modules fused, each {each}")
-    runs: dict[str, Run] = {}
-    with tempfile.TemporaryDirectory(prefix="autofuse-try-") as top:
-        for way in ways:
-            place = Path(top, way)
-            try:
-                run = runs[way] = _run(program, FUSED if way == FUSED else PLAIN, place, timeout)
-            except KeyboardInterrupt:
-                _say("interrupted")
-                return INTERRUPTED
-            if run.status is None:
-                _say(f"{way}: not done after {timeout:g} s; --timeout sets how long it may take")
-                return MISSED
-            print(f"{way:9s} {run.seconds:.2f} s, exit status {run.status}")
-            if run.status and way == ways[0]:
-                _say("the program failed" if once else "the program fails by itself")
-                return run.status if run.status > 0 else 128 - run.status
-            if way == FUSED and not once and not _agree(runs[PLAIN], run):
-                _say("outputs differ: runs it as it is once more, to see whether it repeats itself")
-                ways.append(AGAIN)
+        _say(f"runs `{shown}` in turns as it is and with the calls of its modules fused, until a "
+             f"difference stands out of the noise: twice at least, {2 * PAIRS} times at most, no "
+             f"more turns after {limit:g} s (--limit), each {each}")  # fmt: skip
+    runs: Runs = {PLAIN: [], FUSED: []}
+    for way in [FUSED] if once else _turns(runs, limit):
+        try:
+            with tempfile.TemporaryDirectory(prefix="autofuse-try-") as top:
+                run = _run(program, way, Path(top, way), timeout)
+        except KeyboardInterrupt:
+            _say("interrupted")
+            return INTERRUPTED
+        if run.status is None:
+            _say(f"{way}: not done after {timeout:g} s; --timeout sets how long it may take")
+            return MISSED
+        print(f"{way:9s} {run.seconds:.2f} s, exit status {run.status}", flush=True)
+        if run.status and (once or way == PLAIN):
+            _say("the program failed" if once else "the program fails by itself")
+            return run.status if run.status > 0 else 128 - run.status
+        runs[way].append(run)
     return _compared(runs)
+
+
+def _turns(runs: Runs, limit: float) -> Iterator[str]:
+    """The ways of running it, one after another; `runs` has what became of those before."""
+    plain, fused = runs[PLAIN], runs[FUSED]
+    while not plain or not (_is_enough(runs) or sum(run.wall for run in plain + fused) >= limit):
+        yield PLAIN
+        yield FUSED
+    if len(plain) == 1 and not _agree(plain[0], fused[0]):
+        _say("outputs differ: runs it as it is once more, to see whether it repeats itself")
+        yield PLAIN
+
+
+def _is_enough(runs: Runs) -> bool:
+    """Whether more runs would tell nothing more of which is faster."""
+    fused = runs[FUSED][-1]
+    if fused.status or not fused.facts.get("calls"):
+        return True
+    return _told(runs).word is not None
+
+
+def _told(runs: Runs) -> Told:
+    pairs = len(runs[FUSED])  # there may be a plain run more
+    return told(*([run.seconds for run in runs[way][:pairs]] for way in (PLAIN, FUSED)))
 
 
 def _say(text: str) -> None:
@@ -113,7 +138,7 @@ def _run(program: Sequence[str], way: str, place: Path, timeout: float) -> Run:
         finally:
             _signal(process, signal.SIGKILL)  # and what it has started
             process.wait()
-    seconds = time.perf_counter() - begun
+    wall = time.perf_counter() - begun
     known = json.loads(facts.read_text()) if facts.exists() else {}
     after = _state(place)
     written = {
@@ -121,7 +146,7 @@ def _run(program: Sequence[str], way: str, place: Path, timeout: float) -> Run:
         for name in sorted(after)
         if after[name] != before.get(name)
     }
-    return Run(status, known.get("seconds", seconds), out.read_bytes(), written, known)
+    return Run(status, known.get("seconds", wall), wall, out.read_bytes(), written, known)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
@@ -170,42 +195,74 @@ def _files(place: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
-def _compared(runs: dict[str, Run]) -> int:
-    """Print what a fused run is beside a plain one, if there was one; the exit status."""
-    fused, plain, again = runs[FUSED], runs.get(PLAIN), runs.get(AGAIN)
+def _compared(runs: Runs) -> int:
+    """Print what fused runs are beside plain ones, if there were any; the exit status."""
+    plain, fused = runs[PLAIN], runs[FUSED]
     same = True
-    if plain is not None:
-        ratio = fused.seconds / max(plain.seconds, 1e-9)
-        if max(plain.seconds, fused.seconds) < _SHORT:
-            word = "too short to tell"
-        elif abs(ratio - 1) <= _NOISE or abs(fused.seconds - plain.seconds) <= _FIRST:
-            word = "no different"
-        else:
-            word = "faster" if ratio < 1 else "slower"
-        print(f"time      {ratio:.2f} of the plain run's: {word}")
-    print("kernels   " + _kernels(fused.facts))
-    if plain is not None:
-        same = _agree(plain, fused)
-        if again is not None and not _agree(plain, again):
-            same = True  # as far as anybody can tell
+    if plain:
+        print("time      " + _time(runs))
+    print("kernels   " + _kernels(fused))
+    if plain:
+        odd = next((run for run in fused if not _agree(plain[0], run)), None)
+        repeats = all(_agree(plain[0], run) for run in plain)
+        same = odd is None or not repeats  # as far as anybody can tell
+        if odd is not None and not repeats:
             print("output    differs, but so it does between two runs of the program as it is: "
                   "chance, or a clock; a seed would help to compare")  # fmt: skip
         else:
-            print("output    " + _output(plain, fused))
-        changed = [name for name in plain.files | fused.files
-                   if plain.files.get(name, b"") != fused.files.get(name, b"")]  # fmt: skip
-        if plain.files or fused.files:
-            more = f" and {len(changed) - _MOST} more" if len(changed) > _MOST else ""
-            print("files     " + (
-                f"other bytes in {', '.join(changed[:_MOST])}{more}" if changed
-                else f"the same, {len(plain.files)} written"
-            ))  # fmt: skip
-    advice = fused.facts.get("advice", [])
+            print("output    " + _output(plain[0], odd or fused[0]))
+        if plain[0].files or fused[0].files:
+            print("files     " + _files_written(runs))
+    advice = fused[-1].facts.get("advice", [])
     for text in advice[:_MOST]:
         print(f"advice    {text}")
     if not advice:
-        print("advice    " + _without_advice(fused.facts))
+        print("advice    " + _without_advice(fused[-1].facts))
     return 0 if same else 1
+
+
+def _time(runs: Runs) -> str:
+    """How long the fused runs took beside the plain ones, and what can be told of that."""
+    facts = runs[FUSED][-1].facts
+    if any("seconds" not in run.facts for run in runs[PLAIN] + runs[FUSED]):
+        return "not known: the process ended without a word"
+    if runs[FUSED][-1].status:
+        return "not compared, for the fused run failed"
+    if not facts.get("calls"):
+        return "not compared, for there was nothing to fuse"
+    found = _told(runs)
+    pairs = "1 pair of runs" if found.pairs == 1 else f"{found.pairs} pairs of runs"
+    counted = f", by {pairs}" + ", the first not counted" * (len(runs[FUSED]) > 1)
+    said = f"{found.ratio:.2f} of the plain runs'"
+    if found.low:
+        said += f" ({found.low:.2f} to {found.high:.2f}{counted})"
+    if found.word is None and found.low:
+        return f"{said}: no difference that can be told so far; --limit lets it run more often"
+    if found.word is None:
+        return f"{said}{counted}: not enough to tell; --limit lets it run more often"
+    if not facts.get("ops_recorded") and found.word != SLOWER:
+        chance = ", and the rest is chance" if found.word == FASTER else ""
+        return f"{said}: no difference, for nothing was fused{chance}"
+    return f"{said}: {found.word}"
+
+
+def _files_written(runs: Runs) -> str:
+    """Which files have other bytes after a fused run, those aside that differ by themselves."""
+
+    def changed(others: list[Run]) -> list[str]:
+        names = {name for run in (first, *others) for name in run.files}
+        return sorted(
+            name for name in names
+            if any(run.files.get(name, b"") != first.files.get(name, b"") for run in others)
+        )  # fmt: skip
+
+    first = runs[PLAIN][0]
+    chance = changed(runs[PLAIN])
+    other = [name for name in changed(runs[FUSED]) if name not in chance]
+    more = f" and {len(other) - _MOST} more" if len(other) > _MOST else ""
+    said = f"other bytes in {', '.join(other[:_MOST])}{more}" if other else "the same"
+    said += f", {len(first.files)} written" * (not other)
+    return said + f"; {len(chance)} differ without fusing too" * bool(chance)
 
 
 def _agree(one: Run, other: Run) -> bool:
@@ -213,15 +270,15 @@ def _agree(one: Run, other: Run) -> bool:
     return one.status == other.status and one.stdout == other.stdout
 
 
-def _kernels(facts: dict[str, Any]) -> str:
+def _kernels(fused: list[Run]) -> str:
+    facts = fused[-1].facts
     if "ops_recorded" not in facts:
         return "not known: the process ended without a word"
     ops, launched = facts["ops_recorded"], facts["kernels_launched"]
     if not ops:
         return "none: nothing was recorded"
-    compiled, loaded = facts["kernels_compiled"], facts["kernels_loaded"]
-    made = f"{compiled} compiled in this run, {loaded} loaded from disk"
-    return f"{launched} launched for {ops} ops recorded; {made}"
+    compiled = fused[0].facts["kernels_compiled"]
+    return f"{launched} launched for {ops} ops recorded; {compiled} compiled in the first run"
 
 
 def _output(plain: Run, fused: Run) -> str:
