@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..ops.reductions import NODES, Reduction
 from ..torch_private import (
     AUTOCASTS,
-    AUTOGRAD,
-    AUTOGRAD_OF_VIEWS,
     ExcludedKey,
+    above_autograd,
     autocast_is_on,
+    is_below_autograd,
     key_is_excluded,
     pop_mode,
     push_mode,
@@ -56,8 +56,8 @@ def noder(reduction: Reduction) -> Callable[..., None]:
     assert call is not None
 
     def attach(operands: tuple[Any, ...], value: torch.Tensor, *statistics: torch.Tensor) -> None:
-        if key_is_excluded(AUTOGRAD):  # in a `__torch_dispatch__` of another class
-            with ExcludedKey(AUTOGRAD, False), ExcludedKey(AUTOGRAD_OF_VIEWS, False):
+        if is_below_autograd():
+            with above_autograd():
                 return attach(operands, value, *statistics)
         if autocast_is_on() and not all(map(key_is_excluded, AUTOCASTS)):
             with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
