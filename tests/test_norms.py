@@ -640,6 +640,17 @@ def test_statistics_come_from_the_kernel(emulated, n):  # noqa: F811
         assert_same(list(got), [gx, g + gx, gw, gb], None)
 
 
+@pytest.mark.parametrize("name", ["two", "of one another"])
+def test_what_follows_on_statistics_comes_from_the_kernel(emulated, name):  # noqa: F811
+    """Whose places among the numbers of a row are each its own."""
+    program = PROGRAMS[name]
+    (want, grads), (got, ours) = (trained(program, leaves(n=131), wrap) for wrap in (False, True))
+    assert len(launched) == 1
+    assert_same(autofuse.unwrap(got).detach(), want.detach(), 1e-4)
+    for a, b in zip(ours, grads, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, 1e-3, 1e-3)
+
+
 def test_what_norms_save_is_compared_when_a_gpu_is_verified(emulated, monkeypatch):  # noqa: F811
     """Here with what another order gives."""
     seen = []

@@ -367,7 +367,7 @@ class _RowPiece:
         eps = -1
         if "eps" in op.names:
             eps = self._const(step.args[op.names.index("eps")] - CONST, "f32", False)
-        first = len(self.values)
+        first = len({*self.values.values()})  # a statistic that is stored has two keys
         for which in range(STATISTICS.get(op.name, 1)):
             self.values[index, -1 - which] = first + which
         own = [(k, found.which) for k, found in self.statistics.items() if found.of == index]
@@ -377,7 +377,7 @@ class _RowPiece:
             known = (number, 0) in self.values
             if not known and self._is_known(number):
                 after.append(self._part([number], self.steps[number].out.shape))
-                self.values[number, 0] = len(self.values)
+                self.values[number, 0] = len({*self.values.values()})
         origin = self.loads.index((operand, self.shape)) if scheme.uneven and operand < 0 else -1
         return Stage(
             op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, eps, part,
