@@ -137,7 +137,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if contest.free > 0 and contest.way == PLAIN and not loans and measures():
                 if hooks.flushing is None:
                     contest.free -= 1
-                    return _as_it_is(function, args, kwargs, contest)
+                    return _as_it_is(function, args, kwargs)  # of any site
             unseen = None
         if this_thread.closed:  # in torch.jit.trace sizes would be tensors
             return _as_it_is(function, args, kwargs)

@@ -6,14 +6,15 @@ a version of PyTorch does not have is missed here, at import.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils._device import DeviceContext
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # --- torch functions and modes -------------------------------------------------------------------
 
@@ -53,17 +54,20 @@ push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-def is_below_autograd() -> bool:
-    """Whether what runs now is an op of autograd's, as in a `__torch_dispatch__` of another class:
-    then neither graphs nor views come of ops."""
-    return key_is_excluded(_AUTOGRAD) and not torch.is_inference_mode_enabled()
+def above_autograd(function: _F) -> _F:
+    """`function`, whose ops are what they are outside also in the middle of an op of autograd's.
 
+    That is in a `__torch_dispatch__` of another class, where neither graphs nor views come of ops.
+    """
 
-@contextlib.contextmanager
-def above_autograd() -> Iterator[None]:
-    """Ops are again what they are outside."""
-    with ExcludedKey(_AUTOGRAD, False), ExcludedKey(_AUTOGRAD_OF_VIEWS, False):
-        yield
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not key_is_excluded(_AUTOGRAD) or torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with ExcludedKey(_AUTOGRAD, False), ExcludedKey(_AUTOGRAD_OF_VIEWS, False):
+            return function(*args, **kwargs)
+
+    return cast(_F, call)
 
 
 def looked_on() -> bool:

@@ -434,8 +434,23 @@ def test_granted_calls_leave_no_wrapped_result(rigged, exact):
     while not contest_of(function).free:
         function(x)
     kept["y"] = autofuse.wrap(torch.ones(8))
-    assert type(function(x)) is torch.Tensor
+    for _ in range(LOOKS):  # then it is known whose they are
+        assert type(function(x)) is torch.Tensor
     assert contest_of(function).way == FUSED and type(function(x)) is torch.Tensor
+
+
+def test_what_was_granted_locks_to_no_loop(rigged, exact):
+    """A site that is called in turns with one whose way is known is looked at soon."""
+    function, x, large = autofuse.fuse(chain), torch.randn(8), torch.randn(800)
+    for _ in range(100):
+        function(x)
+    for turns in range(2, 9):
+        sites = sites_of(function)
+        for key in list(sites)[1:]:
+            del sites[key]
+        for k in range(turns * 2 * LOOKS):
+            function(large if k % turns == 1 else x)
+        assert len(sites) == 2, turns
 
 
 def test_modules_of_one_class_are_places_of_their_own(rigged):

@@ -7,6 +7,7 @@ torch compute the outputs without grad (`hung`), so that all else, bits too, has
 import gc
 import itertools
 import random
+import sys
 import threading
 import weakref
 
@@ -728,3 +729,59 @@ def test_statistics_have_eagers_bits_on_cuda(norm, dtype, always):
             names = ["input", *(f"result{k}" for k in (1, 2))][: 3 - (norm == "rms_norm")]
             found.append([getattr(node, f"_saved_{name}").detach() for name in names])
         assert_same(found[1], found[0], None)
+
+
+# --- in the middle --------------------------------------------------------------------------------
+
+MIDDLE = {
+    "sum": (lambda x: x.sum(-1) * 0.5, lambda x: x.sum(0)),
+    "softmax": (lambda x: torch.softmax(x, -1) * 0.5, lambda x: torch.softmax(x, 0)),
+    "layer_norm": (
+        lambda x: F.layer_norm(x, (12,)) * 0.5, lambda x: F.layer_norm(x, (12,), eps=0.5)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIDDLE)
+def test_an_op_in_the_middle_of_a_node_is_computed(hung, name):
+    """Of the same operand too: a handler or finalizer, once the mode is on."""
+    program, other = MIDDLE[name]
+    x = table(12, 12, 0, torch.float32).requires_grad_()
+    want, grads = trained(lambda x: program(x), [x], wrap=False)
+    expected, seen = other(x.detach()), []
+
+    def look(frame, event, _):
+        if frame.f_code.co_filename == reductions.__file__ and frame.f_code.co_name == "<lambda>":
+            sys.settrace(None)
+            seen.append(other(x).detach())
+
+    ours = autofuse.wrap(x.detach().clone().requires_grad_())
+    out = program(ours)
+    autofuse.reset_stats()
+    x = autofuse.unwrap(ours)
+    sys.settrace(look)
+    try:
+        autofuse.materialize(out)
+    finally:
+        sys.settrace(None)
+    assert len(seen) == 1 and autofuse.stats().replays == 0
+    assert_same(seen[0], expected, 0.0)
+    assert_same(autofuse.unwrap(out), want, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "softmax"])
+def test_a_flush_below_autograd_keeps_its_nodes(hung, name):
+    class Sub(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            autofuse.materialize(out)
+            return torch.zeros(3)
+
+    xs = leaves()
+    _, grads = trained(PROGRAMS[name], xs, wrap=False)
+    out = PROGRAMS[name](*map(autofuse.wrap, leaves()))
+    autofuse.reset_stats()
+    sub = torch.Tensor._make_wrapper_subclass(Sub, (3,))
+    torch.ops.aten.neg(sub)
+    assert autofuse.stats().replays == 0 and len(ran) == 1
+    assert out.requires_grad and out.grad_fn is not None

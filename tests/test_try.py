@@ -275,6 +275,12 @@ def simulated(monkeypatch, *, plain, fused):
     return left
 
 
+def test_a_status_is_no_chance_where_stdout_is(capsys):
+    runs = {"plain": [ran(b"1"), ran(b"2")], "fused": [ran(b"3", status=3), ran(b"4")]}
+    assert _compared(runs) == 1
+    assert "exit status 3 instead of 0" in capsys.readouterr().out
+
+
 def test_it_runs_until_a_difference_stands_out(place, monkeypatch, capfd):
     left = simulated(monkeypatch, plain=[9.0] + [6.0] * 9, fused=[7.0] + [3.0] * 9)
     assert main(["try", "model.py"]) == 0

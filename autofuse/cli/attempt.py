@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -34,7 +35,7 @@ class Run:
     seconds: float  # of the script; of its process where that ended without facts
     wall: float  # seconds of its process
     stdout: bytes
-    files: dict[str, bytes | None]  # what it left in its directory; None where that is a link
+    files: dict[str, str]  # digests of what it left in its directory; "" of a link
     facts: dict[str, Any]  # of child.py; empty where the process ended without them
 
 
@@ -46,8 +47,8 @@ def attempt(program: Sequence[str], timeout: float, limit: float, once: bool = F
 
     program: a script and its arguments, or "-m", a module and its arguments. timeout: seconds for
     each run. limit: seconds after which no more turns begin. once: fused alone, a single time.
-    Where stdout or the status differ, it runs plain a second time at least, for not every program
-    says the same twice. The status is the program's own where it fails by itself, 1 where fusing
+    Where stdout, the status or files differ, it runs plain a second time at least, for not every
+    program says the same twice. The status is the program's own where it fails by itself, 1 where fusing
     makes a difference, 124 where a run took too long, 130 after Ctrl-C, else 0.
     """
     if program[0] != "-m" and not os.path.exists(program[0]):
@@ -86,7 +87,8 @@ def _turns(runs: Runs, limit: float) -> Iterator[str]:
     while not plain or not (_is_enough(runs) or sum(run.wall for run in plain + fused) >= limit):
         yield PLAIN
         yield FUSED
-    if len(plain) == 1 and not _agree(plain[0], fused[0]):
+    differs = not _agree(plain[0], fused[0]) or plain[0].files != fused[0].files
+    if len(plain) == 1 and differs:
         _say("outputs differ: runs it as it is once more, to see whether it repeats itself")
         yield PLAIN
 
@@ -142,11 +144,20 @@ def _run(program: Sequence[str], way: str, place: Path, timeout: float) -> Run:
     known = json.loads(facts.read_text()) if facts.exists() else {}
     after = _state(place)
     written = {
-        name: None if after[name][0] else (place / name).read_bytes()
+        name: "" if after[name][0] else _digest(place / name)
         for name in sorted(after)
         if after[name] != before.get(name)
     }
     return Run(status, known.get("seconds", wall), wall, out.read_bytes(), written, known)
+
+
+def _digest(path: Path) -> str:
+    """Of what is in the file, which may be a checkpoint of gigabytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
@@ -203,8 +214,10 @@ def _compared(runs: Runs) -> int:
         print("time      " + _time(runs))
     print("kernels   " + _kernels(fused))
     if plain:
-        odd = next((run for run in fused if not _agree(plain[0], run)), None)
-        repeats = all(_agree(plain[0], run) for run in plain)
+        odd = next((run for run in fused if run.status != plain[0].status), None)
+        # a status is never by chance here: no plain run has another
+        repeats = odd is not None or all(_agree(plain[0], run) for run in plain)
+        odd = odd or next((run for run in fused if not _agree(plain[0], run)), None)
         same = odd is None or not repeats  # as far as anybody can tell
         if odd is not None and not repeats:
             print("output    differs, but so it does between two runs of the program as it is: "
@@ -253,7 +266,7 @@ def _files_written(runs: Runs) -> str:
         names = {name for run in (first, *others) for name in run.files}
         return sorted(
             name for name in names
-            if any(run.files.get(name, b"") != first.files.get(name, b"") for run in others)
+            if any(run.files.get(name) != first.files.get(name) for run in others)
         )  # fmt: skip
 
     first = runs[PLAIN][0]

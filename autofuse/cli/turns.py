@@ -23,7 +23,7 @@ class Told:
 
     pairs: int  # that count
     ratio: float  # geometric mean of the pairs'
-    low: float  # between this and `high` it lies, but for 1 of 100 such trials; 0 where one
+    low: float  # between this and `high` it lies, but for 1 of 100 such looks; 0 where one
     high: float  # pair counts, and infinite, for then nobody knows
     word: str | None  # of the above; None as long as more pairs may tell
 

@@ -97,10 +97,12 @@ def _pending_grad(leaf: bool, concrete: Handler) -> Handler:
     """`requires_grad` or `is_leaf`: a shell's own answer would be that of a plain constant."""
 
     def get(self: Any) -> bool:
+        if looked_on():
+            return concrete(self)
         state = self._af
         if state.__class__ is Held:
             return concrete(state.real)
-        if state.recorder is not None and state.meta.requires_grad and not looked_on():
+        if state.recorder is not None and state.meta.requires_grad:
             return not leaf
         return concrete(self)
 
@@ -111,10 +113,12 @@ def _output(getter: Handler, concrete: Handler) -> Handler:
     """`output_nr`: which result of its node it is; a pending view may be one of several."""
 
     def get(self: Any) -> int:
+        if looked_on():
+            return concrete(self)
         state = self._af
         if state.__class__ is Held:
             return concrete(state.real)
-        if state.recorder is not None and state.base >= 0 and not looked_on():
+        if state.recorder is not None and state.base >= 0:
             return run_eager(getter, (self,))
         return concrete(self)
 

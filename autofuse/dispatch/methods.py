@@ -33,9 +33,9 @@ def install_methods() -> None:
     for place in _BUILTINS:
         for name in set(dir(place)) - _ALIASES:
             func = getattr(place, name)
-            if func.__class__ in IN_C and name[0] != "_" != name[-1] and func not in HANDLERS:
-                if func not in makers:
-                    handle(place, name, passing(func))
+            public = not (name.startswith("_") or name.endswith("_"))
+            if public and func.__class__ in IN_C and func not in makers and func not in HANDLERS:
+                handle(place, name, passing(func))
     for name in dir(TensorBase):
         func = getattr(Plain, name)
         if name in _OPERATORS or not name.startswith("_"):
@@ -61,7 +61,7 @@ def install_methods() -> None:
 _BUILTINS = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C._fft,
              torch._C._special)  # type: ignore[attr-defined]  # fmt: skip
 _ALIASES = {"dsmm", "spmm"}  # equal to torch.mm, and not the same
-_ATTRIBUTES = ("real", "imag", "grad_fn", "output_nr")  # for which a value is needed
+_ATTRIBUTES = ("real", "imag", "grad_fn")  # for which a value is needed
 _OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__",
               "__rmatmul__"}  # fmt: skip
 # not of operators: Python would ask a reflected one first that differs from a plain tensor's

@@ -40,7 +40,6 @@ from ..torch_private import (
     dispatch_modes,
     in_functorch,
     is_batched,
-    is_below_autograd,
     permute,
     pop_hooks,
     push_hooks,
@@ -304,12 +303,13 @@ class Graph:
         runner.saved_bytes, runner.tells = self.saved_bytes, self.tells
         runner.attach_views = bool(runner.views)
         if self.tells:
-            runner.attach = _telling(self.recorder, self.backwards, runner.made, self.told)
+            attach = _telling(self.recorder, self.backwards, runner.made, self.told)
         else:
             seen = [node.index for node in runner.views]
-            runner.attach = _attaching(
+            attach = _attaching(
                 self.backwards, runner.made, self.views, self.bare, seen, self.reduced
             )
+        runner.attach = above_autograd(attach)
 
 
 def _bare(meta: Meta | None) -> torch.Tensor:
@@ -340,8 +340,7 @@ def _attaching(
 
     space: dict[str, Any] = {"get": torch.is_grad_enabled, "set_": set_grad_enabled,
                              "hooks": top_hooks, "push": push_hooks, "pop": pop_hooks,
-                             "holding": HOLDING, "is_below_autograd": is_below_autograd,
-                             "above_autograd": above_autograd}  # fmt: skip
+                             "holding": HOLDING}  # fmt: skip
     tells = any(backward.segment.told for backward in backwards)
     calls: list[tuple[int, str]] = []
     made = Calls(space)
@@ -380,9 +379,6 @@ def _attaching(
     result = f"    return {tuple_of(f'v{index}' for index in seen)}\n" if seen else ""
     source = (
         f"def attach(inputs, consts, late, {params}):\n"
-        "    if is_below_autograd():\n"
-        "        with above_autograd():\n"
-        f"            return attach(inputs, consts, late, {params})\n"
         f"    was, told = get(), {None if tells else 'hooks()'}\n"
         f"    try:\n        if told: push(*holding)\n"
         f"        try:\n            if not was: set_(True)\n{body}"

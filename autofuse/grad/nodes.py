@@ -8,6 +8,8 @@ what is known already.
 from __future__ import annotations
 
 from collections.abc import Callable
+from sys import _getframe
+from types import CodeType
 from typing import Any
 
 import torch
@@ -17,9 +19,7 @@ from ..ops.reductions import NODES, Reduction
 from ..torch_private import (
     AUTOCASTS,
     ExcludedKey,
-    above_autograd,
     autocast_is_on,
-    is_below_autograd,
     key_is_excluded,
     pop_mode,
     push_mode,
@@ -27,11 +27,14 @@ from ..torch_private import (
 
 
 class _Known(TorchDispatchMode):
-    """Gives the results of one call of `op`; whatever else runs in the middle of it is computed."""
+    """Gives the results of one call of `op`; whatever else runs in the middle of it is computed.
 
-    def __init__(self, op: Any, operand: torch.Tensor, results: Any) -> None:
+    That is the call by `codes`, of who calls torch and of who calls that.
+    """
+
+    def __init__(self, op: Any, codes: tuple[CodeType, CodeType], results: Any) -> None:
         # nothing of the mode's own: it is pushed by C
-        self.op, self.operand, self.results = op, operand, results
+        self.op, self.codes, self.results = op, codes, results
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -40,10 +43,12 @@ class _Known(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self.results is None or func is not self.op or args[0] is not self.operand:
-            return func(*args, **(kwargs or {}))
-        results, self.results = self.results, None
-        return results
+        if self.results is not None and func is self.op:
+            caller = _getframe(1)
+            if caller.f_back is not None and (caller.f_code, caller.f_back.f_code) == self.codes:
+                results, self.results = self.results, None
+                return results
+        return func(*args, **(kwargs or {}))
 
 
 def noder(reduction: Reduction) -> Callable[..., None]:
@@ -56,13 +61,11 @@ def noder(reduction: Reduction) -> Callable[..., None]:
     assert call is not None
 
     def attach(operands: tuple[Any, ...], value: torch.Tensor, *statistics: torch.Tensor) -> None:
-        if is_below_autograd():
-            with above_autograd():
-                return attach(operands, value, *statistics)
         if autocast_is_on() and not all(map(key_is_excluded, AUTOCASTS)):
             with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
-                return attach(operands, value, *statistics)
-        known = _Known(op, operands[0], (value, *statistics) if statistics else value)
+                attach(operands, value, *statistics)
+                return
+        known = _Known(op, codes, (value, *statistics) if statistics else value)
         try:
             push_mode(known)
             found = call(*operands)
@@ -70,6 +73,6 @@ def noder(reduction: Reduction) -> Callable[..., None]:
             pop_mode(None)
         if found is not value:
             raise RuntimeError(f"torch has another autograd node for {reduction.name}")
-        return None
 
+    codes = call.__code__, attach.__code__  # type: ignore[attr-defined]
     return attach

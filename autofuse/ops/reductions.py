@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..torch_private import has_kernel
 from .row import Op, registrar
@@ -63,11 +62,12 @@ def _number_a_row(name: str, keepdim: bool) -> Reduction:
 @cache
 def _normed_row(name: str, params: str) -> Reduction:
     eager = {
-        ("layer_norm", "x eps:opmath"): lambda x, eps: F.layer_norm(x, x.shape[-1:], eps=eps),
+        ("layer_norm", "x eps:opmath"):
+            lambda x, eps: torch.layer_norm(x, x.shape[-1:], None, None, eps),
         ("layer_norm", "x w b eps:opmath"):
-            lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w, b, eps),
-        ("rms_norm", "x eps:opmath"): lambda x, eps: F.rms_norm(x, x.shape[-1:], None, eps),
-        ("rms_norm", "x w eps:opmath"): lambda x, w, eps: F.rms_norm(x, x.shape[-1:], w, eps),
+            lambda x, w, b, eps: torch.layer_norm(x, x.shape[-1:], w, b, eps),
+        ("rms_norm", "x eps:opmath"): lambda x, eps: torch.rms_norm(x, x.shape[-1:], None, eps),
+        ("rms_norm", "x w eps:opmath"): lambda x, w, eps: torch.rms_norm(x, x.shape[-1:], w, eps),
     }[name, params]  # fmt: skip
     statistics = tuple(
         Reduction(f"{what}_of_{name}", params, "", keepdim=True, eager=_statistic(name, params, k))

@@ -305,11 +305,11 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 def pending_version(tensor: Tensor) -> int:
     """The version counter that eager would show for `tensor`."""
+    if looked_on():
+        return raw_version_of(tensor)
     state = tensor._af
     if state.__class__ is Held:
         return pending_version(state.real)
-    if looked_on():
-        return raw_version_of(tensor)
     if state.recorder is not None:
         chain = state.recorder.running or state.recorder.chain
         return (chain.bumps or {}).get(state.index if state.base < 0 else state.base, 0)

@@ -17,7 +17,6 @@ from ..torch_private import (
     NoModes,
     above_autograd,
     detach,
-    is_below_autograd,
     key_is_excluded,
     pop_hooks,
     push_hooks,
@@ -67,6 +66,7 @@ def run_ops(chain: Chain, runner: Runner) -> None:
     settle(chain, runner.visible)
 
 
+@above_autograd
 def replayed(
     chain: Chain,
     nodes: list[Node],
@@ -80,9 +80,6 @@ def replayed(
 
     grad: with autograd's nodes, of which hooks are told nothing: the flush does that.
     """
-    if is_below_autograd():
-        with above_autograd():
-            return replayed(chain, nodes, live, bumps, late, ops, grad)
     if not all(map(key_is_excluded, AUTOCASTS)):  # its casts are steps of the chain
         with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
             return replayed(chain, nodes, live, bumps, late, ops, grad)

@@ -9,7 +9,7 @@ import torch
 
 from ..chain.state import Node
 from ..ops.views import ViewOp
-from ..torch_private import above_autograd, is_below_autograd, set_grad_enabled
+from ..torch_private import above_autograd, set_grad_enabled
 from .generated import defined, tuple_of
 
 
@@ -65,20 +65,14 @@ def viewer(nodes: list[Node], wanted: list[Node]) -> tuple[list[int], Callable[.
         while node.base >= 0:
             needed.add(node.index)
             node = nodes[node.args[0]]
-    space: dict[str, Any] = {
-        "grad_is_on": torch.is_grad_enabled, "set_grad": set_grad_enabled,
-        "is_below_autograd": is_below_autograd, "above_autograd": above_autograd,
-    }  # fmt: skip
+    space: dict[str, Any] = {"grad_is_on": torch.is_grad_enabled, "set_grad": set_grad_enabled}
     calls = Calls(space)
     lines = [line for index in sorted(needed) for line in calls.lines_for(nodes[index])]
     lines.append(f"return {tuple_of(f'v{node.index}' for node in wanted)}")
     body = "".join(f"        {line}\n" for line in lines)
-    signature = f"views({', '.join(f'v{base}' for base in bases)})"
     source = (
-        f"def {signature}:\n"
-        "    if is_below_autograd():\n"
-        f"        with above_autograd():\n            return {signature}\n"
+        f"def views({', '.join(f'v{base}' for base in bases)}):\n"
         f"    was = grad_is_on()\n    try:\n        set_grad({wanted[0].grad_mode})\n{body}"
         f"    finally:\n        set_grad(was)\n"
     )
-    return bases, defined(source, "views", space)
+    return bases, above_autograd(defined(source, "views", space))
