@@ -48,8 +48,8 @@ def attempt(program: Sequence[str], timeout: float, limit: float, once: bool = F
     program: a script and its arguments, or "-m", a module and its arguments. timeout: seconds for
     each run. limit: seconds after which no more turns begin. once: fused alone, a single time.
     Where stdout, the status or files differ, it runs plain a second time at least, for not every
-    program says the same twice. The status is the program's own where it fails by itself, 1 where fusing
-    makes a difference, 124 where a run took too long, 130 after Ctrl-C, else 0.
+    program says the same twice. The status is the program's own where it fails by itself, 1 where
+    fusing makes a difference, 124 where a run took too long, 130 after Ctrl-C, else 0.
     """
     if program[0] != "-m" and not os.path.exists(program[0]):
         _say(f"there is no file {program[0]!r} here")
