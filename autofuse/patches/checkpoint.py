@@ -42,6 +42,20 @@ def patch_checkpoints() -> None:
         if original is not None:
             setattr(checkpoint, name, _lending(original))
             break
+    save = getattr(checkpoint, "_make_saved_tensor", None)  # since torch 2.13
+    if save is not None:
+        checkpoint._make_saved_tensor = _of_values(save)  # type: ignore[attr-defined]
+
+
+def _of_values(save: Callable[..., Any]) -> Callable[..., Any]:
+    """`save`, which is C++'s and sees no gradient of what has its value beside it."""
+
+    @wraps(save)
+    def make(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        value = value_of(tensor, "checkpoint") if tensor.__class__ is Tensor else tensor
+        return save(value, *args, **kwargs)
+
+    return make
 
 
 def _lending(generator: Callable[..., Any]) -> Callable[..., Any]:
