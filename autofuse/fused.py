@@ -124,7 +124,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     sites: dict[tuple[int, int, int, bool, bool], Site] = {}
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     # while every site's calls are plain, the next few are, without a look at which site is theirs:
-    # that look takes 0.5 us, and 3 where others have used the caches since
+    # that look takes 0.5 us, and 2 where others have used the caches since
     unseen: Contest | None = None
 
     @functools.wraps(function)
@@ -141,7 +141,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             unseen = None
         if this_thread.closed:  # in torch.jit.trace sizes would be tensors
             return _as_it_is(function, args, kwargs)
-        # --- hot path: 0.6 us for a call that is plain (CPU, Python 3.11) ---
+        # --- hot path: a plain call takes 1 us more, 3.7 after other work, unseen 1.9 (CPU, 3.11) ---
         owner = size = 0
         device = -2  # none; -1 is a CPU
         for value in args:
