@@ -112,7 +112,8 @@ def test_wrong_arguments_of_every_method_and_function(arguments, device):
         for name in dir(place)
         if getattr(place, name).__hash__ is not None
         and (getattr(place, name) in HANDLERS or getattr(place, name) in OPTIONS)
-        and name not in ("histc", "histogram")  # which say what `out` held before
+        # which say what `out` held before, or end the process themselves (torch 2.9)
+        and name not in ("histc", "histogram", "gru_cell", "lstm_cell")
     ]
     assert len(methods) > 500 and len(functions) > 300
     calls = [lambda t, *args, name=name, **kw: getattr(t, name)(*args, **kw) for name in methods]
