@@ -70,6 +70,19 @@ def above_autograd(function: _F) -> _F:
     return cast(_F, call)
 
 
+def without_autocast(function: _F) -> _F:
+    """`function`, whose ops autocast casts nothing for."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not autocast_is_on() or all(map(key_is_excluded, AUTOCASTS)):
+            return function(*args, **kwargs)
+        with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
+            return function(*args, **kwargs)
+
+    return cast(_F, call)
+
+
 def looked_on() -> bool:
     """Whether a mode of this thread is told of torch functions.
 

@@ -755,7 +755,8 @@ def test_an_op_in_the_middle_of_a_node_is_computed(hung, name):
             sys.settrace(None)
             seen.append(other(x).detach())
 
-    ours = autofuse.wrap(x.detach().clone().requires_grad_())
+    leaf = x.detach().clone().requires_grad_()
+    ours = autofuse.wrap(leaf)
     out = program(ours)
     autofuse.reset_stats()
     x = autofuse.unwrap(ours)
@@ -766,7 +767,10 @@ def test_an_op_in_the_middle_of_a_node_is_computed(hung, name):
         sys.settrace(None)
     assert len(seen) == 1 and autofuse.stats().replays == 0
     assert_same(seen[0], expected, 0.0)
-    assert_same(autofuse.unwrap(out), want, 1e-6)
+    out = autofuse.unwrap(out)
+    assert_same(out, want, 1e-6)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    assert_same(list(torch.autograd.grad(out, [leaf], g)), list(grads), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "softmax"])
@@ -779,9 +783,15 @@ def test_a_flush_below_autograd_keeps_its_nodes(hung, name):
 
     xs = leaves()
     _, grads = trained(PROGRAMS[name], xs, wrap=False)
-    out = PROGRAMS[name](*map(autofuse.wrap, leaves()))
+    ours = leaves()
+    out = PROGRAMS[name](*map(autofuse.wrap, ours))
     autofuse.reset_stats()
     sub = torch.Tensor._make_wrapper_subclass(Sub, (3,))
     torch.ops.aten.neg(sub)
     assert autofuse.stats().replays == 0 and len(ran) == 1
     assert out.requires_grad and out.grad_fn is not None
+    out = autofuse.unwrap(out)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    got = torch.autograd.grad(out, ours, g, allow_unused=True)
+    for a, b in zip(got, grads, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, 1e-5, 1e-6)

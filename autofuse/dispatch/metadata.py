@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,11 +60,9 @@ def install_metadata() -> None:
         read = get
         if name in ("dtype", "device"):
             read = _from_meta(name, get)
-        elif name in ("requires_grad", "is_leaf"):
-            read = _pending_grad(name == "is_leaf", get)
-        elif name == "output_nr":
-            read = _output(getter, get)
-        HOT.append(("getting", read, (base, name in ("requires_grad", "is_leaf", "output_nr"))))
+        elif name in _OF_GRAPH:
+            read = _of_graph(name, getter, get)
+        HOT.append(("getting", read, (base, name in _OF_GRAPH)))
         HANDLERS[getter] = read  # type: ignore[index]
         setattr(Tensor, name, property(read, set_ if setter is not None else None))
     for name in _METHODS:
@@ -93,33 +92,26 @@ def _from_meta(name: str, getter: Handler) -> Handler:
     return get
 
 
-def _pending_grad(leaf: bool, concrete: Handler) -> Handler:
-    """`requires_grad` or `is_leaf`: a shell's own answer would be that of a plain constant."""
+# what a pending value says, whose shell would say what a plain constant does: of the getter, the
+# state and the shell
+_OF_GRAPH: dict[str, Callable[[Handler, Any, Any], Any]] = {
+    "requires_grad": lambda get, state, x: state.meta.requires_grad,
+    "is_leaf": lambda get, state, x: not state.meta.requires_grad,
+    # a view may be one of several results of its node
+    "output_nr": lambda get, state, x: run_eager(get, (x,)) if state.base >= 0 else 0,
+}
 
-    def get(self: Any) -> bool:
+
+def _of_graph(name: str, getter: Handler, concrete: Handler) -> Handler:
+    """An attribute that autograd gives a value, wherever that lies."""
+    pending = _OF_GRAPH[name]
+
+    def get(self: Any) -> Any:
         if looked_on():
             return concrete(self)
         state = self._af
         if state.__class__ is Held:
             return concrete(state.real)
-        if state.recorder is not None and state.meta.requires_grad:
-            return not leaf
-        return concrete(self)
-
-    return get
-
-
-def _output(getter: Handler, concrete: Handler) -> Handler:
-    """`output_nr`: which result of its node it is; a pending view may be one of several."""
-
-    def get(self: Any) -> int:
-        if looked_on():
-            return concrete(self)
-        state = self._af
-        if state.__class__ is Held:
-            return concrete(state.real)
-        if state.recorder is not None and state.base >= 0:
-            return run_eager(getter, (self,))
-        return concrete(self)
+        return concrete(self) if state.recorder is None else pending(getter, state, self)
 
     return get

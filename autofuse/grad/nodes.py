@@ -17,12 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ops.reductions import NODES, Reduction
 from ..torch_private import (
-    AUTOCASTS,
-    ExcludedKey,
-    autocast_is_on,
-    key_is_excluded,
     pop_mode,
     push_mode,
+    without_autocast,
 )
 
 
@@ -61,10 +58,6 @@ def noder(reduction: Reduction) -> Callable[..., None]:
     assert call is not None
 
     def attach(operands: tuple[Any, ...], value: torch.Tensor, *statistics: torch.Tensor) -> None:
-        if autocast_is_on() and not all(map(key_is_excluded, AUTOCASTS)):
-            with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
-                attach(operands, value, *statistics)
-                return
         known = _Known(op, codes, (value, *statistics) if statistics else value)
         try:
             push_mode(known)
@@ -75,4 +68,4 @@ def noder(reduction: Reduction) -> Callable[..., None]:
             raise RuntimeError(f"torch has another autograd node for {reduction.name}")
 
     codes = call.__code__, attach.__code__  # type: ignore[attr-defined]
-    return attach
+    return without_autocast(attach)

@@ -11,17 +11,15 @@ from ..chain.state import LATER, Chain, Node
 from ..program.program import CONST
 from ..program.walk import needed
 from ..torch_private import (
-    AUTOCASTS,
-    ExcludedKey,
     Hooks,
     NoModes,
     above_autograd,
     detach,
-    key_is_excluded,
     pop_hooks,
     push_hooks,
     set_grad_enabled,
     top_hooks,
+    without_autocast,
 )
 from .generated import defined, numbered
 from .runner import Runner, check_inputs
@@ -67,6 +65,7 @@ def run_ops(chain: Chain, runner: Runner) -> None:
 
 
 @above_autograd
+@without_autocast  # whose casts are steps of the chain
 def replayed(
     chain: Chain,
     nodes: list[Node],
@@ -80,9 +79,6 @@ def replayed(
 
     grad: with autograd's nodes, of which hooks are told nothing: the flush does that.
     """
-    if not all(map(key_is_excluded, AUTOCASTS)):  # its casts are steps of the chain
-        with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
-            return replayed(chain, nodes, live, bumps, late, ops, grad)
     was, told = torch.is_grad_enabled(), nodes[-1].told is LATER or top_hooks() is not None
     try:
         try:
