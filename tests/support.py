@@ -15,6 +15,7 @@ import torch
 
 import autofuse
 from autofuse.dispatch.nested import mapped
+from autofuse.dispatch.protocol import HANDLERS
 from autofuse.hot import native
 from autofuse.kernel.plan import Piece, make_pieces
 from autofuse.lines import OURS
@@ -162,6 +163,17 @@ def judge_results_often(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(origins, name, count)
     monkeypatch.setattr(origins, "is_inexact", lambda *facts: False)
     origins.forget()
+
+
+def is_called_on(device: str, function: Callable[..., Any]) -> bool:
+    """Whether sweeps over all functions of torch call `function` with whatever there is.
+
+    Some of those that CUDA runs check values on the GPU, by asserts that end its use by the
+    process, or end the process (quantile, bernoulli, what is fbgemm's). They only pass on, as all
+    of the same handler do: that is swept on the CPU.
+    """
+    handler = HANDLERS.get(function)
+    return device == "cpu" or getattr(handler, "__wrapped__", None) is not function
 
 
 def write_unseen(plain: torch.Tensor) -> None:
