@@ -109,6 +109,20 @@ def test_reduce_kernel_in_torchs_order(name, code):
         assert_bits(got, want, code)
 
 
+@pytest.mark.parametrize("n", [7, 32, 100, 128, 2051])
+def test_shares_so_small_that_their_remainders_are_subnormal(n):
+    """One remainder of a quotient is exact for values that are not; others are divided."""
+    spread = torch.linspace(0.0, 110.0, n)  # exponentials down to 2^-149, and 0
+    rows = [-spread, -spread.flip(0), -spread * 0.5, torch.full((n,), -5.0), -spread.sqrt() * 30.0]
+    rows += [-spread.clamp(max=66.0), -spread.clamp(max=67.0)]  # next to 2^-96
+    x = torch.stack(rows)
+    program = program_of(
+        [view("f32", *x.shape)], [(reduction("softmax"), (~0,), tuple(x.shape), "f32")], 0
+    )
+    (got,) = execute(program, [x]).values()
+    assert_bits(got, [row_oracle.softmax(row) for row in floats(x)], "f32")
+
+
 def layouts(code, m, n):
     """What is read beside [m, n] in all ways in which rows and vectors can lie to each other."""
     return {

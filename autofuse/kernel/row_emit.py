@@ -15,10 +15,11 @@ from .division import AS_ONE, WARP
 from .row_exchange import State
 from .row_threads import RowThreads
 from .source import ITEMSIZE, KEPT, Source, Stage
-from .targets import F32, I32, Cuda, Value
+from .targets import F32, I1, I32, Cuda, Value, joined
 
 _INFINITY = float("inf")
 _LOWEST = -3.4028234663852886e38  # of float32
+_SMALL = (127 - 96) << 23  # the bits of 2^-96, whose remainders have 2^-143 for their last place
 _FLOAT = {"sum": 0.0, "mean": 0.0, "amax": -_INFINITY, "amin": _INFINITY}
 
 
@@ -185,7 +186,7 @@ class _Reductions(RowThreads):
             states = [[value] for value in state]
             (best,) = self.block(states, [_LOWEST], lambda a, b: [larger(a[0], b[0])])
 
-        exponentials = self.found[KEPT + 2 * self.stage + 1] = []
+        shares = self.found[KEPT + 2 * self.stage + 1] = []  # exponentials at first
 
         def add(state: State, elements: list[Any], group: int) -> State:
             total, (x,) = state[group % slots], elements
@@ -194,7 +195,7 @@ class _Reductions(RowThreads):
             if not log:
                 exponential = self.do("mul", power, fraction)
                 if stage.walk.held:
-                    exponentials.append(Value(exponential, "f32"))
+                    shares.append(Value(exponential, "f32"))
                 if by_warp:
                     return [self.do("add", total, exponential)]
             return replaced(state, group, self.do("fma", power, fraction, total))
@@ -206,7 +207,38 @@ class _Reductions(RowThreads):
         else:
             states = [[value] for value in state]
             (total,) = self.block(states, [0.0], lambda a, b: [plus(a[0], b[0])])
+        if shares:
+            shares[:] = self._shares(shares, total)
         return [best, self.do("log", total) if log else total]
+
+    def _shares(self, values: list[Value], total: Any) -> list[Value]:
+        """Quotients of values from 0 to 1 and their total, at least 1 or NaN, as IEEE rounds them.
+
+        By its one reciprocal: the first remainder leaves a quotient that is one of the two next to
+        the exact one, and the second, which is exact, the nearest (Markstein, 1990). Where values
+        are so small that a remainder may be subnormal, all of the thread's are divided.
+        """
+        builder, small, shares = self.builder, I1(0), []
+        for value in values:
+            bits = builder.sub(builder.bitcast(value.ir, I32), I32(1))  # of 0 the largest
+            small = builder.or_(small, builder.icmp_unsigned("<", bits, I32(_SMALL)))
+        with builder.if_else(small, likely=False) as (then, otherwise):
+            with then:
+                divided = [self._div(value.ir, total) for value in values]
+                ways = [(divided, builder.block)]
+            with otherwise:
+                minus, reciprocal = self.do("mul", total, self.f(-1.0)), self._reciprocal(total)
+                for value in values:
+                    share = self.do("mul", value.ir, reciprocal)
+                    for _ in range(2):
+                        remainder = self.do("fma", minus, share, value.ir)
+                        share = self.do("fma", remainder, reciprocal, share)
+                    shares.append(share)
+                ways.append((shares, builder.block))
+        return [
+            Value(joined(builder, *((found[k], block) for found, block in ways)), "f32")
+            for k in range(len(values))
+        ]
 
     def _exchanged(self, state: State, combine: Callable[[Any, Any], Any]) -> State:
         """What all threads of a row in a warp have, for each of them."""

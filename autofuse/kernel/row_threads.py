@@ -43,7 +43,7 @@ class RowThreads(Exchanges):
         parts += [self.rows.columns] if self.rows.columns is not None else []
         self.functions = {id(p): f for p, f in zip(parts, functions, strict=True)}
         self.values: list[Value] = []  # of the row
-        # in registers: operands of stages and their exponentials, of each element of the thread
+        # in registers: operands of stages and shares of softmax, of each element of the thread
         self.found: dict[int, list[Value]] = {}
         self.stage = -1  # at work
         self.kept: dict[tuple[int, int, int], list[Any]] = {}  # load, group, vec: what it gave

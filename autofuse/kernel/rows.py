@@ -45,15 +45,15 @@ _HELD_BY_MANY = 24  # the same as _HELD where the block is so large that a threa
 # what is stored for each element: over operands and statistics of the row, in float32
 @cache
 def _finish(op: str, params: str, kernel: str, kept: bool) -> Op:
-    """kept: the exponentials of softmax are at hand."""
+    """kept: what softmax gives is at hand."""
     names = [param.partition(":")[0] for param in params.split()]
     if op in SOFT:
-        soft = "e / s" if kept else "exp(sub(x, m)) / s"
-        if kernel == "warp":
-            soft = f"nan if s == 0 else {soft}"
-        if op == "log_softmax":
-            soft = "sub(sub(x, m), s)"
-        return Op(op, "e s" if kept else "x m s", soft)
+        if kept:
+            return Op(op, "p", "p")
+        soft = "exp(sub(x, m)) / s"
+        soft = f"nan if s == 0 else {soft}" if kernel == "warp" else soft
+        soft = "sub(sub(x, m), s)" if op == "log_softmax" else soft
+        return Op(op, "x m s", soft)
     if op in NORMS:
         centred = "sub(x, m)" if op == "layer_norm" else "x"
         affine = {
@@ -447,13 +447,12 @@ class _RowPiece:
         for node in nodes:
             step = steps[node]
             if isinstance(step, Reduced):
-                exponentials = self._exponentials(node, walk)
+                shares = self._shares(node, walk)
                 kernel = self.schemes[node].kernel
-                op = _finish(step.op.name, step.op.params, kernel, exponentials >= 0)
+                op = _finish(step.op.name, step.op.params, kernel, shares >= 0)
                 values = [self.values[node, -1 - k] for k in range(STATISTICS.get(op.name, 1))]
-                if exponentials >= 0:
-                    refs = (read(exponentials, "f32", UNIT), read(~values[1], "f32", BROADCAST))
-                    lines.append(Line(op, refs, "f32", step.out.code))
+                if shares >= 0:
+                    lines.append(Line(op, (read(shares, "f32", UNIT),), "f32", step.out.code))
                     continue
                 names = op.names[: len(op.names) - len(values)]
                 own_args = dict(zip(step.op.names, step.args, strict=True))
@@ -486,8 +485,8 @@ class _RowPiece:
         self.functions.append(plan)
         return Part(tuple(reads), tuple(range(first, len(self.consts))))
 
-    def _exponentials(self, index: int, walk: Walk | None) -> int:
-        """Where a thread has the exponentials of a softmax; -1 if it has not kept them."""
+    def _shares(self, index: int, walk: Walk | None) -> int:
+        """Where a thread has what a softmax gives; -1 if it has not kept it."""
         stage = self.reduced.index(index)
         held = walk is not None and walk.held and self.walks[stage] == walk
         return KEPT + 2 * stage + 1 if held and self.steps[index].op.name == "softmax" else -1

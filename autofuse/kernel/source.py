@@ -31,7 +31,7 @@ class Operand:
     axes: Ints  # BROADCAST, UNIT (innermost axis only) or STRIDED, outermost axis first
 
 
-KEPT = 1 << 16  # what a Part reads of stage k: its operand is KEPT + 2k, exponentials 1 further
+KEPT = 1 << 16  # what a Part reads of stage k: its operand is KEPT + 2k, softmax's shares 1 further
 
 
 @dataclass(frozen=True, slots=True)
