@@ -43,12 +43,12 @@ class _GradCosts:
     kernel: float  # of its backward
     flush: float
     recorded: float  # an op
-    node: float  # a Python node in the engine's thread, not the caller's; see bench/overhead.py
+    node: float  # a Python node, in the caller's thread; see `training` of bench/overhead.py
     given: float  # torch's node of a reduction, for a value that is there
 
 
 _GRAD_US = {
-    "cuda": _GradCosts(op=7.0, gradient=3.5, kernel=7.5, flush=25.0, recorded=2.6, node=50.0,
+    "cuda": _GradCosts(op=7.0, gradient=3.5, kernel=7.5, flush=25.0, recorded=3.1, node=17.5,
                        given=10.0),
     "cpu": _GradCosts(op=3.0, gradient=1.7, kernel=1.3, flush=12.0, recorded=0.9, node=22.0,
                       given=10.0),
