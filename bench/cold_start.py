@@ -187,7 +187,8 @@ def imports(processes: int) -> None:
     names = ("warm", "machine code to be compiled", "AUTOFUSE_NATIVE=0")
     taken: dict[str, list[list[float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "AUTOFUSE_CACHE_DIR": cache, "CUDA_VISIBLE_DEVICES": ""}
+        environment = {**os.environ, "AUTOFUSE_CACHE_DIR": cache, "CUDA_VISIBLE_DEVICES": "",
+                       "PYTHONDONTWRITEBYTECODE": ""}  # fmt: skip  # else each compiles all modules
 
         def once(native: str) -> list[float]:
             command = [sys.executable, "-c", IMPORT]

@@ -124,6 +124,18 @@ def test_a_program_that_does_not_repeat_itself(place, capfd):
     assert "differs, but so it does between two runs of the program as it is" in said
 
 
+def test_a_program_that_fuses_by_itself_is_told_so(place, capfd):
+    """Once: what it has of autofuse is no difference between the ways."""
+    (place / "own.py").write_text(
+        "import autofuse, torch\nx = autofuse.wrap(torch.ones(4096))\nprint((x * 2 + x).sum())\n"
+    )
+    assert main(["try", "own.py"]) == 0
+    assert capfd.readouterr().err.count("the program imports autofuse") == 1
+    (place / "other.py").write_text("import torch\nprint('autofuse')\n")
+    assert main(["try", "other.py"]) == 0
+    assert "imports autofuse" not in capfd.readouterr().err
+
+
 def test_a_script_that_is_not_there(place, capsys):
     assert main(["try", "other.py", "--steps", "1"]) == 2
     assert capsys.readouterr().err == "autofuse try: there is no file 'other.py' here\n"

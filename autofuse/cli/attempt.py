@@ -77,6 +77,8 @@ def attempt(program: Sequence[str], timeout: float, limit: float, once: bool = F
         if run.status and (once or way == PLAIN):
             _say("the program failed" if once else "the program fails by itself")
             return run.status if run.status > 0 else 128 - run.status
+        if run.facts.get("imports") and not runs[way]:
+            _say("the program imports autofuse: what it fuses by itself is fused in both")
         runs[way].append(run)
     return _compared(runs)
 

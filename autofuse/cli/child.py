@@ -4,8 +4,8 @@
     python child.py plain|fused FACTS.json -m package [args]
 
 A script by itself, for a plain run knows nothing of autofuse. FACTS.json says afterwards what the
-run did: `seconds` without imports of torch and autofuse, `calls` of outermost modules, and of a
-fused one the counters and the advice.
+run did: `seconds` without imports of torch and autofuse, `calls` of outermost modules, of a plain
+one whether it `imports` autofuse by itself, and of a fused one the counters and the advice.
 """
 
 import sys
@@ -109,7 +109,7 @@ def main(way: str, place: str, *program: str) -> None:
     try:
         run(list(program))
     finally:
-        facts = clock.facts()
+        facts = clock.facts() | {"imports": way == "plain" and "autofuse" in sys.modules}
         if counters is not None:
             found = counters()
             facts |= {
