@@ -154,6 +154,10 @@ ENTERED = {
     "answer": ("answer", Operands.answer),
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
     "passing": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
+    "running": ("call", lambda o: from_c(autofuse.Tensor.unique)(o.x)),
+    "spelling": (
+        "spelled", lambda o: from_c(protocol.OPTIONS[torch.nn.functional.relu])(o.w, inplace=True)
+    ),
     "joining": ("call", lambda o: from_c(torch.cat)((o.x, o.x))),
     "reducing": ("call", lambda o: from_c(autofuse.Tensor.sum)(o.x)),
     "viewing": ("call", lambda o: from_c(autofuse.Tensor.t)(o.x)),
@@ -255,6 +259,11 @@ WRITTEN = {
     "w.mul_(v)": ("call", lambda o: o.w.mul_(o.v)),
     "F.mish(x)": ("ask_overrides", lambda o: torch.nn.functional.mish(o.x)),
     "F.relu(x)": ("ask_overrides", lambda o: torch.nn.functional.relu(o.x)),
+    "F.normalize(x)": ("ask_overrides", lambda o: torch.nn.functional.normalize(o.x)),
+    "torch.cdist(x, x)": ("ask_overrides", lambda o: torch.cdist(o.x, o.x)),
+    "x.unique()": ("call", lambda o: o.x.unique()),
+    "w.zero_()": ("call", lambda o: o.w.zero_()),
+    "w.copy_(v)": ("call", lambda o: o.w.copy_(o.v)),
 }
 
 
@@ -263,6 +272,23 @@ def test_what_runs_by_machine_code_alone(text, monkeypatch):
     first, program = WRITTEN[text]
     assert python_functions(program, False, monkeypatch)[0] == first
     assert not python_functions(program, True, monkeypatch)
+
+
+def test_gradients_of_wrapped_tensors_take_no_more_python():
+    def functions(x, y):
+        def program():
+            torch.autograd.grad(y, x, retain_graph=True)
+            torch.autograd.grad([y], [x, x], torch.ones(()), retain_graph=True)
+            y.backward(retain_graph=True)
+
+        for _ in range(4):
+            program()
+        return functions_called(program)
+
+    x = torch.ones(3, requires_grad=True)
+    plain = functions(x, torch.dot(x, x))
+    w = autofuse.wrap(torch.ones(3, requires_grad=True))
+    assert functions(w, torch.dot(w, w)) == plain
 
 
 # --- it does what Python does ------------------------------------------------------------------

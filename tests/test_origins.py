@@ -407,9 +407,9 @@ def test_the_program_is_found_behind_handlers(on):
     program = lambda: y.max(1)  # noqa: E731
     assert not is_wrapped(run(program).values)
     (origin,) = origins.origins.values()
-    origin.once, origins.trials.left, origins.trials.weight = False, 1000, 9
+    origin.once, origins.trials.left, origins.trials.new = False, 1000, 500
     run(program)
-    assert origins.trials.left == 800
+    assert origins.trials.left == 800 and origins.trials.new == 500
 
 
 def test_trials_become_rare(again, monkeypatch):
@@ -425,15 +425,124 @@ def test_trials_become_rare(again, monkeypatch):
     assert ends[0] < 48 and pauses == pytest.approx([128, 512, 2048, 8192], abs=1)
 
 
-def test_new_instructions_are_judged_soon_if_many_results_are_theirs():
+@pytest.mark.parametrize("often", [1, 60])
+def test_new_instructions_are_judged_soon_and_alone(often, again, on):
+    """After any number of trials; the others, of which there may be many more, are not tried."""
+    x = torch.randn(6, 6)
+    y = autofuse.wrap(x)
+    known = lambda: y.t()  # noqa: E731
+    run(known, times=3000)
+    for name in ("a", "b", "c"):
+        origins.trials.left = 1 << 20
+        space = {}
+        exec(f"def new(y): return y[1]  # {name}", space)
+        results = []
+        for _ in range(origins.FIRST + 3 * origins.ENOUGH):
+            assert not is_wrapped(run(known, times=often))
+            result = space["new"](y)
+            results.append(is_wrapped(result))
+            assert torch.equal(result, x[1])
+        assert results[0] and not results[-1]
+
+
+def test_what_is_never_made_again_is_seldom_on_trial(again):
     y = autofuse.wrap(torch.randn(6, 6))
-    known, new = (lambda: y.t()), (lambda: y[1])
-    assert not is_wrapped(run(known, times=50))
-    before = origins.trials.count
-    for _ in range(50):
-        run(known), new()
-    assert origins.trials.count == before and is_wrapped(new())
-    assert not is_wrapped(run(new, times=30))
+    assert not is_wrapped(run(lambda: y.t(), times=50))
+    tried, held = counts.trials, []
+    for k in range(3000):
+        space = {}
+        exec(f"def once(y): return y[1]  # {k}", space)
+        held.append((space["once"], space["once"](y)))
+    assert counts.trials - tried < 1200
+
+
+class Layer(torch.nn.Module):
+    """Of which a program uses several, by one instruction."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(6, features))
+
+    def forward(self, x):
+        return torch.mm(x.view(-1, 6), self.weight).view(-1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lost, self.paid, self.last = Layer(6), Layer(6), Layer(3)
+
+    def forward(self, x, seen):
+        seen.append(self.lost(x))
+        h = self.paid(x)
+        for _ in range(6):
+            h = h * 0.5
+        seen.append(h)
+        return self.last(h).sum()
+
+
+def test_callers_of_a_function_have_verdicts_of_their_own(on):
+    x, seen, model = torch.randn(6, 6), [], Model()
+    y = autofuse.wrap(x)
+    with torch.no_grad():
+        for _ in range(200):
+            seen.clear()
+            result = model(y, seen)
+        lost, paid = seen
+        assert not is_wrapped(lost) and is_wrapped(paid) and not is_wrapped(result)
+        before = autofuse.stats().eager_ops["mm", "not in the table"]
+        model(y, seen)
+        assert autofuse.stats().eager_ops["mm", "not in the table"] - before == 2  # what `lost` has
+        # is plain from its view on
+        assert torch.equal(result, model(x, []))
+    split = [origin for origin in origins.origins.values() if origin.parts is not None]
+    assert split and all(len({p.plain for p in origin.parts.values()}) == 2 for origin in split)
+
+
+def test_who_calls_elsewhere_finds_results_wrapped(on):
+    """Where callers differ, and this one is new."""
+    y, layer = autofuse.wrap(torch.randn(6, 6)), Layer(6)
+    lost = lambda: layer(y)  # noqa: E731
+    paid = lambda: fed(layer(y).view(6, 6))  # noqa: E731
+    with torch.no_grad():
+        run(lambda: (lost(), paid()))
+        assert not is_wrapped(lost()) and autofuse.is_pending(paid())
+        assert is_wrapped(layer(y))
+
+
+def test_callers_are_told_apart_up_to_a_number(monkeypatch, on):
+    monkeypatch.setattr(origins, "_CALLERS", 4)
+    y, layer, calls = autofuse.wrap(torch.randn(6, 6)), Layer(6), []
+    for k in range(50):
+        space = {}
+        exec(f"def call(f, y): return f(y)  # {k}", space)
+        calls.append(space["call"])
+    with torch.no_grad():
+        for _ in range(20):
+            results = [call(layer, y) for call in calls]
+            autofuse.materialize(fed(results[3].view(6, 6)))
+    assert max(len(origin.parts or ()) for origin in origins.origins.values()) <= 5
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_is_written_by_out_keeps_all_callers_wrapped(first, on):
+    y, a = autofuse.wrap(torch.zeros(4, 4)), torch.ones(4)
+
+    def row(k):
+        return y[k]
+
+    def program(k):
+        if first:
+            row(0)
+        pending = y * 1.0 + 0.0
+        torch.mul(a, float(k), out=row(1))
+        if not first:
+            row(2)
+        return pending
+
+    for k in range(200):
+        assert program(k).tolist()[1] == [max(k - 1.0, 0.0)] * 4
+    assert all(not x.plain and x.parts is None for x in origins.origins.values())
 
 
 def test_one_trial_judges_all_depths_of_a_program():

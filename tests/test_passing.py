@@ -34,6 +34,12 @@ def delete_item(x):
     del x[0]
 
 
+def drawn(draw):
+    """What `draw` gives after a fixed seed."""
+    torch.manual_seed(5)
+    return draw()
+
+
 # of x [4, 6] float, i [2] long, m [4] bool
 PROGRAMS = {
     "x[1]": lambda x, i, m: x[1],
@@ -112,6 +118,68 @@ PROGRAMS = {
     "likes": lambda x, i, m: (torch.zeros_like(x), torch.full_like(x, 2.0), torch.ones_like(i)),
     "grad_fn": lambda x, i, m: (x.grad_fn is None, x.sum().grad_fn is None),
     "contiguous": lambda x, i, m: (x.contiguous() is x, x.t().contiguous()),
+    # functions in Python
+    "pooling": lambda x, i, m: (F.adaptive_avg_pool2d(x[None], 2), F.max_pool2d(x[None], 2),
+                                F.max_pool2d(x[None], 2, return_indices=True),
+                                F.max_pool1d(x, 2), F.adaptive_max_pool2d(x[None], (2, 3))),
+    "pooling wrong": lambda x, i, m: F.adaptive_avg_pool2d(x, (1, 2, 3)),
+    "normalize": lambda x, i, m: (F.normalize(x), F.normalize(x, dim=0, eps=1.0)),
+    "normalize wrong": lambda x, i, m: F.normalize(x, dim=7),
+    "rms_norm": lambda x, i, m: (F.rms_norm(x, (6,)), F.rms_norm(x, (6,), x[0], eps=1e-3)),
+    "instance_norm": lambda x, i, m: F.instance_norm(x[None]),
+    "tensordot": lambda x, i, m: (torch.tensordot(x, x, ([0, 1], [0, 1])),
+                                  torch.tensordot(x, x.t(), 1)),
+    "cdist": lambda x, i, m: torch.cdist(x, x[:2], p=1.0),
+    "meshgrid": lambda x, i, m: torch.meshgrid(x[0], x[1], indexing="ij"),
+    "block_diag": lambda x, i, m: torch.block_diag(x, *[x[0]] * 20),
+    "atleast": lambda x, i, m: (torch.atleast_2d(x[0], [x]), torch.atleast_1d(x) is x),
+    "unique": lambda x, i, m: (x.round().unique(), *torch.unique(i, return_inverse=True)),
+    "unfold": lambda x, i, m: F.unfold(x[None, None], 2),
+    "grid_sample": lambda x, i, m: F.grid_sample(x[None, None], x[None, :, :2, None].expand(
+        1, 4, 2, 2), align_corners=False),
+    "losses": lambda x, i, m: (F.smooth_l1_loss(x, x.detach()), F.huber_loss(x, x[0].expand(4, 6)),
+                               F.binary_cross_entropy_with_logits(x, x.sigmoid())),
+    "is_shared": lambda x, i, m: x.is_shared(),
+    # in place
+    "fill_": lambda x, i, m: (x.fill_(2.0) is x, x.zero_() is x, torch.fill_(x, 3) is x),
+    "fill_ by a tensor": lambda x, i, m: x.fill_(x[0, 0]),
+    "copy_": lambda x, i, m: (x.copy_(x.detach() + 1.0) is x, x.copy_(i[0]), x.copy_(m[:, None])),
+    "copy_ wrong": lambda x, i, m: x.copy_(x[:, :5]),
+    "copy_ of a parameter": lambda x, i, m: x.copy_(torch.nn.Parameter(torch.ones(6))),
+    "what read it, copy_": lambda x, i, m: (y := x * 2.0, x.copy_(torch.ones(6)), y, x * 2.0),
+    "what read it, zero_": lambda x, i, m: (y := x * 2.0, x.zero_(), y, x * 2.0),
+    "zero_ of a view": lambda x, i, m: (y := x * 2.0, x[1].zero_(), y, x * 2.0),
+    "index_add_": lambda x, i, m: (x.index_add_(0, i, torch.ones(2, 6), alpha=2),
+                                   x.index_copy_(0, i, torch.ones(2, 6)), x.index_fill_(1, i, 3.0)),
+    "index_add_ wrong": lambda x, i, m: x.index_add_(0, i, torch.ones(3, 6)),
+    "scatter_": lambda x, i, m: (x.scatter_(0, i[:, None], 2.0),
+                                 x.scatter_add_(0, i[:, None], torch.ones(2, 1)),
+                                 x.scatter_reduce_(0, i[:, None], torch.ones(2, 1), "amax"),
+                                 x.index_reduce_(0, i, torch.ones(2, 6), "prod")),
+    "put_": lambda x, i, m: (x.put_(i, torch.ones(2)),
+                             x.masked_scatter_(m[:, None], torch.ones(24))),
+    "products_": lambda x, i, m: (x.addmm_(x.detach(), torch.ones(6, 6), beta=2),
+                                  x[0].addmv_(torch.ones(6, 4), torch.ones(4)),
+                                  x.addr_(torch.ones(4), torch.ones(6)),
+                                  x[None].baddbmm_(torch.ones(1, 4, 2), torch.ones(1, 2, 6)),
+                                  x.addbmm_(torch.ones(1, 4, 2), torch.ones(1, 2, 6))),
+    "cumsum_": lambda x, i, m: (x.cumsum_(0), x.cumprod_(1), x.tril_(1), x.triu_(-1),
+                                x.renorm_(2, 0, 1.0), x.fill_diagonal_(7.0)),
+    "drawn_": lambda x, i, m: drawn(lambda: (
+        x.uniform_(), x.normal_(1.0, 2.0), x.bernoulli_(0.5), x.exponential_(), x.random_(),
+        x.random_(3, to=9), x.cauchy_(), x.log_normal_(), x.geometric_(0.5))),
+    "relu in place": lambda x, i, m: (F.relu(x, inplace=True) is x,
+                                      F.elu(x, 0.5, inplace=True) is x),
+    "all in place": lambda x, i, m: drawn(lambda: [f(x[1:], inplace=True).shape for f in (
+        F.relu6, F.celu, F.selu, F.hardswish, F.hardsigmoid, F.silu, F.mish, F.leaky_relu,
+        F.rrelu, F.hardtanh, F.dropout, F.alpha_dropout, F.feature_alpha_dropout)]),
+    "in place or not": lambda x, i, m: (F.relu(x, inplace=False), F.leaky_relu(x, inplace=None),
+                                        F.threshold(x, 0.1, 20.0, inplace=True) is x),
+    "in place wrong": lambda x, i, m: F.elu(x, "a", inplace=True),
+    "what read it, relu": lambda x, i, m: (y := x * 2.0, F.relu(x, inplace=True), y, x * 2.0),
+    "relu, pending": lambda x, i, m: (y := x * 2.0, F.relu(y, inplace=True) is y, y + 1.0),
+    "relu of a leaf": lambda x, i, m: F.relu(torch.nn.Parameter(torch.ones(2)), inplace=True),
+    "zero_ of integers": lambda x, i, m: (i.zero_(), i.fill_(2.5), m.fill_(2), i.copy_(x[0, :2])),
 }  # fmt: skip
 
 
@@ -565,9 +633,13 @@ def test_arguments_are_wrapped_again(grad, on):
         for _ in range(50):
             torch.cat(many), torch.stack((x, y, x)), torch.mm(x, x), F.softmax(x, 0), x.mm(y)
             F.embedding(autofuse.wrap(torch.tensor([0])), x), torch.einsum("ij,jk->ik", [x, y])
+            F.normalize(x), torch.cdist(x, x), torch.atleast_2d(many)
+            torch.block_diag(*many, *many)
             for wrong in (lambda: torch.mm(x, y[0]), lambda: torch.cat([x, y[0]]),
-                          lambda: F.softmax(x, 7), lambda: torch.cat([x, 1.0])):  # fmt: skip
-                with pytest.raises((RuntimeError, IndexError, TypeError)):
+                          lambda: F.softmax(x, 7), lambda: torch.cat([x, 1.0]),
+                          lambda: F.normalize(x, dim=7), lambda: torch.block_diag(*many, 1),
+                          lambda: torch.cdist(x, y, compute_mode="?")):  # fmt: skip
+                with pytest.raises((RuntimeError, IndexError, TypeError, ValueError)):
                     wrong()
     assert {type(t) for t in (x, y, *many)} == {autofuse.Tensor}
     assert abs(sys.getrefcount(torch.Tensor) - kinds[0]) < 20
@@ -589,6 +661,36 @@ def test_what_a_mode_or_a_hook_meets_is_wrapped(on):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: met.append(type(x)) or t, abs):
         torch.mm(leaf, x)
     assert len(met) == 2 and set(met) == {autofuse.Tensor}
+
+
+def test_functions_in_python_meet_plain_tensors(on):
+    """The same ones; what is in the middle, such as a hook, meets them too. And afterwards not."""
+    x = autofuse.wrap(torch.ones(3))
+    leaf = autofuse.wrap(torch.ones(3, requires_grad=True))
+    autofuse.materialize(x + 1)
+    met = []
+
+    class Classes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            met.append(type(x))
+            return func(*args, **kwargs or {})
+
+    with Classes():
+        F.normalize(x, dim=0)
+    assert met and set(met) == {torch.Tensor} and type(x) is autofuse.Tensor
+    loss = torch.dot(leaf, leaf)
+    loss.register_hook(lambda g: met.append((type(loss), type(leaf))))
+    for gradients in (lambda: torch.autograd.grad(loss, leaf, retain_graph=True),
+                      lambda: torch.autograd.grad([loss], [leaf], retain_graph=True),
+                      lambda: loss.backward(retain_graph=True)):  # fmt: skip
+        met.clear()
+        given = gradients()
+        ((of_loss, _),) = met
+        assert of_loss is torch.Tensor
+        assert type(loss) is type(leaf) is autofuse.Tensor
+        assert given is None or {type(g) for g in given} == {autofuse.Tensor}
+        assert given is None or given[0].tolist() == [2.0] * 3
+    assert leaf.grad.tolist() == [2.0] * 3
 
 
 def test_a_thread_that_records_nothing_meets_no_plain_ones(on):

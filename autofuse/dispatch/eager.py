@@ -36,7 +36,7 @@ from ..torch_private import (
     looked_on,
 )
 from .nested import SIMPLE, flattened, mapped
-from .unrecorded import Known, Plain, known_of
+from .unrecorded import COPIES, Known, Plain, known_of
 
 Parameter = torch.nn.Parameter
 Handler = Callable[..., Any]
@@ -194,7 +194,7 @@ def run_any(
         args, kwargs = released(args, stood), released(kwargs or {}, stood)
         result = run_eager(func, args, kwargs)
         return stood.get(id(result), result)  # in-place functions return an argument
-    if name in _COPIES:
+    if name in COPIES:
         for tensor in wrapped:
             tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
     if in_c:
@@ -271,9 +271,6 @@ def run_default(default: Handler, cls: type, func: Handler, types: Any, args: An
     others = tuple(kind for kind in types if kind is not Tensor)
     call = lambda *args, **kwargs: default(cls, func, others, args, kwargs)  # noqa: E731
     return run_any(func, known_of(func), args, kw, call)
-
-
-_COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
 
 
 def _is_apart(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator
 from functools import cache
 from threading import get_ident
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -218,16 +218,15 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
     """
 
     rest = passing(func)
+    written = in_place(_without_targets(choose), func) if _has_inplace(func) else rest
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def spelled(*args: Any, **kwargs: Any) -> Any:
         options = kwargs
         if kwargs and not method:
             options = {key: value for key, value in kwargs.items() if key not in TARGETS}
             out = kwargs.get("out")
             if kwargs.get("inplace"):
-                if args and write_chosen(chosen_by(choose, args, options), args[0]):
-                    return args[0]
-                return run_eager(func, args, kwargs)
+                return written(*args, **kwargs) if args else run_eager(func, args, kwargs)
             if out is not None:
                 if id(out.__class__) in OURS and out._af.recorder is None:
                     keep(out)
@@ -247,7 +246,25 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
             return chosen
         return rest(*args, **kwargs)
 
-    return call
+    if written is not rest:
+        HOT.append(("spelling", spelled, (written,)))
+    return spelled
+
+
+def _has_inplace(func: Handler) -> bool:
+    """Whether it is a function in Python with such an option, which passes its tensor on to C."""
+    return isinstance(func, FunctionType) and "inplace" in func.__code__.co_varnames
+
+
+def _without_targets(choose: Handler) -> Handler:
+    """`choose` by all but the keywords that say where the function writes."""
+    return lambda *args, **kwargs: choose(
+        *args, **{key: value for key, value in kwargs.items() if key not in TARGETS}
+    )
+
+
+def eager_alone(*args: Any, **kwargs: Any) -> None:
+    """A chooser for what is not recorded."""
 
 
 def write_chosen(chosen: Any, target: Any) -> bool:
@@ -272,7 +289,7 @@ def _composite(compose: Handler, func: Handler) -> Handler:
     return call
 
 
-def _inplace(choose: Handler, func: Handler, plain: Op | None = None) -> Handler:
+def in_place(choose: Handler, func: Handler, plain: Op | None = None) -> Handler:
     """The in-place form: recorded on a pending tensor, and with what is pending; else immediate.
 
     plain: the op that it is without options, if that is one and the same.
@@ -346,6 +363,8 @@ def passing(func: Handler) -> Handler:
     handler, known = eagerly(func), known_of(func)
     if known.in_c and not known.writes:
         HOT.append(("passing", handler, (func, known)))
+    elif known.lends:
+        HOT.append(("running", handler, (func, known)))
     return handler
 
 
@@ -413,7 +432,7 @@ def install_ops() -> None:
         handle(Plain, name, _spelled(rows.SPELLINGS[row], getattr(Plain, name), method=True))
     for name, row in operators.INPLACE_OPERATORS.items():
         if hasattr(Plain, name):
-            handle(Plain, name, _inplace(choices[row], getattr(Plain, name), rows.PLAIN.get(row)))
+            handle(Plain, name, in_place(choices[row], getattr(Plain, name), rows.PLAIN.get(row)))
     for name, dtype in operators.CAST_METHODS.items():
         handle(Plain, name, _cast(dtype, getattr(Plain, name)))
     for name, (tensor_row, scalar_row) in operators.REFLECTED_OPERATORS.items():
@@ -428,7 +447,7 @@ def _install(name: str, choose: Handler, inplace: bool = False) -> None:
         if place is Plain:
             choose = rows.METHODS.get(name.rstrip("_"), choose)
         if inplace:
-            handle(place, name, _inplace(choose, func, plain))
+            handle(place, name, in_place(choose, func, plain))
             continue
         options = _spelled(choose, func, method=place is Plain)
         handler = options if plain is None else _generate(plain, func, options)

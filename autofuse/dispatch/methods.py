@@ -15,16 +15,29 @@ from ..ops.views import ATTRIBUTES
 from ..record.writes import record_copy, record_item
 from ..torch_private import TensorBase, looked_on
 from .eager import OURS, Handler, Plain, run_eager
-from .handlers import HOT, chosen_by, eagerly, handle, passing, unhandled, write_chosen
+from .handlers import (
+    HOT,
+    chosen_by,
+    eager_alone,
+    eagerly,
+    handle,
+    in_place,
+    passing,
+    unhandled,
+    write_chosen,
+)
 from .protocol import HANDLERS, OPTIONS
 from .shapes import viewing
-from .unrecorded import IN_C, LIKE_C, PASSED, asks_for_overrides, known_of
+from .unrecorded import IN_C, LIKE_C, PASSED, WRITERS, asks_for_overrides, known_of
 
 
 def install_methods() -> None:
     """Every other C method of a tensor, and the functions that stand beside chains."""
     handle(Plain, "__hash__", Plain.__hash__)
     handle(Plain, "copy_", _copying(Plain.copy_))
+    for name in WRITERS:
+        for place, func in unhandled(name):
+            handle(place, name, in_place(eager_alone, func))
     for name in PASSED | {func.__name__ for func in LIKE_C}:
         for place, func in unhandled(name):
             handle(place, name, passing(func))
@@ -53,7 +66,7 @@ def install_methods() -> None:
             # in the middle of a flush it would find them switched off, and take a pending value for
             # a tensor with memory
             if asks_for_overrides(func) and name not in Tensor.__dict__:
-                handle(Plain, name, eagerly(func))
+                handle(Plain, name, passing(func))
     if not made_no_sequence(Tensor):
         del Tensor.__getitem__  # torch asks `__torch_function__` instead: 0.8 us
 
@@ -92,15 +105,16 @@ def _fills(x: Any, mask: Any, value: Any) -> bool:
 
 def _copying(func: Handler) -> Handler:
     """A handler for `x.copy_(value)`."""
+    written = in_place(eager_alone, func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 2 and not (kwargs or this_thread.closed or looked_on()):
             x, value = args
             if id(x.__class__) in OURS and value.__class__ is Tensor and record_copy(x, value):
                 return x
-        return run_eager(func, args, kwargs)
+        return written(*args, **kwargs) if args else run_eager(func, args, kwargs)
 
-    HOT.append(("copying", call, ()))
+    HOT.append(("copying", call, (written,)))
     return call
 
 

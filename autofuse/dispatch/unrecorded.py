@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -17,6 +18,7 @@ IN_C = {type(torch.add), type(Plain.add), type(Plain.__getitem__),
          type(Plain.shape.__get__)}  # type: ignore[attr-defined]  # fmt: skip
 # functions that do, and that tell modes of what it has by their name
 _EXACT_CLASS = {"numpy", "_make_subclass", "as_subclass", "is_contiguous", "__reduce_ex__"}
+COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
 # functions in Python that stand between chains
 PASSED = {"__rmatmul__", "adaptive_avg_pool2d", "chain_matmul", "einsum", "embedding", "group_norm",
           "instance_norm", "layer_norm", "log_softmax", "max_pool1d", "max_pool2d", "norm",
@@ -24,9 +26,16 @@ PASSED = {"__rmatmul__", "adaptive_avg_pool2d", "chain_matmul", "einsum", "embed
 # Python functions that only pass their tensors on to C
 LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,
            F.mish, F.elu, F.softmax, F.log_softmax, F.mse_loss, F.l1_loss, F.dropout,
-           F.batch_norm, F.pad, F.interpolate, torch.einsum, torch.norm, torch.split,
+           F.batch_norm, F.rms_norm, F.pad, F.interpolate, torch.einsum, torch.norm, torch.split,
            Plain.norm, Plain.split}  # fmt: skip
 
+
+# methods and functions that write the values of their first argument, and nothing else of it
+WRITERS = {"addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "bernoulli_", "cauchy_", "cumprod_",
+           "cumsum_", "exponential_", "fill_", "fill_diagonal_", "geometric_", "index_add_",
+           "index_copy_", "index_fill_", "index_reduce_", "log_normal_", "masked_scatter_",
+           "normal_", "put_", "random_", "renorm_", "scatter_", "scatter_add_", "scatter_reduce_",
+           "tril_", "triu_", "uniform_", "zero_"}  # fmt: skip
 
 TARGETS = {"out", "inplace"}  # keywords by which a function may write
 
@@ -34,7 +43,7 @@ TARGETS = {"out", "inplace"}  # keywords by which a function may write
 class Known:
     """What `run_eager` has to know of a function."""
 
-    __slots__ = ("asks", "in_c", "name", "own", "reason", "targets", "writes")
+    __slots__ = ("asks", "in_c", "lends", "name", "own", "reason", "targets", "writes")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.name = getattr(func, "__name__", "function")
@@ -48,25 +57,31 @@ class Known:
         # running statistics are written in training alone
         self.targets = TARGETS | {"training"} if func is F.batch_norm else TARGETS
         self.writes = _writes(self.name, func) and func is not F.batch_norm
+        # whether it runs on wrapped tensors whose class is a plain one's meanwhile
+        alone = self.writes or self.name in _EXACT_CLASS | COPIES
+        self.lends = self.own and not (self.in_c or alone)
 
 
-_known: dict[Any, Known] = {}
+known_functions: dict[Any, Known] = {}  # torch's; machine code asks
 
 
 def known_of(func: Callable[..., Any]) -> Known:
     """What is known of `func`."""
-    known = _known.get(func)
+    known = known_functions.get(func)
     if known is None:
         known = Known(func)
         if known.own:
-            _known[func] = known  # others may be made by the thousand
+            known_functions[func] = known  # others may be made by the thousand
     return known
 
 
 def _is_torch_own(func: Callable[..., Any]) -> bool:
     """Whether it is a function of a module of torch, and not one made there for somebody."""
-    package = (getattr(func, "__module__", None) or "").partition(".")[0]
-    return package == "torch" and getattr(func, "__closure__", func) is None
+    module = getattr(func, "__module__", None) or ""
+    if module.partition(".")[0] != "torch":
+        return False
+    there = getattr(sys.modules.get(module), getattr(func, "__name__", ""), None)
+    return there is func or getattr(func, "__closure__", func) is None
 
 
 def asks_for_overrides(function: Any) -> bool:

@@ -122,6 +122,7 @@ TARGETS: Any = GIVEN  # keywords by which a function may write
 getitem: Any = GIVEN  # `Tensor.__getitem__` of torch's
 GETITEM: Any = GIVEN  # (tensor, index): C's function behind it
 strided: Any = GIVEN  # the layout
+known_functions: Any = GIVEN  # what is known of torch's functions, by these
 origins: Any = GIVEN  # Origins by their instructions
 between: Any = GIVEN  # code that calls ops for a program
 trials: Any = GIVEN  # when there are some

@@ -8,6 +8,7 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import (
+    AF,
     DISPATCH_MODES,
     FUNCTIONS_OFF,
     INPLACE,
@@ -25,11 +26,13 @@ from .c import (
     PyDict_GetItemWithError,
     PyDict_Next,
     PyErr_Clear,
+    PyErr_Occurred,
     PyInterpreterState_ThreadHead,
     PyList_GetItem,
     PyList_Size,
     PyObject_Call,
     PyObject_CallOneArg,
+    PyObject_GenericSetAttr,
     PyObject_GetAttr,
     PyObject_Vectorcall,
     PyThread_get_thread_ident,
@@ -41,6 +44,7 @@ from .c import (
     call_object,
     call_pointer,
     kept,
+    known_functions,
     lifted,
     load,
     load32,
@@ -53,6 +57,7 @@ from .flush import flush_now
 from .record import (
     are_watched,
     called,
+    count_eager,
     handed,
     number_chain,
     recorded_views,
@@ -99,6 +104,10 @@ def ask_overrides(entry, function, args, count, names) -> object:
         known = PyDict_GetItemWithError(table, args[0])
         if known != 0:
             return PyObject_Vectorcall(known, args + 16, count - 2, given)
+        if PyErr_Occurred() == 0:
+            found = PyDict_GetItemWithError(known_functions, args[0])
+            if found != 0:
+                return run(args[0], found, args + 16, count - 2, given)
     return 0
 
 
@@ -177,6 +186,69 @@ def passing(table, function, args, count, names) -> object:
         return 0
     known: Known = entry[1]
     return passed(recorder, entry, known.reason, args, count, names)
+
+
+def spelling(entry, function, args, count, names) -> object:
+    """A function with options; entry: what stands for it where it works in place."""
+    if names != 0:
+        for k in range(PyTuple_Size(names)):
+            if load(names + ITEMS + 8 * k) is INPLACE and args[count + k] is True:
+                return PyObject_Vectorcall(entry[0], args, count, names)
+    return 0
+
+
+def running(table, function, args, count, names) -> object:
+    """`run_eager` for a function of torch in Python that writes nothing; table: as in `passing`."""
+    own = PyDict_GetItemWithError(table[0], function)
+    if own == 0:
+        return 0
+    entry = own + ITEMS
+    return run(entry[0], entry[1], args, count, names)
+
+
+def run(function, known: Known, args, count, names) -> object:
+    """What a function in Python gives that finds wrapped tensors plain; 0 if Python has to."""
+    recorder: Recorder = current_recorder()
+    if recorder == 0 or recorder is None or known.lends is not True:
+        return 0
+    if is_everyday(recorder, known, args, count, names) == 0:
+        return 0
+    every = count
+    if names != 0:
+        every += PyTuple_Size(names)
+    plain = room(16)
+    if are_few(args, every, 16) == 0:
+        return 0
+    chain: Chain = kept(recorder.chain)
+    pending = is_next(chain)
+    lent = lend(plain, 0, args, every, 16)
+    for k in range(lent):
+        if state_of(plain[k]) is not UNKNOWN:  # it may have other contents afterwards
+            PyObject_GenericSetAttr(plain[k], AF, 0)
+    result = tried(PyObject_Vectorcall(function, args, count, names))
+    take_back(plain, lent)
+    if result == 0:
+        return 0
+    count_eager(known.reason)
+    if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
+        number_chain(chain, call_pointer(PEEK) - len(chain))
+    return wrapped(recorder, result)
+
+
+def are_few(args, count, most):
+    """Whether less than `most` wrapped tensors are among the arguments: what is left, or 0."""
+    for k in range(count):
+        x = args[k]
+        kind = class_of(x)
+        if kind is Tensor:
+            most -= 1
+        elif kind is list:
+            most = are_few(load(x + LISTED), PyList_Size(x), most)
+        elif kind is tuple:
+            most = are_few(x + ITEMS, PyTuple_Size(x), most)
+        if most <= 0:
+            return 0
+    return most
 
 
 def viewing(table, function, args, count, names) -> object:
@@ -287,27 +359,35 @@ def is_concrete(recorder: Recorder, known: Known, x):
 def passed(recorder: Recorder, entry, reason, args, count, names) -> object:
     """What the function returns, wrapped; what is pending reads none of its arguments."""
     chain: Chain = kept(recorder.chain)
-    tip: Node = chain.tip
-    pending = 0
-    if tip.holds_grad is True:
-        pending = call_pointer(PEEK) == int(chain.first) + len(chain)
+    pending = is_next(chain)
     plain = room(4)
     lent = 0
     kind = class_of(entry[0])
     if kind is Builtin or kind is Function or (count > 1 and class_of(args[1]) is Tensor):
         if grad_mode() == 0 and are_modes_off() != 0 and is_only_thread() != 0:
-            lent = lend(plain, 0, args, count)
+            lent = lend(plain, 0, args, count, 4)
     result = called(entry[0], reason, args, count, names)
-    for k in range(lent):
-        set_class(plain[k], Tensor)
-        Py_DecRef(plain[k])
+    take_back(plain, lent)
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - len(chain))
     if result == 0:
         return 0
+    return wrapped(recorder, result)
+
+
+def is_next(chain: Chain):
+    """`numbers.is_next` of a chain under grad."""
+    tip: Node = chain.tip
+    if tip.holds_grad is not True:
+        return 0
+    return call_pointer(PEEK) == int(chain.first) + len(chain)
+
+
+def wrapped(recorder: Recorder, result) -> object:
+    """What a program gets of an op's result: that, wrapped where it does not stay plain."""
     kind = class_of(result)
     if kind is Tensor or (kind is not Plain and is_simple(kind) != 0):
-        return result
+        return kept(result)
     verdict = verdict_on(recorder, result)
     if verdict == 0:
         return 0
@@ -322,7 +402,7 @@ def passed(recorder: Recorder, entry, reason, args, count, names) -> object:
         wrap(load(result + LISTED), PyList_Size(result))
     else:
         return PyObject_CallOneArg(lifted, result)
-    return result
+    return kept(result)
 
 
 def wrap(items, count):
@@ -346,8 +426,8 @@ def is_only_thread():
     return PyThreadState_Next(PyInterpreterState_ThreadHead(interpreter)) == 0
 
 
-def lend(place, lent, args, count):
-    """Let up to four wrapped tensors be plain, put there; returns how many these are now.
+def lend(place, lent, args, count, most):
+    """Let up to `most` wrapped tensors be plain, put there; returns how many these are now.
 
     Of each that is not torch asks Python whether it is a tensor, 0.12 us. What may run in the
     middle must not meet them: a mode, a hook under grad, another thread.
@@ -355,15 +435,22 @@ def lend(place, lent, args, count):
     for k in range(count):
         x = args[k]
         kind = class_of(x)
-        if kind is Tensor and lent < 4:
+        if kind is Tensor and lent < most:
             set_class(x, Plain)
             place[lent] = kept(x)
             lent += 1
         elif kind is list:
-            lent = lend(place, lent, load(x + LISTED), PyList_Size(x))
+            lent = lend(place, lent, load(x + LISTED), PyList_Size(x), most)
         elif kind is tuple:
-            lent = lend(place, lent, x + ITEMS, PyTuple_Size(x))
+            lent = lend(place, lent, x + ITEMS, PyTuple_Size(x), most)
     return lent
+
+
+def take_back(place, lent):
+    """End what `lend` has begun."""
+    for k in range(lent):
+        set_class(place[k], Tensor)
+        Py_DecRef(place[k])
 
 
 def is_strided(tensor):

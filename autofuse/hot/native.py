@@ -204,6 +204,7 @@ def _given() -> dict[str, Any]:
         "all_recorders": state.all_recorders.refs,
         "lifted": eager.lifted, "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
         "SIMPLE": nested.SIMPLE_CLASSES, "TARGETS": unrecorded.TARGETS,
+        "known_functions": unrecorded.known_functions,
         "SLOTS": tuple(~k for k in range(64)), "strided": torch.strided, "AT_ONCE": (False,),
         "origins": origins.origins, "trials": origins.trials, "STAY": origins.STAY,
         "between": origins.between, "measuring": origins.measuring, "wanted": verified.wanted,
@@ -227,7 +228,7 @@ class _Native:
             self.calls.check(function)
         # one entry for all, which finds in a table what each is given, or one entry for each, which
         # takes 20 ns less and 0.2 ms more of every import
-        shared = "passing", "reducing", "viewing", "joining", "unread"
+        shared = "passing", "running", "reducing", "viewing", "joining", "unread"
         tables: dict[str, dict[_Function, tuple[Any, ...]]] = {name: {} for name in shared}
         entries: list[tuple[str, tuple[Any, ...]]] = [
             ("builtin", (protocol.HANDLERS, protocol.OPTIONS))

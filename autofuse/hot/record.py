@@ -330,17 +330,22 @@ def verdict_on(recorder: Recorder, result) -> object:
     if len(measuring) == 0 or recorder.off is True:
         return None
     origin: Origin = judged_here()
-    if origin == 0 and PyErr_Occurred() != 0:
-        return 0
-    if origin == 0 or origin.once is not True:
-        now: Trials = trials
+    now: Trials = trials
+    if origin == 0:
+        if PyErr_Occurred() != 0:
+            return 0
+        new = int(now.new) - 1
+        if new <= 0:
+            return PyObject_CallOneArg(ask_origin, result)
+        now.new = PyLong_FromLong(new)
+        return None
+    if origin.once is not True:
         left = int(now.left) - 1
-        if origin == 0:
-            left -= int(now.weight) - 1
         if left <= 0:
             return PyObject_CallOneArg(ask_origin, result)
-        now.left = PyLong_FromLong(left)
-    if origin != 0 and origin.plain is True:
+        if int(now.new) > 0:  # or new ones alone are on trial
+            now.left = PyLong_FromLong(left)
+    if origin.plain is True:
         return STAY
     return None
 
@@ -351,14 +356,33 @@ def judged_here():
     while frame != 0:
         code = PyFrame_GetCode(frame)
         number = PyLong_FromLong(code + PyFrame_GetLasti(frame))
-        origin = PyDict_GetItemWithError(origins, number)
+        origin: Origin = PyDict_GetItemWithError(origins, number)
         if origin != 0:
-            return origin
+            if origin.parts is None:
+                return origin
+            return part_of(origin, frame)
         number = PyLong_FromLong(code)
         if PyDict_GetItemWithError(between, number) == 0:
             return 0
         frame = tried(PyFrame_GetBack(frame))
     return 0
+
+
+def part_of(origin: Origin, frame):
+    """What is known of `origin` for the program that has called the function of `frame`."""
+    parts: dict = kept(origin.parts)
+    caller = tried(PyFrame_GetBack(frame))
+    while caller != 0:
+        code = PyFrame_GetCode(caller)
+        number = PyLong_FromLong(code)
+        if PyDict_GetItemWithError(between, number) == 0:
+            number = PyLong_FromLong(code + PyFrame_GetLasti(caller))
+            part = PyDict_GetItemWithError(parts, number)
+            if part != 0:
+                return part
+            return origin
+        caller = tried(PyFrame_GetBack(caller))
+    return origin
 
 
 def handed(result, verdict) -> object:
@@ -386,9 +410,14 @@ def called(function, reason, args, count, names) -> object:
         result = tried(PyObject_Vectorcall(function, args, count, names))
     switch_back(before)
     if result != 0:
-        eager = tried(PyObject_GetAttr(counts, EAGER))
-        if eager == 0:
-            PyErr_Clear()
-        else:
-            count_one(eager, reason)
+        count_eager(reason)
     return result
+
+
+def count_eager(reason):
+    """Count an op that has run eagerly."""
+    eager = tried(PyObject_GetAttr(counts, EAGER))
+    if eager == 0:
+        PyErr_Clear()
+    else:
+        count_one(eager, reason)

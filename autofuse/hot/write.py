@@ -119,9 +119,11 @@ def setting(entry, x: Tensor, index, value) -> object:
 
 
 def copying(entry, function, args, count, names) -> object:
-    """`x.copy_(value)`."""
-    if names != 0 or count != 2 or is_ours(args[0]) == 0 or is_pending(args[1]) == 0:
+    """`x.copy_(value)`; entry: what stands for it where no kernel can write it."""
+    if names != 0 or count != 2 or is_ours(args[0]) == 0:
         return 0
+    if is_pending(args[1]) == 0:
+        return PyObject_Vectorcall(entry[0], args, count, 0)
     if looked_on() != 0 or copied(args[0], args[1]) != 1:
         return 0
     return args[0]

@@ -1,10 +1,12 @@
 """Origins: where results of eager ops stay plain tensors, for wrapping them there only loses.
 
 An origin is an instruction of a program that calls ops which run eagerly, itself or by functions
-of torch. Now and then there is a trial, of all origins at once: results are wrapped and told of
-what it costs that other such ops meet them, and of what chains gain that read them. By that, and by
-what comes of them, the results of each origin are wrapped afterwards, or stay plain, while many
-times as many are made. What races here, or is forgotten, is speed and never a value.
+of torch. Now and then there is a trial, of all origins at once or, sooner, of those that are new:
+results are wrapped and told of what it costs that other such ops meet them, and of what chains gain
+that read them. By that, and by what comes of them, the results of each origin are wrapped
+afterwards, or stay plain, while many times as many are made. Where it differs from one caller of
+the function that has the instruction to the other, as of a layer that is used everywhere, each
+caller has its own verdict. What races here, or is forgotten, is speed and never a value.
 """
 
 from __future__ import annotations
@@ -27,39 +29,68 @@ from .contest import is_paused
 from .policy import MIXED_US, PASSED_US, WRAPPED_US, gain_of, is_inexact, measures
 
 ENOUGH = 4  # results of an origin; a trial ends when half of its results are of later ones
-FIRST = 32  # results before the first trial, and before one is thought of again that cannot be
+FIRST = 32  # results of new origins before their trial, and before one that could not be
 PAUSE, GROWTH = 16, 4  # results before the next one, for each of the last, and how these grow
 _LONGEST = 1 << 20  # results before the next trial at most
 _PATIENCE = 32  # of the results only one in so many still counts, and a trial ends at any rate
-_MOST = 4096  # origins, and results of a trial
+_MOST, _FEW = 4096, 256  # origins, and results of a trial; of one of new origins alone
+_CALLERS = 16  # of an origin that are told apart
 STAYS = "a result that stays plain, for no chain that pays begins with it"
 
 
 class Origin:
-    """An instruction, and what is known of its results."""
+    """An instruction, or it and a caller, and what is known of its results."""
 
-    __slots__ = ("after", "device_type", "first", "gain", "inexact", "made", "net", "once", "plain")
+    __slots__ = ("after", "device_type", "first", "gain", "inexact", "made", "net", "once", "parts",
+                 "plain", "tried", "whole")  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Origin | None = None) -> None:
+        """whole: the instruction, of one of its callers."""
         self.plain = False  # whether results stay so
         self.once = False  # it is decided for ever
+        self.parts: dict[int, Origin] | None = None  # by callers, where these differ
         self.net = 0.0  # us that the results of the last trial gained, with what came of them
-        self.gain = 0.0  # us by which chains pay that read them, less what these cost
-        self.after: set[Origin] = set()  # those whose ops have read them
+        self.gain = 0.0  # us by which chains pay that read them, less what these cost; or `keep`
+        # those whose ops have read them, and how much of what these gain is theirs: one of several
+        # operands that is wrapped would do
+        self.after: dict[Origin, float] = {}
+        self.tried: dict[int, Origin] = {}  # parts in a trial
+        self.whole = whole
 
     def begin(self, device: torch.device) -> None:
         """Begin a trial, with a result on `device`."""
         self.device_type = device.type
         self.inexact = is_inexact(device, torch.is_grad_enabled())
-        self.gain = math.inf if self.gain == math.inf else 0.0  # see `keep`
         self.made = 0  # results
         self.first: Tried | None = None  # the state of one
-        self.after.clear()
+
+    def part(self, caller: int) -> Origin:
+        """What of it is on trial where `caller` calls the function that has it."""
+        if len(self.tried) >= _CALLERS:
+            caller = 0
+        part = self.tried.get(caller)
+        if part is None:
+            part = Origin(self)
+            part.device_type, part.gain = self.device_type, self.gain
+            part = self.tried.setdefault(caller, part)
+        return part
+
+    def judge(self) -> None:
+        """Decide by what its parts have gained."""
+        parts = dict(self.tried)
+        for part in parts.values():
+            part.plain, part.once = part.net < 0 and self.gain != math.inf, self.inexact
+        plain = [part.plain for part in parts.values()]
+        self.once, self.plain = self.inexact, all(plain)
+        self.parts = parts if any(plain) and not self.plain else None
+        self.net = sum([part.net for part in parts.values()])
 
     def leave(self) -> None:
         """End it, and hold nothing."""
         self.first = None
-        self.after.clear()
+        for part in self.tried.values():
+            part.after.clear()
+        self.tried = {}
 
 
 class Tried(Unknown):
@@ -68,42 +99,47 @@ class Tried(Unknown):
     __slots__ = ("origin", "trial")
 
     def __init__(self, origin: Origin) -> None:
+        """origin: of the caller."""
         self.origin, self.trial = origin, trials.count
-        if origin.first is None:
-            origin.first = self
+        whole = origin.whole
+        if whole is not None and whole.first is None:
+            whole.first = self
 
 
 class Trials:
     """When there is a trial, and what it has seen."""
 
-    __slots__ = ("count", "left", "pause", "results", "seen", "spent", "weight")
+    __slots__ = ("count", "left", "new", "parts", "pause", "results", "seen", "spent")
 
     def __init__(self) -> None:
         self.count = 0  # trials that are over
         self.seen: dict[int, Origin] = {}
+        self.parts: dict[Origin, None] = {}  # of these, in the order of their first results
         self.reset()
 
     def reset(self) -> None:
         """Begin anew."""
         for _, origin in self.close():
             origin.leave()
-        self.left = FIRST  # results before the trial; in one none
-        self.weight = 1  # as how many of these one counts of an origin that is not judged
+        self.left = self.new = FIRST  # results before a trial, and those of new origins; none in it
         self.pause = PAUSE  # how many follow on each result of a trial
 
-    def enter(self, key: int, origin: Origin | None, device: torch.device) -> Origin:
-        """The Origin at `key`, which `origins` may not have yet, in the trial that there is now."""
+    def enter(self, key: int, caller: int, device: torch.device) -> Origin:
+        """The part of the Origin at `key`, which may be new, in the trial that there is now."""
         entered = self.seen.get(key)
         if entered is None:
-            entered = origin or Origin()
+            entered = origins.get(key) or Origin()
             entered.begin(device)  # before anybody can find it
             self.seen[key] = entered
-            self.left, self.weight = 0, 1
-        return entered
+            self.new = 0
+        part = entered.part(caller)
+        self.parts.setdefault(part)
+        return part
 
     def close(self) -> list[tuple[int, Origin]]:
         """Let nothing be on trial any more; what was."""
         seen, self.seen = list(self.seen.items()), {}
+        self.parts = {}
         self.results = 0
         self.spent = 0  # of these, results of origins that had ENOUGH
         self.count += 1
@@ -111,7 +147,7 @@ class Trials:
 
     def is_over(self) -> bool:
         """Whether enough was seen, and mostly to its end."""
-        if self.results >= _MOST:
+        if self.results >= (_MOST if self.left <= 0 else _FEW):
             return True
         if 2 * self.spent < self.results:
             return False
@@ -121,23 +157,26 @@ class Trials:
 
     def end(self) -> None:
         """Judge all that were seen."""
-        results, seen = self.results, self.close()
+        of_all = self.left <= 0
+        results, spent, parts, seen = self.results, self.spent, list(self.parts), self.close()
         for _ in range(2):  # once more for what comes of results by way of the next turn of a loop
-            for _, origin in reversed(seen):
-                after = list(origin.after)
-                origin.net = origin.gain + sum([max(0.0, x.net) for x in after])
+            for part in reversed(parts):
+                after = list(part.after.items())
+                part.net = part.gain + sum([max(0.0, x.net) * share for x, share in after])
         if len(origins) + len(seen) > _MOST:
             origins.clear()
         for key, origin in seen:
             if origin.made < ENOUGH and _living([origin]):
                 continue  # nobody knows what becomes of it
-            origin.plain, origin.once = origin.net < 0, origin.inexact
+            origin.judge()
             origins[key] = origin
         for _, origin in seen:
             origin.leave()
-        self.left = min(self.pause * results, _LONGEST)
-        self.weight = max(self.left // min(4 * self.pause, 1024), 1)
-        self.pause = min(self.pause * GROWTH, _LONGEST)
+        # of what is made once, or is another each time, few are tried
+        self.new = FIRST if 2 * spent >= results else 4 * results
+        if of_all:
+            self.left = min(self.pause * results, _LONGEST)
+            self.pause = min(self.pause * GROWTH, _LONGEST)
 
 
 def ask(result: Any, sources: Sequence[Tried] = (), mixed: bool = False) -> Any:
@@ -149,37 +188,47 @@ def ask(result: Any, sources: Sequence[Tried] = (), mixed: bool = False) -> Any:
     if this_thread.closed or not measuring:
         return None
     kind = result.__class__
+    key, frame, origin, verdict = 0, None, None, None
     if kind is torch.Tensor or issubclass(kind, _MANY):
-        key = _instruction()
+        key, frame = _instruction()
         origin = origins.get(key)
+        if origin is not None and origin.parts is not None:
+            origin = origin.parts.get(_caller(frame), origin)
         verdict = STAY if origin is not None and origin.plain else None
-        if trials.left > 0 and (origin is None or not origin.once):
-            trials.left -= trials.weight if origin is None else 1
-    else:
-        key, origin, verdict = 0, None, None
-    if trials.left > 0:
+        if origin is None:
+            trials.new -= trials.new > 0
+            if trials.new <= 0 and not origins:
+                trials.left = 0  # all are new
+        elif not origin.once and trials.new > 0:
+            trials.left -= trials.left > 0
+    of_all = trials.left <= 0
+    if trials.new > 0 and not of_all:
         return verdict
     device = _device_of(result)
     if is_paused() or compiling.outstanding() > 0 or (device and compiling.capturing(device)):
-        trials.left, trials.weight = FIRST, 1  # till it is what it will be
+        trials.new = FIRST  # till it is what it will be
+        trials.left = max(trials.left, FIRST)
         return verdict
     entered = reader = None
-    if device and (origin is None or not origin.once):
-        entered = reader = trials.enter(key, origin, device)
+    if device and (origin is None or (of_all and not origin.once)):
+        entered = reader = trials.enter(key, 0 if frame is None else _caller(frame), device)
     elif verdict is None:
         reader = origin
+    share = 1 / max(len({source.origin for source in sources}), 1)
     for source in sources:
         if mixed:
             source.origin.gain += MIXED_US / len(sources)
             continue
         source.origin.gain -= PASSED_US[source.origin.device_type] / len(sources)
         if reader and reader is not source.origin:
-            source.origin.after.add(reader)
+            source.origin.after[reader] = share
     if entered is None:
         return verdict
+    whole = entered.whole
+    assert whole is not None
     trials.results += 1
-    trials.spent += entered.made >= ENOUGH
-    entered.made += 1
+    trials.spent += whole.made >= ENOUGH
+    whole.made += 1
     if trials.results % ENOUGH == 0 and trials.is_over():
         trials.end()
         return STAY if entered.plain else None
@@ -202,8 +251,9 @@ def keep(x: Any) -> None:
     """Let results of its origin be wrapped, for it is written where of plain ones nobody knows."""
     state: Any = getattr(x, "_af", None)
     if state.__class__ is Tried:
-        state.origin.gain = math.inf
-        state.origin.plain = False
+        for origin in (state.origin, state.origin.whole):
+            origin.gain = math.inf
+            origin.plain, origin.parts = False, None
 
 
 def credit(chain: Chain, nodes: list[Node], pays: bool) -> None:
@@ -228,16 +278,26 @@ def _device_of(result: Any) -> torch.device | None:
     return devices[0] if devices and devices[0].type in PASSED_US else None
 
 
-def _instruction() -> int:
-    """The address of the instruction that the program is at."""
+def _instruction() -> tuple[int, FrameType]:
+    """The address of the instruction that the program is at, and its frame."""
     frame = sys._getframe(2)
     while True:
         key = id(frame.f_code) + frame.f_lasti
         if key in origins or not (id(frame.f_code) in between or _is_between(frame)):
-            return key
+            return key, frame
         if frame.f_back is None:
-            return key
+            return key, frame
         frame = frame.f_back
+
+
+def _caller(frame: FrameType) -> int:
+    """The address of the instruction by which the program has called the function of `frame`."""
+    back = frame.f_back
+    while back is not None:
+        if not (id(back.f_code) in between or _is_between(back)):
+            return id(back.f_code) + back.f_lasti
+        back = back.f_back
+    return 0
 
 
 def _is_between(frame: FrameType) -> bool:
