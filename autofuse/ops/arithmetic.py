@@ -243,8 +243,8 @@ plain("minimum", "x y", "x if x != x else y if y != y else fmin(x, y)", integer=
       boolean="x & y", accepts="fib", tensors_only=True,
       grad="where(x > y, 0, where(x == y, g / 2, g)); where(x < y, 0, where(x == y, g / 2, g))")
 _TENSORS = {"accepts": "fib", "tensors_only": True}
-# where operands are equal torch 2.14 gives each half of the gradient, numbers as a bound all of it,
-# and fmax and fmin of NaN all of it to each: those are eager
+# since torch 2.14 equal operands get half of the gradient each, what equals a number as its bound
+# gets none, and fmax and fmin of two NaNs give each all of it: those are eager
 _GRADED = not since(2, 14)
 plain(
     "fmax",
