@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from autofuse.ops.row import since
+
 Call = Callable[..., torch.Tensor]
 
 UNARY = (
@@ -130,6 +132,8 @@ NO_RULE = set(
     "angle sgn i0 special_i0e trigamma rrelu xlogy_scalar xlog1py_scalar heaviside isclose "
     "float_power_pair".split()
 )
+if since(2, 14):  # see their rows
+    NO_RULE |= {*"clamp clamp_min clamp_max clamp_tensor clamp_tensors fmax fmin".split()}
 WIDE_CALLS: dict[str, Call] = {
     "angle": torch.angle,
     **{name: getattr(torch.special, name) for name in "i1 i1e ndtri".split()},

@@ -1,6 +1,7 @@
 """Every derivative rule against eager's gradient, and against finite differences."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -66,6 +67,22 @@ def test_gradient_of_every_op(name, call, count, dtype, device):
                 assert_same(a, b, rtol if device == "cpu" else None, name)
         else:
             assert got is None
+
+
+@pytest.mark.parametrize("name", ["maximum", "minimum", "fmax", "fmin", "clamp_min", "clamp_max"])
+def test_gradients_where_operands_are_equal_or_nan(name, device, monkeypatch):
+    """Versions of torch differ there."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    values = torch.tensor([-math.inf, -1.0, -0.0, 0.0, 2.0, math.inf, math.nan], device=device)
+    x, y = torch.cartesian_prod(values, values).unbind(1)
+    seed = torch.rand_like(x)
+    results = []
+    for wrap in (lambda t: t, autofuse.wrap):
+        leaves = [t.clone().requires_grad_() for t in (x, y)]
+        result = getattr(torch, name)(*map(wrap, leaves))
+        results.append(torch.autograd.grad(result, leaves, seed))
+    for got, want in zip(*results, strict=True):
+        assert_same(got, want, None, name)
 
 
 SMOOTH = [

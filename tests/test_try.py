@@ -211,14 +211,14 @@ def trial(rng, ratio, spread, cold=1.0, seconds=10.0, hiccups=0.0):
     raise AssertionError("no end")
 
 
-@pytest.mark.parametrize("spread", [0.005, 0.02, 0.05, 0.1])
+@pytest.mark.parametrize("spread", [0.005, 0.02, 0.05, 0.1, 0.3])
 @pytest.mark.parametrize("hiccups", [0.0, 0.1])
 def test_what_chance_does_is_no_difference(spread, hiccups):
     """Whatever the first run takes; what is faster is seldom called slower."""
     rng = random.Random(7)
     for cold in (1.0, 1.5, 5.0):
         words = [trial(rng, 1.0, spread, cold, hiccups=hiccups)[0] for _ in range(300)]
-        assert words.count(EQUAL) >= 0.94 * len(words)
+        assert words.count(EQUAL) >= 0.96 * len(words)
     for ratio, wrong in ((0.9, SLOWER), (1.1, FASTER)):
         words = [trial(rng, ratio, spread, 1.5, hiccups=hiccups)[0] for _ in range(300)]
         assert words.count(wrong) <= 0.02 * len(words)
@@ -252,6 +252,7 @@ def test_a_colder_first_run_is_not_slower():
         ([20.0, 20.0, 20.0], [21.0, 21.001, 21.002], SLOWER),
         ([20.0, 20.0, 20.0], [12.0, 12.0, 12.0], FASTER),
         ([20.0, 20.0, 29.0], [12.0, 12.0, 28.0], None),
+        ([9.0, 6.0, 9.0], [9.0, 6.9, 10.36], None),  # two pairs that agree by chance
         ([20.0] * PAIRS, [12.0, 28.0] * (PAIRS // 2) + [20.0], EQUAL),
     ],
 )

@@ -243,6 +243,9 @@ plain("minimum", "x y", "x if x != x else y if y != y else fmin(x, y)", integer=
       boolean="x & y", accepts="fib", tensors_only=True,
       grad="where(x > y, 0, where(x == y, g / 2, g)); where(x < y, 0, where(x == y, g / 2, g))")
 _TENSORS = {"accepts": "fib", "tensors_only": True}
+# since torch 2.14 equal operands get half of the gradient each, what equals a number as its bound
+# gets none, and fmax and fmin of two NaNs give each all of it: those are eager
+_GRADED = not since(2, 14)
 plain(
     "fmax",
     "x y",
@@ -251,7 +254,9 @@ plain(
     boolean="x | y",
     **_TENSORS,
     grad="masked_fill(g, logical_not(logical_or(x >= y, isnan(y))), 0);"
-    "masked_fill(g, logical_or(x >= y, isnan(y)), 0)",
+    "masked_fill(g, logical_or(x >= y, isnan(y)), 0)"
+    if _GRADED
+    else "",
 )
 plain(
     "fmin",
@@ -261,7 +266,9 @@ plain(
     boolean="x & y",
     **_TENSORS,
     grad="masked_fill(g, logical_not(logical_or(x <= y, isnan(y))), 0);"
-    "masked_fill(g, logical_or(x <= y, isnan(y)), 0)",
+    "masked_fill(g, logical_or(x <= y, isnan(y)), 0)"
+    if _GRADED
+    else "",
 )
 plain("fmod", "x y", "fmod(x, y)", integer="x % y", accepts="fi", grad="g; -g * div_trunc(x, y)")
 row("remainder", "x y", "m = fmod(x, y); m + y if m != 0 and (y < 0) != (m < 0) else m",
@@ -337,8 +344,6 @@ row("pow_minus_2", "x", "1 / rnd(x * x)", cpu="1 / (x * x)", eager=partial(torch
     grad="g * (-2.0 * pow(x, -3.0))")
 # where both are zeros CUDA's clamp of numbers gives x since torch 2.14, and 0 or -0 before
 _SIGNED = since(2, 14)
-# at a bound itself torch 2.14 gives another gradient, for tensors half of it: those are eager
-_GRADED = not since(2, 14)
 _BOUND = {"accepts": "fi", "one_device": True}
 _AT_LEAST = {"integer": "x if x > y else y", **_BOUND}
 _AT_MOST = {"integer": "x if x < y else y", **_BOUND}
