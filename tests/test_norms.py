@@ -24,6 +24,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import autofuse
 from autofuse.chain import rowwise, verified
 from autofuse.cli import verify
+from autofuse.errors import NotReadyError
 from autofuse.kernel.rows import RowPlan
 from autofuse.ops import reductions
 from autofuse.run import cpu, devices
@@ -43,6 +44,15 @@ class _Given:
 
 
 class _HungRunner(cpu.CpuRunner):
+    def answering(self, given, numbers, places):
+        if not any(isinstance(piece.plan, RowPlan) for piece in self.pieces):
+            return super().answering(given, numbers, places)
+
+        def answer(incoming, saved, consts):
+            raise NotReadyError("a row kernel")  # then torch's ops compute the gradients
+
+        return answer
+
     def run(self, chain):
         if not any(isinstance(piece.plan, RowPlan) for piece in self.pieces):
             return super().run(chain)

@@ -56,7 +56,7 @@ def infer_rows(
     cast = cast_of(op, device.type, [meta.dtype for meta in views]) if tip.autocast else None
     if cast is not None:
         return cast
-    reason = _reason(x, affine, device, tip) or _ungraded(op, views, device, tip)
+    reason = _reason(op, x, affine, device) or _ungraded(op, views, device, tip)
     if reason:
         return reason
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
@@ -66,19 +66,20 @@ def infer_rows(
     shape = x.shape
     if not op.whole:
         shape = (*x.shape[:-1], 1) if op.keepdim else x.shape[:-1]
-    meta = make_meta(x.dtype, shape, contiguous(shape), device, _has_graph(tip, views))
+    dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
+    meta = make_meta(dtype, shape, contiguous(shape), device, _has_graph(tip, views))
     found = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
     return found, (tuple(x.shape), scheme.threads)
 
 
-def _reason(x: Meta, affine: list[Meta], device: torch.device, tip: Node) -> str:
+def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) -> str:
     if device.type not in DEVICES or x.dtype not in DTYPES or not x.ndim:
         return "a reduction of another kind"
     if any(meta.device is not device for meta in (x, *affine)):
         return "operands on several devices"
     if not x.flat or 0 in x.shape:
         return "rows that are not contiguous"
-    for meta in affine:
+    for meta in affine if op.whole else ():  # of others it is a number a row
         if meta.shape != x.shape[-1:] or not meta.flat or meta.dtype is not x.dtype:
             return "a weight of another shape or dtype"
     return ""

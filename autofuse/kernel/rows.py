@@ -245,9 +245,11 @@ class _RowPiece:
         vec = max(scheme.vec for scheme in self.schemes.values())
         # vectors begin where they would in contiguous rows: there those of an operand have to
         flat = layout.contiguous(sizes)
+        ragged = any(x.uneven and x.kernel == "fours" for x in self.schemes.values())
         aligned = tuple(
             operand.axes[-1] == UNIT
             and vec > 1
+            and not ragged  # whose vectors begin where rows do
             and all((a - b) % vec == 0 for a, b in zip(walk[:-1], flat[:-1], strict=True))
             for operand, walk in zip(operands, walks, strict=True)
         )
@@ -304,7 +306,7 @@ class _RowPiece:
         Those of uneven rows begin anywhere. What was computed before would be in memory of its own.
         """
         step, scheme = self.steps[index], self.schemes[index]
-        if scheme.vec == 1 or scheme.uneven:
+        if scheme.vec == 1 or scheme.uneven or scheme.kernel == "fours":
             return set()
         return {ref for ref in step.args if ref < 0}
 
@@ -367,6 +369,12 @@ class _RowPiece:
         eps = -1
         if "eps" in op.names:
             eps = self._const(step.args[op.names.index("eps")] - CONST, "f32", False)
+        number = -1
+        if op.name == "norm_dot":
+            key = (step.args[1], self.shape)
+            if key not in self.loads:
+                self.loads.append(key)
+            number = self.loads.index(key)
         first = len({*self.values.values()})  # a statistic that is stored has two keys
         for which in range(STATISTICS.get(op.name, 1)):
             self.values[index, -1 - which] = first + which
@@ -380,8 +388,8 @@ class _RowPiece:
                 self.values[number, 0] = len({*self.values.values()})
         origin = self.loads.index((operand, self.shape)) if scheme.uneven and operand < 0 else -1
         return Stage(
-            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, eps, part,
-            tuple(after),
+            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, eps, number,
+            part, tuple(after),
         )  # fmt: skip
 
     def _is_known(self, number: int) -> bool:
