@@ -20,7 +20,8 @@ import torch
 from ..chain.meta import Meta, make_meta
 from ..chain.state import Node, Recorder
 from ..chain.trie import extend
-from ..kernel.plan import completed, make_pieces
+from ..kernel.plan import completed
+from ..kernel.rows import make_pieces
 from ..ops.arithmetic import CASTS
 from ..ops.reductions import Reduction
 from ..ops.row import OPS, Op

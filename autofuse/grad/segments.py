@@ -493,6 +493,7 @@ def _views(
     needed = seen | {nodes[index].base for index in seen}
     needed |= {nodes[index].base for index in views if nodes[index].op.name in COPYING}  # type: ignore[union-attr]
     replaced = {nodes[index].base for index in views}
-    for index in reduced:
-        replaced.update(ref for ref in (index, *owner.edges(index)) if ref >= 0)
+    replaced.update(ref for index in reduced for ref in owner.edges(index) if ref >= 0)
+    replaced.update(index for index, root in owner.items()
+                    if index == root and isinstance(nodes[index].op, Reduction))  # fmt: skip
     return views, replaced - needed

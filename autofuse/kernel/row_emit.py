@@ -328,18 +328,18 @@ class _Reductions(RowThreads):
     def _sum_of_gradients(self, stage: Stage) -> State:
         """The backward of both: softmax_warp_backward and cunn_SoftMaxBackwardSmem, and the two
         sums of layer_norm_grad_input_kernel, which its vectorised form adds alike."""
-        number = None
-        if stage.number >= 0:
-            (bits,) = self._load(stage.number, self.word(0), 1)
-            number = self.element.loaded(bits, self.source.loads[stage.number].code).ir
+        factor = None
+        if stage.factor >= 0:
+            (bits,) = self._load(stage.factor, self.word(0), 1)
+            factor = self.element.loaded(bits, self.source.loads[stage.factor].code).ir
 
         def take(state: State, elements: list[Any], group: int) -> State:
             (total,) = state
             for x in elements:
-                if number is None:
+                if factor is None:
                     total = self.do("add", total, x)
                 else:
-                    total = self.do("fma", number, x, total)
+                    total = self.do("fma", factor, x, total)
             return [total]
 
         plus = lambda a, b: self.do("add", a, b)  # noqa: E731

@@ -369,12 +369,13 @@ class _RowPiece:
         eps = -1
         if "eps" in op.names:
             eps = self._const(step.args[op.names.index("eps")] - CONST, "f32", False)
-        number = -1
+        factor = -1
         if op.name == "norm_dot":
-            key = (step.args[1], self.shape)
+            _, number = step.args
+            key = (number, self.shape)
             if key not in self.loads:
                 self.loads.append(key)
-            number = self.loads.index(key)
+            factor = self.loads.index(key)
         first = len({*self.values.values()})  # a statistic that is stored has two keys
         for which in range(STATISTICS.get(op.name, 1)):
             self.values[index, -1 - which] = first + which
@@ -388,7 +389,7 @@ class _RowPiece:
                 self.values[number, 0] = len({*self.values.values()})
         origin = self.loads.index((operand, self.shape)) if scheme.uneven and operand < 0 else -1
         return Stage(
-            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, eps, number,
+            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, eps, factor,
             part, tuple(after),
         )  # fmt: skip
 
