@@ -278,3 +278,22 @@ def layer_norm_backward(g, x, mean, rstd, w=None):
         f = fma(g[k], scaled, -F32(dot * F32(rstd * F32(x[k] - mean))))
         found.append(F32(F32(f - total) * term))
     return np.array(found)
+
+
+def rms_norm_backward(g, x, rstd, w=None):
+    n = len(x)
+    products = [F32(a * b) for a, b in zip(g, w, strict=True)] if w is not None else list(g)
+    dots = []
+    for t in range(128):
+        dot = ZERO
+        for start in range(4 * t, n, 512):
+            for k in range(start, min(start + 4, n)):
+                dot = fma(rstd, F32(products[k] * x[k]), dot)
+        dots.append(dot)
+    dot = _block(dots, ZERO, lambda a, b: F32(a + b))
+    term = F32(F32(1 / F32(n)) * rstd)
+    found = []
+    for k in range(n):
+        scaled = F32(n) if w is None else F32(F32(n) * w[k])
+        found.append(F32(fma(g[k], scaled, -F32(dot * F32(rstd * x[k]))) * term))
+    return np.array(found)

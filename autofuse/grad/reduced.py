@@ -20,6 +20,7 @@ from ..ops.arithmetic import CASTS
 from ..ops.reductions import Reduction
 from ..ops.row import OPS, Op
 from ..program.program import Ref
+from ..torch_private import without_autocast
 
 Needs = tuple[bool, ...]  # of each operand, whether it gets a gradient
 Values = dict[str, Any]  # what a rule reads, in its order, by the names of the op
@@ -35,25 +36,50 @@ def by_torch(
     if op.name in ("sum", "mean"):
         g = _spread(op.keepdim, shape)(g)
         return (g / shape[-1] if op.name == "mean" else g,)
+    if op.name == "rms_norm" and torch.is_grad_enabled():
+        return _rms_norm_again(g, values, needs)
     if op.statistics:
-        return _norm_by_torch(needs)(g, *values.values())
+        return _norm_by_torch(op.name, needs)(g, *_tensors(values))
     out = values["out"]
     backward = getattr(torch.ops.aten, f"_{op.name}_backward_data")
     return (backward(g, out, -1, out.dtype),)
 
 
-@cache
-def _norm_by_torch(needs: Needs) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-    """A function of the gradient of a layer norm and of what its rule reads."""
-    mask = [*needs[:-1], False, False][:3]  # the last one is the epsilon
+def _tensors(values: Values) -> list[Any]:
+    return [value for name, value in values.items() if name != "eps"]
 
-    def backward(
+
+@cache
+def _norm_by_torch(name: str, needs: Needs) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """A function of the gradient of a norm and of the tensors that its rule reads."""
+    mask = [*needs[:-1], False, False]  # the last one is the epsilon
+
+    def layer_norm(
         g: Any, x: Any, mean: Any, rstd: Any, w: Any = None, b: Any = None
     ) -> tuple[torch.Tensor | None, ...]:
         op = torch.ops.aten.native_layer_norm_backward
-        return op(g, x, x.shape[-1:], mean, rstd, w, b, mask)
+        return op(g, x, x.shape[-1:], mean, rstd, w, b, mask[:3])
 
-    return backward
+    def rms_norm(g: Any, x: Any, rstd: Any, w: Any = None) -> tuple[torch.Tensor | None, ...]:
+        return torch.ops.aten._fused_rms_norm_backward(g, x, x.shape[-1:], rstd, w, mask[:2])
+
+    return layer_norm if name == "layer_norm" else rms_norm
+
+
+@without_autocast
+def _rms_norm_again(
+    g: torch.Tensor, values: Values, needs: Needs
+) -> tuple[torch.Tensor | None, ...]:
+    """Those of rms_norm with a graph: torch's op has none, its node computes them otherwise then.
+
+    So there is such a node, of views, for one tensor may be both operands.
+    """
+    x, w = values["x"].view_as(values["x"]), values.get("w")
+    w = None if w is None else w.view_as(w)
+    normed = torch.rms_norm(x, x.shape[-1:], w, values["eps"])
+    wanted = [one for one, need in zip((x, w), needs, strict=False) if need]
+    found = iter(torch.autograd.grad(normed, wanted, g, create_graph=True))
+    return tuple([next(found) if need else None for need in needs])
 
 
 @cache
@@ -94,12 +120,15 @@ _CENTRED = _row("centred", "g x m", "mul(g, sub(x, m))")
 
 
 @cache
-def _of_norm(weighted: bool) -> Op:
-    """The gradient of the rows of a layer norm of n columns; s and t are its sums."""
-    scaled, own = ("mul(n, w)", " w") if weighted else ("n", "")
-    whole = f"sub(fma(g, {scaled}, -mul(t, mul(r, sub(x, m)))), s)"
-    params = f"g x m r s t n:opmath{own}"
-    return _row("layer_norm_backward", params, f"mul({whole}, mul(1 / n, r))")
+def _of_norm(name: str, weighted: bool) -> Op:
+    """The gradient of the rows of a norm of n columns; s and t are its sums."""
+    scaled, weight = ("mul(n, w)", "w") if weighted else ("n", "")
+    centred = "sub(x, m)" if name == "layer_norm" else "x"
+    whole = f"fma(g, {scaled}, -mul(t, mul(r, {centred})))"
+    if name == "layer_norm":
+        whole = f"sub({whole}, s)"
+    params = f"g x {'m s' if name == 'layer_norm' else ''} r t n:opmath {weight}"
+    return _row(f"{name}_backward", params, f"mul({whole}, mul(1 / n, r))")
 
 
 def on_tape(
@@ -113,10 +142,12 @@ def on_tape(
             return (tape.apply(OPS["div"], (seen, tape.number(shape[-1]))),)
         return (seen,)
     if op.statistics:
-        found: list[Any] = [_norm_on_tape(tape, g, values, shape[-1]) if needs[0] else None]
+        found: list[Any] = [
+            _norm_on_tape(op.name, tape, g, values, shape[-1]) if needs[0] else None
+        ]
         if any(needs[1:]):
-            call = _norm_by_torch((False, *needs[1:]))
-            refs = tuple(map(tape.step, (g, *values.values())))
+            call = _norm_by_torch(op.name, (False, *needs[1:]))
+            refs = tuple(map(tape.step, (g, *_tensors(values))))
             found += [Later(call, refs, k, meta) for k, meta in enumerate(metas[1:], 1)]
         return tuple(found)
     if op.name == "softmax":
@@ -125,14 +156,19 @@ def on_tape(
     return (tape.apply(_OF_SOFT[op.name], (g, values["out"], total)),)
 
 
-def _norm_on_tape(tape: Any, g: Any, values: Values, columns: int) -> Any:
-    x, mean, rstd, *weight = (value for name, value in values.items() if name != "b")
+def _norm_on_tape(name: str, tape: Any, g: Any, values: Values, columns: int) -> Any:
+    x, rstd = values["x"], values["rstd"]
+    weight = [values["w"]] if "w" in values else []
     if weight:
         scaled = tape.apply(_WEIGHTED, (g, *weight))
     else:
         wide = tape.dtype(g) is torch.float32
         scaled = g if wide else tape.apply(CASTS[torch.float32], (g,))
-    total = tape.apply(_NORM_SUM, (scaled,))
-    dot = tape.apply(_NORM_DOT, (tape.apply(_CENTRED, (scaled, x, mean)), rstd))
+    if name == "layer_norm":
+        product = tape.apply(_CENTRED, (scaled, x, values["mean"]))
+        own = [values["mean"], tape.apply(_NORM_SUM, (scaled,))]
+    else:
+        product, own = tape.apply(OPS["mul"], (scaled, x)), []
+    dot = tape.apply(_NORM_DOT, (product, rstd))
     n = tape.number(float(columns))
-    return tape.apply(_of_norm(bool(weight)), (g, x, mean, rstd, total, dot, n, *weight))
+    return tape.apply(_of_norm(name, bool(weight)), (g, x, *own, rstd, dot, n, *weight))

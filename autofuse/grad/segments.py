@@ -104,7 +104,7 @@ def _rows_of(node: Node, meta_of: Callable[[Ref], Meta]) -> GradientRows | None:
         return None
     if not op.whole:
         return GradientRows((), 0, 0)
-    name, sums = (NORM_SUMS[0], len(NORM_SUMS)) if op.statistics else (SOFT_SUM, 1)
+    name, sums = (NORM_SUMS[0], len(op.statistics)) if op.statistics else (SOFT_SUM, 1)
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     scheme = scheme_of(name, rows, columns, x.dtype.itemsize, (1, 1))  # of no moment here
     if not isinstance(scheme, Scheme):
@@ -349,7 +349,6 @@ class Segment:
             for index in steps
             for ref in (*_kept(nodes[index]), *_numbers_read(nodes[index], uses[index]))
         )
-
 
     def named(self, index: int) -> dict[str, Ref]:
         """What the rules of a step read, by name."""

@@ -371,8 +371,7 @@ class _RowPiece:
             eps = self._const(step.args[op.names.index("eps")] - CONST, "f32", False)
         factor = -1
         if op.name == "norm_dot":
-            _, number = step.args
-            key = (number, self.shape)
+            key = (step.args[-1], self.shape)
             if key not in self.loads:
                 self.loads.append(key)
             factor = self.loads.index(key)

@@ -76,10 +76,9 @@ def _normed_row(name: str, params: str) -> Reduction:
         for k, what in enumerate({"layer_norm": ("mean", "rstd"), "rms_norm": ("rstd",)}[name], 1)
     )
     keeps = params.removesuffix(" eps:opmath")
-    grad = ""
-    if name == "layer_norm":
-        rule = f"layer_norm_backward({', '.join(['g', 'x', 'mean', 'rstd', *keeps.split()[1:]])})"
-        grad = f"{rule};" * len(keeps.split()) + "none"
+    x, *affine = keeps.split()
+    read = [x, "rstd", *affine, "eps"] if name == "rms_norm" else [x, "mean", "rstd", *affine]
+    grad = f"{name}_backward(g, {', '.join(read)});" * (1 + len(affine)) + "none"
     return Reduction(
         name, params, "", keeps=keeps, grad=grad, whole=True, eager=eager, statistics=statistics
     )
