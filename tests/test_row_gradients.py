@@ -4,21 +4,24 @@ Without a GPU their kernels run thread by thread, as in test_reductions.py; what
 which order, is compared with numpy (`row_oracle`), all else with eager's.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import row_oracle
 import simt
 import torch
 import torch.nn.functional as F
-from test_norms import GRADS, NORMS, PROGRAMS, hung, leaves, ran, trained  # noqa: F401
+from test_norms import GRADS, PROGRAMS, hung, leaves, ran, trained  # noqa: F401
 from test_reductions import emulated, launched, recording, row, table  # noqa: F401
 
 import autofuse
-from autofuse.chain import rowwise
+from autofuse.chain import rowwise, verified
+from autofuse.cli import verify
 from autofuse.kernel.cuda import compile_ptx
 from autofuse.kernel.division import NORM_SUMS, SOFT_SUM, Scheme, scheme_of
 from autofuse.kernel.rows import source_of
-from support import WIDE, assert_same
+from support import WIDE, assert_same, needs_cuda
 
 EPS = 1e-5
 # parts of a warp, several elements a thread, whole and broken groups of four, one round of a
@@ -258,3 +261,163 @@ def test_no_more_is_saved_than_eager_saves(hung, name):  # noqa: F811
     trained(PROGRAMS[name], leaves(), wrap=True)
     assert autofuse.stats().bytes_saved_for_backward <= sum(saved.values())
     assert kept.requires_grad
+
+
+@pytest.mark.parametrize("name", [name for name in verify.PROGRAMS if name.startswith("d ")])
+def test_gradients_are_compared_when_a_gpu_is_verified(emulated, name, monkeypatch):  # noqa: F811
+    """Here with what another order gives."""
+    seen = []
+
+    def differing(got, want):
+        assert len(got) == len(want) == 4
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) is (b is None)
+            if a is not None:
+                assert_same(a, b, 1e-3)
+                seen.append(a)
+        return 0
+
+    monkeypatch.setattr(verify, "differing", differing)
+    outcome = verify.compare(name, torch.float32, [(5, 132, "plain", 0)], "cpu")
+    assert outcome.reduced and len(seen) >= 2
+    in_rows = "norm" in name or "softmax" in name
+    assert len(launched) == 1 + in_rows, "the others' are no row kernels"
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+ALL_COLUMNS = (1, 2, 3, 31, 32, 33, 100, 128, 131, 255, 256, 1000, 1024, 1025, 1032, 2050, 4096,
+               5000, 8192)  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# what is one node in the middle of its ops: backward has one kernel
+MIDDLE = {
+    **REDUCE,
+    "two layer norms": lambda h, w, b: F.layer_norm(
+        F.layer_norm(h, h.shape[-1:], w, b) + h, h.shape[-1:]
+    ),
+    "sum": lambda h, w, b: h.sum(-1, keepdim=True),
+    "mean": lambda h, w, b: h.mean(-1),
+}
+
+
+def inputs(m, n, dtype, kind, needs=GRADS["all"]):
+    """Of a kind as `cli.verify` makes them; and a gradient of the rows' shape."""
+    values = verify.make(dtype, (m, n, kind, 0))
+    leaves = (x.requires_grad_(bool(need)) for x, need in zip(values[:4], needs, strict=True))
+    return [*leaves], values.padded.contiguous()
+
+
+def run_twice(program, xs, g, **options):
+    """Eager's result and gradients, ours, and how many kernels ours took forward and backward."""
+    found, kernels = [], []
+    wanted = [x for x in xs if x.requires_grad]
+    for wrap in (False, True):
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in xs]
+        autofuse.reset_stats()
+        out = program(*(map(autofuse.wrap, leaves) if wrap else leaves))
+        out = autofuse.unwrap(autofuse.materialize(out))
+        kernels.append(autofuse.stats().kernels_launched)
+        given = g if out.shape == g.shape else g[..., 0].reshape(out.shape)
+        wanted = [x for x in leaves if x.requires_grad]
+        grads = torch.autograd.grad(out, wanted, given, allow_unused=True, **options)
+        kernels.append(autofuse.stats().kernels_launched - kernels[-1])
+        assert autofuse.stats().replays == 0
+        found.append((out.detach(), *(x if x is None else x.detach() for x in grads)))
+    return found, kernels[2:]
+
+
+@pytest.fixture
+def verified_gpu(always):
+    if verified.refusal(torch.device("cuda", 0)):
+        pytest.skip("not verified on this GPU with this torch")
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", MIDDLE)
+def test_gradients_by_one_kernel_have_eagers_bits_on_cuda(name, around, dtype, verified_gpu):
+    before, after = AROUND[around]
+
+    def program(x, y, w, b):
+        reduced = MIDDLE[name](before(x, y), w, b)
+        return after(reduced if reduced.ndim == 2 else reduced.unsqueeze(-1), y)
+
+    columns = ALL_COLUMNS if around == "one op" else (33, 131, 1024, 4096)
+    for n, m in itertools.product(columns, (1, 5, 70, 300)):
+        for kind in ("plain", "wide", "special") if m == 5 else ("plain",):
+            xs, g = inputs(m, n, dtype, kind, GRADS["all"])
+            (want, got), (forward, backward) = run_twice(program, xs, g)
+            for a, b in zip(got, want, strict=True):
+                assert (a is None) is (b is None)
+                if a is not None:
+                    assert_same(a, b, None, f"{[m, n]} {kind}")
+            long = "softmax" in name and (n > 1024 or n * dtype.itemsize > 4096)
+            by_kernel = n > 1 and not (long and n * dtype.itemsize % 16)
+            if by_kernel and name in REDUCE:
+                assert (forward, backward) == (1, 1), [m, n]
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("needs", [need for need in GRADS if need != "none"])
+@pytest.mark.parametrize("name", ["layer_norm, weights", "rms_norm, weights"])
+def test_whichever_gradients_are_wanted_on_cuda(name, needs, dtype, verified_gpu):
+    """From the sizes on at which torch's kernels of weights change."""
+    program = lambda x, y, w, b: REDUCE[name](x * y, w, b) * 2.0 + 1.0  # noqa: E731
+    if name.startswith("rms") and needs == "bias":
+        return
+    for m in (1, 63, 64, 128, 300, 70000):
+        xs, g = inputs(m, 96, dtype, "plain", GRADS[needs])
+        (want, got), _ = run_twice(program, xs, g)
+        assert_same(list(got), list(want), None, f"{m} rows")
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("name", REDUCE)
+def test_second_derivatives_are_eagers_on_cuda(name, verified_gpu):
+    def twice(wrap):
+        xs, g = inputs(40, 128, torch.float32, "plain")
+        x, y, w, b = map(autofuse.wrap, xs) if wrap else xs
+        out = autofuse.unwrap(autofuse.materialize(REDUCE[name](x * y, w, b) * y))
+        wanted = [one for one in xs if one.requires_grad]
+        first = torch.autograd.grad(out, wanted, g, create_graph=True, allow_unused=True)
+        total = sum(one.square().sum() for one in first if one is not None)
+        second = torch.autograd.grad(total, wanted, allow_unused=True)
+        return [one for one in (*first, *second) if one is not None]
+
+    for a, b in zip(twice(True), twice(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("name", REDUCE)
+def test_retained_hooked_and_written_on_cuda(name, verified_gpu):
+    """Twice through one graph; with hooks in the middle; after a write to what is saved."""
+    results = []
+    for wrap in (False, True):
+        xs, g = inputs(40, 132, torch.float32, "plain")
+        x, y, w, b = map(autofuse.wrap, xs) if wrap else xs
+        told = []
+        h = x * y
+        h.register_hook(lambda g, told=told: told.append(g.clone()))
+        out = autofuse.unwrap(autofuse.materialize(REDUCE[name](h, w, b) * y))
+        del h
+        for keep in (True, True, False):
+            told += [
+                one for one in torch.autograd.grad(
+                    out, xs, g, retain_graph=keep, allow_unused=True
+                ) if one is not None
+            ]  # fmt: skip
+        again = autofuse.unwrap(autofuse.materialize(REDUCE[name](x * y, w, b) * y))
+        with torch.no_grad():
+            y.add_(1.0)
+        with pytest.raises(RuntimeError) as caught:
+            torch.autograd.grad(again, xs[0], g)
+        results.append((told, str(caught.value)))
+    assert_same(results[1][0], results[0][0], None)
+    assert results[1][1] == results[0][1]

@@ -77,7 +77,7 @@ def _rms_norm_again(
     x, w = values["x"].view_as(values["x"]), values.get("w")
     w = None if w is None else w.view_as(w)
     normed = torch.rms_norm(x, x.shape[-1:], w, values["eps"])
-    wanted = [one for one, need in zip((x, w), needs, strict=False) if need]
+    wanted: list[Any] = [one for one, need in zip((x, w), needs, strict=False) if need]
     found = iter(torch.autograd.grad(normed, wanted, g, create_graph=True))
     return tuple([next(found) if need else None for need in needs])
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 
 from .. import layout
 from ..layout import Ints
-from ..ops.row import Op
 from ..program.program import CONST, Program, Reduced, Ref, Spec, Statistic
 from ..program.walk import needed
 from . import plan as pointwise
 from . import text
-from .division import NORMS, SOFT, Scheme, scheme_of
+from .division import Scheme, scheme_of
 from .plan import Line, Piece, Plan, axes_of
+from .row_finish import STATISTICS, finish
 from .source import (
     BROADCAST,
     ITEMSIZE,
@@ -35,44 +34,10 @@ from .source import (
     Walk,
 )
 
-STATISTICS = {"softmax": 2, "log_softmax": 2, "layer_norm": 2, "rms_norm": 1}  # others give one
 _HELD = 64  # registers for what a thread keeps of all operands of a stage
 _AHEAD = 32  # ...and for what it loads ahead
 _STATEMENTS = 1024  # of element functions in a row of a kernel: its compile time
 _HELD_BY_MANY = 24  # the same as _HELD where the block is so large that a thread has 64 registers
-
-
-# what is stored for each element: over operands and statistics of the row, in float32
-@cache
-def _finish(op: str, params: str, kernel: str, kept: bool) -> Op:
-    """kept: the exponentials of softmax are at hand."""
-    names = [param.partition(":")[0] for param in params.split()]
-    if op in SOFT:
-        soft = "e / s" if kept else "exp(sub(x, m)) / s"
-        if kernel == "warp":
-            soft = f"nan if s == 0 else {soft}"
-        if op == "log_softmax":
-            soft = "sub(sub(x, m), s)"
-        return Op(op, "e s" if kept else "x m s", soft)
-    if op in NORMS:
-        centred = "sub(x, m)" if op == "layer_norm" else "x"
-        affine = {
-            "layer_norm": {
-                ("vectors", True): f"fma(mul(r, {centred}), w, b)",
-                ("vectors", False): f"mul(r, {centred})",
-                ("elements", True): f"fma(w, mul({centred}, r), b)",
-                ("elements", False): f"fma({centred}, r, 0.0)",
-            },
-            "rms_norm": {
-                ("vectors", True): "mul(mul(x, r), w)",
-                ("vectors", False): "mul(x, r)",
-                ("elements", True): "mul(mul(x, r), w)",
-                ("elements", False): "mul(x, r)",
-            },
-        }[op][kernel, "w" in names]
-        operands = " ".join(name for name in names if name != "eps")
-        return Op(op, f"{operands} m r" if op == "layer_norm" else f"{operands} r", affine)
-    return Op(op, "s", "s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,7 +422,7 @@ class _RowPiece:
             if isinstance(step, Reduced):
                 exponentials = self._exponentials(node, walk)
                 kernel = self.schemes[node].kernel
-                op = _finish(step.op.name, step.op.params, kernel, exponentials >= 0)
+                op = finish(step.op.name, step.op.params, kernel, exponentials >= 0)
                 values = [self.values[node, -1 - k] for k in range(STATISTICS.get(op.name, 1))]
                 if exponentials >= 0:
                     refs = (read(exponentials, "f32", UNIT), read(~values[1], "f32", BROADCAST))
