@@ -196,6 +196,26 @@ def test_what_is_one_node(hung, program, nodes):  # noqa: F811
     )
 
 
+def test_where_gradients_would_add_in_another_order_they_are_nodes_of_their_own(hung):  # noqa: F811
+    """As eager adds the one for x, that of the last op first."""
+
+    def program(x, y, w, b):
+        normed = F.layer_norm(x * y, (12,), w, b)
+        doubled = x * 2.0
+        return normed + y, doubled
+
+    found = []
+    for wrap in (False, True):
+        xs = leaves()
+        out, doubled = program(*(map(autofuse.wrap, xs) if wrap else xs))
+        out, doubled = (autofuse.unwrap(autofuse.materialize(one)) for one in (out, doubled))
+        total = out.square().sum() + doubled.square().sum()
+        found.append(torch.autograd.grad(total, xs))
+    assert_same(found[1], found[0], 1e-5)
+    assert nodes_of(out) == ["AddBackward0", "NativeLayerNormBackward0", "MulBackward0"]
+    assert len(ran) == 1
+
+
 def test_as_many_as_a_kernel_has_room_for(emulated):  # noqa: F811
     """Each layer norm adds up twice: of four, three are together."""
 
@@ -245,6 +265,22 @@ def test_weights_get_theirs_from_torch(emulated, needs):  # noqa: F811
         expect = torch.autograd.grad(want, [others[k] for k in wanted], g, retain_graph=keep)
         assert_same(list(got), list(expect), 1e-4)
     assert len(launched) == 2 * (needs in ("all", "x", "y"))
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_a_number_of_each_row_of_a_norm(emulated, op, keepdim):  # noqa: F811
+    """Its gradient repeats along the row: torch's op for the weights is given a copy."""
+    program = lambda x, y, w, b: getattr(  # noqa: E731
+        F.layer_norm(x * y, (512,), w, b), op
+    )(-1, keepdim)
+    xs, others = leaves(n=512), leaves(n=512)
+    out, want = results(program, xs), program(*others)
+    launched.clear()
+    g = row(5, 9).view(out.shape)
+    got, expect = (torch.autograd.grad(*one, g) for one in ((out, xs), (want, others)))
+    assert_same(list(got), list(expect), 1e-4)
+    assert len(launched) == 1, launched
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

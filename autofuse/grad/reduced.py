@@ -41,7 +41,7 @@ def by_torch(
     if op.statistics:
         return _norm_by_torch(op.name, needs)(g, *_tensors(values))
     out = values["out"]
-    backward = getattr(torch.ops.aten, f"_{op.name}_backward_data")
+    backward = getattr(torch.ops.aten, f"_{op.name}_backward_data").default
     return (backward(g, out, -1, out.dtype),)
 
 
@@ -53,17 +53,13 @@ def _tensors(values: Values) -> list[Any]:
 def _norm_by_torch(name: str, needs: Needs) -> Callable[..., tuple[torch.Tensor | None, ...]]:
     """A function of the gradient of a norm and of the tensors that its rule reads."""
     mask = [*needs[:-1], False, False]  # the last one is the epsilon
-
-    def layer_norm(
-        g: Any, x: Any, mean: Any, rstd: Any, w: Any = None, b: Any = None
-    ) -> tuple[torch.Tensor | None, ...]:
-        op = torch.ops.aten.native_layer_norm_backward
-        return op(g, x, x.shape[-1:], mean, rstd, w, b, mask[:3])
-
-    def rms_norm(g: Any, x: Any, rstd: Any, w: Any = None) -> tuple[torch.Tensor | None, ...]:
-        return torch.ops.aten._fused_rms_norm_backward(g, x, x.shape[-1:], rstd, w, mask[:2])
-
-    return layer_norm if name == "layer_norm" else rms_norm
+    if name == "layer_norm":
+        op = torch.ops.aten.native_layer_norm_backward.default
+        return lambda g, x, mean, rstd, w=None, b=None: op(
+            g, x, x.shape[-1:], mean, rstd, w, b, mask[:3]
+        )
+    op = torch.ops.aten._fused_rms_norm_backward.default
+    return lambda g, x, rstd, w=None: op(g, x, x.shape[-1:], rstd, w, mask[:2])
 
 
 @without_autocast
@@ -147,7 +143,7 @@ def on_tape(
         ]
         if any(needs[1:]):
             call = _norm_by_torch(op.name, (False, *needs[1:]))
-            refs = tuple(map(tape.step, (g, *_tensors(values))))
+            refs = (tape.whole(g), *_tensors(values))
             found += [Later(call, refs, k, meta) for k, meta in enumerate(metas[1:], 1)]
         return tuple(found)
     if op.name == "softmax":

@@ -339,6 +339,10 @@ class Tape:
             self.known[key] = self._seen(op, seen.ref)
         return self.known[key]
 
+    def whole(self, value: Ref | Seen) -> Ref:
+        """A value that lies in memory as it is: of a view, a copy."""
+        return self.apply(OPS["clone"], (value,)) if isinstance(value, Seen) else value
+
     def join(
         self, op: ViewOp, parts: Sequence[Ref | Seen | None], metas: Sequence[Meta]
     ) -> Ref | None:
@@ -418,7 +422,14 @@ class Expected:
 
     def _completing(self, answer: Answer) -> Answer:
         """`answer` with views of its results, and what torch computes from them."""
-        sinks, count, laters = self.sinks, len(self.sinks), _laters(self.sinks)
+        count, laters = len(self.sinks), _laters(self.sinks)
+        calls = [(later.call, later.refs) for later in laters]
+        # of each sink: what makes a view, and which result of which of torch's calls it is
+        ways = [
+            (None, calls.index((x.call, x.refs)), x.which) if isinstance(x, Later)
+            else (x.call if isinstance(x, Seen) else None, -1, 0)
+            for x in self.sinks
+        ]  # fmt: skip
         places = [
             [None if self._is_given(ref) else self.tape.places[~ref][0] for ref in later.refs]
             for later in laters
@@ -428,15 +439,14 @@ class Expected:
             results = answer(incoming, saved, consts)
             further, there = iter(results[1 + count :]), (*incoming, *saved)
             with NoModes():
-                found = {}
-                for later, which in zip(laters, places, strict=True):
-                    operands = [next(further) if k is None else there[k] for k in which]
-                    found[later.call, later.refs] = later.call(*operands)
+                found = [
+                    call(*[next(further) if k is None else there[k] for k in which])
+                    for (call, _), which in zip(calls, places, strict=True)
+                ]
                 gradients: list[Any] = [None]
-                for sink, x in zip(sinks, results[1:], strict=False):
-                    if isinstance(sink, Later):
-                        x = found[sink.call, sink.refs][sink.which]
-                    gradients.append(sink.call(x) if isinstance(sink, Seen) else x)
+                for (view, number, which), x in zip(ways, results[1:], strict=False):
+                    x = x if number < 0 else found[number][which]
+                    gradients.append(x if view is None else view(x))
                 return tuple(gradients)
 
         return completed

@@ -126,16 +126,18 @@ class _Owners(dict[int, int]):
 
     def __init__(
         self, nodes: list[Node], uses: list[list[Use]], meta_of: Callable[[Ref], Meta],
-        live: list[int],
+        live: list[int], joined: bool,
     ) -> None:  # fmt: skip
+        """joined: whether reductions may be steps of segments with others."""
         super().__init__((index, index) for index in live)
         self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
         self.split: dict[int, int] = {}  # parts of values that are split inside of segments: whose
         self.users: dict[int, list[int]] = {}  # of each view
         self.rows: dict[int, GradientRows] = {}  # of segments whose backward adds over rows
-        divided = any(isinstance(x.op, JoinOp) or _is_split(x) for x in nodes)
+        # row kernels read no index maps
+        joined = joined and not any(isinstance(x.op, JoinOp) or _is_split(x) for x in nodes)
         self.added = {
-            node.index: None if divided else _rows_of(node, meta_of)
+            node.index: _rows_of(node, meta_of) if joined else None
             for node in nodes if isinstance(node.op, Reduction)
         }  # fmt: skip
         for index in range(len(nodes) - 1, -1, -1):
@@ -415,15 +417,18 @@ def outline_of(
             if meta_of(node.index).requires_grad else [] for node in nodes]  # fmt: skip
     told = nodes[-1].told is LATER
     graphs = [index for index in live if meta_of(index).requires_grad]
-    owners = _Owners(nodes, uses, meta_of, graphs)
-    owner: dict[int, int] = owners
-    lent = owners.lent()
-    roots = sorted(index for index, root in owner.items() if index == root)
-    if not _in_order(owners.edges, owner, roots):
+    for joined in (True, False):
+        owners = _Owners(nodes, uses, meta_of, graphs, joined)
+        owner: dict[int, int] = owners
+        roots = sorted(index for index, root in owner.items() if index == root)
+        if _in_order(owners.edges, owner, roots):
+            break
+    else:
         if not told:
             return None
         roots = sorted(owner)  # a node for each op, as in eager
         owner = {index: index for index in roots}
+    lent = owners.lent()
     members = Counter(owner.values())
     reduced = {index: [index, *statistics.get(index, {}).values()] for index in roots
                if isinstance(nodes[index].op, Reduction) and members[index] == 1}  # fmt: skip
