@@ -22,7 +22,6 @@ one element of memory.
 from __future__ import annotations
 
 import ast
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,10 +29,9 @@ from functools import cache
 from types import MappingProxyType
 
 from ..chain.meta import Meta
-from ..chain.rowwise import MOST
+from ..chain.rowwise import GradientRows, gradient_rows
 from ..chain.state import LATER, Node, statistics_of
-from ..kernel.division import NORM_SUMS, SOFT_SUM, Scheme, scheme_of
-from ..layout import Ints, is_dense
+from ..layout import is_dense
 from ..ops.reductions import Reduction
 from ..ops.views import COPYING, JoinOp, ViewOp
 from ..program.program import CONST, Ref
@@ -82,36 +80,6 @@ def reads_of(rule: ast.expr) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(names) if name != "g")
 
 
-@dataclass(frozen=True, slots=True)
-class GradientRows:
-    """Over which rows the backward of reductions adds, and how often."""
-
-    shape: Ints
-    threads: int  # of each row
-    sums: int  # 0 where a number of a row is spread over it
-
-    def goes_with(self, other: GradientRows) -> bool:
-        """Whether one kernel can do both."""
-        same = (self.shape, self.threads) == (other.shape, other.threads)
-        return same and self.sums + other.sums <= MOST
-
-
-def _rows_of(node: Node, meta_of: Callable[[Ref], Meta]) -> GradientRows | None:
-    """What the backward of a reduction adds over; None if torch alone differentiates it."""
-    op, x = node.op, meta_of(node.args[0])
-    assert isinstance(op, Reduction)
-    if not op.grad:
-        return None
-    if not op.whole:
-        return GradientRows((), 0, 0)
-    name, sums = (NORM_SUMS[0], len(op.statistics)) if op.statistics else (SOFT_SUM, 1)
-    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    scheme = scheme_of(name, rows, columns, x.dtype.itemsize, (1, 1))  # of no moment here
-    if not isinstance(scheme, Scheme):
-        return None
-    return GradientRows(tuple(x.shape), scheme.threads, sums)
-
-
 def _is_split(node: Node) -> bool:
     return isinstance(node.op, ViewOp) and node.op.dim is not None
 
@@ -137,7 +105,7 @@ class _Owners(dict[int, int]):
         # row kernels read no index maps
         joined = joined and not any(isinstance(x.op, JoinOp) or _is_split(x) for x in nodes)
         self.added = {
-            node.index: _rows_of(node, meta_of) if joined else None
+            node.index: gradient_rows(node.op, meta_of(node.args[0])) if joined else None
             for node in nodes if isinstance(node.op, Reduction)
         }  # fmt: skip
         for index in range(len(nodes) - 1, -1, -1):

@@ -4,7 +4,7 @@ A `Reduction` is an op of a chain as the rows of the table are, but reads a row 
 for each of its results (`sum`), or for each row of them (`softmax`). It is spelled by torch
 functions as the rows are: a chooser names it and its operands, or None for what only eager PyTorch
 does. In which order it adds stands in `kernel.division` and `kernel.row_emit`; how it is
-differentiated, in `grad.nodes`.
+differentiated, in `grad.reduced`, or by torch in `grad.nodes`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Reduction(Op):
 
     whole: whether its results are rows, of the shape of the first operand; otherwise they are one
         number a row, and keepdim says whether a dimension of size 1 stands for the row.
-    keeps: the operands and `out` whose values autograd's node, which is torch's own, saves.
+    keeps: the operands and `out` whose values autograd's node saves.
     statistics: what that saves besides, numbers of a row that torch's op returns after its result.
     grad: as of a row, over these too; `grad.reduced` knows what is called there, which gives the
         gradients of all operands. One without rules has torch's own node.
