@@ -18,6 +18,7 @@ from test_reductions import emulated, launched, recording, row, table  # noqa: F
 import autofuse
 from autofuse.chain import rowwise, verified
 from autofuse.cli import verify
+from autofuse.grad import reduced
 from autofuse.kernel.cuda import compile_ptx
 from autofuse.kernel.division import NORM_SUMS, SOFT_SUM, Scheme, scheme_of
 from autofuse.kernel.rows import source_of
@@ -322,6 +323,52 @@ def test_gradients_are_compared_when_a_gpu_is_verified(emulated, name, monkeypat
     assert len(launched) == 1 + in_rows, "the others' are no row kernels"
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_second_derivatives_of_rms_norm(hung, everywhere, weighted, monkeypatch):  # noqa: F811
+    """By a node of torch's, of which its op has none; that op has no kernel for a CPU."""
+
+    def backward_of(name, needs):
+        def backward(g, x, rstd, *w):
+            with torch.enable_grad():
+                operands = [one.detach().requires_grad_() for one in (x, *w)]
+                normed = torch.rms_norm(operands[0], x.shape[-1:], *(operands[1:] or [None]), EPS)
+                return torch.autograd.grad(normed, operands, g)
+
+        return backward
+
+    monkeypatch.setattr(reduced, "_norm_by_torch", backward_of)
+
+    def twice(wrap):
+        xs = leaves()
+        x, y, w, _ = map(autofuse.wrap, xs) if wrap else xs
+        out = F.rms_norm(x * y, (12,), w if weighted else None, EPS) * y
+        out = autofuse.unwrap(autofuse.materialize(out)) if wrap else out
+        wanted = xs[: 2 + weighted]
+        first = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
+        total = sum(one.square().sum() for one in first)
+        return [one.detach() for one in (*first, *torch.autograd.grad(total, wanted))]
+
+    torch.testing.assert_close(twice(True), twice(False), rtol=1e-4, atol=1e-4)
+    assert ran
+
+
+@pytest.mark.parametrize("name", REDUCE)
+def test_rows_of_three_dimensions(emulated, everywhere, name):  # noqa: F811
+    """Beside rows that repeat, of which torch adds the gradient up."""
+    x, y, g = table(6, 131).view(2, 3, 131), table(2, 131, 1).view(2, 1, 131), table(6, 131, 2)
+    w, b = row(131, 3), row(131, 4)
+    found = []
+    for wrap in (False, True):
+        xs = [one.clone().requires_grad_() for one in (x, y)]
+        p, q = map(autofuse.wrap, xs) if wrap else xs
+        out = REDUCE[name](p * q, w, b) * q
+        out = autofuse.unwrap(autofuse.materialize(out)) if wrap else out
+        launched.clear()
+        found.append(torch.autograd.grad(out, xs, g.view(2, 3, 131)))
+    assert_same(list(found[1]), list(found[0]), 1e-4)
+    assert len(launched) == 1
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 ALL_COLUMNS = (1, 2, 3, 31, 32, 33, 100, 128, 131, 255, 256, 1000, 1024, 1025, 1032, 2050, 4096,
@@ -379,8 +426,8 @@ def test_gradients_by_one_kernel_have_eagers_bits_on_cuda(name, around, dtype, v
     before, after = AROUND[around]
 
     def program(x, y, w, b):
-        reduced = MIDDLE[name](before(x, y), w, b)
-        return after(reduced if reduced.ndim == 2 else reduced.unsqueeze(-1), y)
+        value = MIDDLE[name](before(x, y), w, b)
+        return after(value if value.ndim == 2 else value.unsqueeze(-1), y)
 
     columns = ALL_COLUMNS if around == "one op" else (33, 131, 1024, 4096)
     for n, m in itertools.product(columns, (1, 5, 70, 300)):
