@@ -235,18 +235,22 @@ def test_as_many_as_a_kernel_has_room_for(emulated):  # noqa: F811
 
 
 @pytest.mark.parametrize("how", ["transposed", "expanded", "misaligned"])
+@pytest.mark.parametrize("n", [132, 1028])
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm, weights"])
-def test_gradients_that_lie_elsewhere(emulated, name, how):  # noqa: F811
-    """Of a result that is a reduction: what is not contiguous is torch's, or a copy."""
-    n = 132
+def test_gradients_that_lie_elsewhere(emulated, name, n, how):  # noqa: F811
+    """Of a result that is a reduction: what torch adds up in another order then is torch's."""
     g = {"transposed": table(n, 5, 9).t(), "expanded": row(1, 9).view(1, 1).expand(5, n),
          "misaligned": row(5 * n + 1, 9)[1:].view(5, n)}[how]  # fmt: skip
     xs, others = leaves(n=n), leaves(n=n)
     program = lambda x, y, w, b: REDUCE[name](x * y, w, b)  # noqa: E731
     out, want = results(program, xs), program(*others)
+    launched.clear()
     got = torch.autograd.grad(out, xs[:2], g)
     want = torch.autograd.grad(want, others[:2], g)
     assert_same(list(got), list(want), 1e-4)
+    as_they_lie = name == "log_softmax"  # others are multiplied first, into memory of their own
+    by_torch = as_they_lie and (how != "misaligned" or n == 1028)
+    assert by_torch <= (len(launched) == 0), launched
 
 
 @pytest.mark.parametrize("needs", GRADS)
