@@ -120,7 +120,7 @@ class _Owners(dict[int, int]):
     def edges(self, index: int) -> list[Ref]:
         """What a step hands gradients to, in order."""
         node = self.nodes[index]
-        if isinstance(node.op, Reduction) and not node.op.grad:
+        if isinstance(node.op, Reduction) and not node.op.grad:  # whose node is torch's
             operands = [ref for ref in node.args if ref < CONST]
             return [ref for ref in operands if self.meta_of(ref).requires_grad]
         inside = node.base < 0 or index in self.split
@@ -143,6 +143,7 @@ class _Owners(dict[int, int]):
             self[ref] = ref
 
     def _own_reduction(self, index: int) -> None:
+        """Let a reduction, which has an owner, be a root where one kernel cannot do both."""
         root, rows = self[index], self.added[index]
         if root == index:  # what a number of the row is spread over is an Input of the backward
             if rows is not None and rows.sums:
