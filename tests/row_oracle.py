@@ -228,3 +228,72 @@ def rms_norm_statistics(row, eps):
 def rms_norm(row, w, eps):
     (r,) = rms_norm_statistics(row, eps)
     return np.array([F32(F32(x * r) * wk) for x, wk in zip(row, w, strict=True)])
+
+
+def softmax_sum(row, itemsize):
+    """What the backward of a softmax adds up of a row."""
+    n, plus = len(row), lambda a, b: F32(a + b)
+    if n <= 1024 and n * itemsize <= 4096:
+        threads, vec = min(32, 1 << (n - 1).bit_length()), 1
+    else:
+        threads, vec = 32, 16 // itemsize
+        while threads < min(n // vec, 1024) // 2:
+            threads *= 2
+    totals = []
+    for t in range(threads):
+        total = ZERO
+        for group in range(t, n // vec, threads):
+            for x in row[vec * group : vec * group + vec]:
+                total = F32(total + x)
+        totals.append(total)
+    return _exchanged(totals, plus) if vec == 1 else _block(totals, ZERO, plus)
+
+
+def softmax_backward(g, out, itemsize, log_of=False):
+    """g: the gradient, for softmax times the result, rounded to the dtype."""
+    total = softmax_sum(g, itemsize)
+    return np.array(
+        [fma(-(exp(o) if log_of else o), total, x) for x, o in zip(g, out, strict=True)]
+    )
+
+
+def layer_norm_backward(g, x, mean, rstd, w=None):
+    n = len(x)
+    plus = lambda a, b: F32(a + b)  # noqa: E731
+    products = [F32(a * b) for a, b in zip(g, w, strict=True)] if w is not None else list(g)
+    sums, dots = [], []
+    for t in range(128):
+        total = dot = ZERO
+        for start in range(4 * t, n, 512):
+            for k in range(start, min(start + 4, n)):
+                total = F32(total + products[k])
+                dot = fma(rstd, F32(products[k] * F32(x[k] - mean)), dot)
+        sums.append(total)
+        dots.append(dot)
+    total, dot = _block(sums, ZERO, plus), _block(dots, ZERO, plus)
+    term = F32(F32(1 / F32(n)) * rstd)
+    found = []
+    for k in range(n):
+        scaled = F32(n) if w is None else F32(F32(n) * w[k])
+        f = fma(g[k], scaled, -F32(dot * F32(rstd * F32(x[k] - mean))))
+        found.append(F32(F32(f - total) * term))
+    return np.array(found)
+
+
+def rms_norm_backward(g, x, rstd, w=None):
+    n = len(x)
+    products = [F32(a * b) for a, b in zip(g, w, strict=True)] if w is not None else list(g)
+    dots = []
+    for t in range(128):
+        dot = ZERO
+        for start in range(4 * t, n, 512):
+            for k in range(start, min(start + 4, n)):
+                dot = fma(rstd, F32(products[k] * x[k]), dot)
+        dots.append(dot)
+    dot = _block(dots, ZERO, lambda a, b: F32(a + b))
+    term = F32(F32(1 / F32(n)) * rstd)
+    found = []
+    for k in range(n):
+        scaled = F32(n) if w is None else F32(F32(n) * w[k])
+        found.append(F32(fma(g[k], scaled, -F32(dot * F32(rstd * x[k]))) * term))
+    return np.array(found)

@@ -2,18 +2,19 @@
 
 Pure, as `infer` is. All reductions of a chain are over the rows of one shape, with the same threads
 for each row, and what follows from them is one number for each row or has that shape: the rest of a
-program is in another chain, which begins with its values.
+program is in another chain, which begins with its values. So are those that a backward adds over.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..dtypes import CODES
-from ..kernel.division import scheme_of
+from ..kernel.division import NORM_SUMS, SOFT_SUM, Scheme, scheme_of
 from ..layout import Ints, contiguous
 from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
 from ..program.program import CONST, Ref
@@ -56,7 +57,7 @@ def infer_rows(
     cast = cast_of(op, device.type, [meta.dtype for meta in views]) if tip.autocast else None
     if cast is not None:
         return cast
-    reason = _reason(x, affine, device, tip) or _ungraded(op, views, device, tip)
+    reason = _reason(op, x, affine, device) or _ungraded(op, views, device, tip)
     if reason:
         return reason
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
@@ -66,19 +67,20 @@ def infer_rows(
     shape = x.shape
     if not op.whole:
         shape = (*x.shape[:-1], 1) if op.keepdim else x.shape[:-1]
-    meta = make_meta(x.dtype, shape, contiguous(shape), device, _has_graph(tip, views))
+    dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
+    meta = make_meta(dtype, shape, contiguous(shape), device, _has_graph(tip, views))
     found = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
     return found, (tuple(x.shape), scheme.threads)
 
 
-def _reason(x: Meta, affine: list[Meta], device: torch.device, tip: Node) -> str:
+def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) -> str:
     if device.type not in DEVICES or x.dtype not in DTYPES or not x.ndim:
         return "a reduction of another kind"
     if any(meta.device is not device for meta in (x, *affine)):
         return "operands on several devices"
     if not x.flat or 0 in x.shape:
         return "rows that are not contiguous"
-    for meta in affine:
+    for meta in affine if op.whole else ():  # of others it is a number a row
         if meta.shape != x.shape[-1:] or not meta.flat or meta.dtype is not x.dtype:
             return "a weight of another shape or dtype"
     return ""
@@ -131,3 +133,31 @@ def goes_along(tip: Node, node: Node) -> bool:
         if tuple(node.meta.shape) not in allowed:
             return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRows:
+    """Over which rows the backward of reductions adds, and how often."""
+
+    shape: Ints
+    threads: int  # of each row
+    sums: int  # 0 where a number of a row is spread over it
+
+    def goes_with(self, other: GradientRows) -> bool:
+        """Whether one kernel can do both."""
+        same = (self.shape, self.threads) == (other.shape, other.threads)
+        return same and self.sums + other.sums <= MOST
+
+
+def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
+    """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
+    if not op.grad:
+        return None
+    if not op.whole:
+        return GradientRows((), 0, 0)
+    name, sums = (NORM_SUMS[0], len(op.statistics)) if op.statistics else (SOFT_SUM, 1)
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    scheme = scheme_of(name, rows, columns, x.dtype.itemsize, (1, 1))  # of no moment here
+    if not isinstance(scheme, Scheme):
+        return None
+    return GradientRows(tuple(x.shape), scheme.threads, sums)

@@ -84,8 +84,9 @@ def keep(device: torch.device, same: bool) -> str:
 def key_of(device: torch.device) -> str:
     """Of all that decides the bits of eager's reductions and of ours."""
     facts = (
-        "reductions", torch.__version__, torch.version.cuda, torch.cuda.get_device_name(device),
-        torch.cuda.get_device_capability(device), processors_of(device), compilers("cuda"),
+        "reductions and their gradients", torch.__version__, torch.version.cuda,
+        torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device),
+        processors_of(device), compilers("cuda"),
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -1,7 +1,7 @@
 """Verifying: reductions in chains against eager's, bit for bit, on the GPU at hand.
 
-Programs of every kind of reduction, with pointwise ops before and after it, over rows whose sizes
-meet every kernel that torch has for them.
+Programs of every kind of reduction, with pointwise ops before and after it, and their gradients,
+over rows whose sizes meet every kernel that torch has for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..settings.config import config
 from ..torch_private import has_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-COLUMNS = (2, 7, 33, 64, 100, 128, 131, 256, 1000, 1023, 1024, 2050, 4096, 5000, 9000)
+COLUMNS = (2, 7, 33, 64, 100, 128, 131, 256, 1000, 1023, 1024, 1032, 2050, 4096, 5000, 9000)
 ROWS = (1, 3, 70)
 Case = tuple[int, int, str, int]  # rows, columns, kind of values, elements before the first row
 
@@ -94,6 +94,39 @@ def _rms_norm_saves(v: Values) -> Any:
         return _saved(F.rms_norm(h, v.x.shape[-1:], v.w, 1e-6))
 
 
+def _gradients(program: Callable[[Values], Any]) -> Callable[[Values], Any]:
+    """Those of x, y, w and b, of which `program` makes rows."""
+
+    def differentiated(v: Values) -> Any:
+        with torch.enable_grad():
+            leaves = [unwrap(value).detach().requires_grad_() for value in v[:4]]
+            plain = type(v.x) is torch.Tensor
+            out = program(Values(*(leaves if plain else map(wrap, leaves)), *v[4:]))  # type: ignore[arg-type]
+            g = unwrap(v.padded).contiguous()
+            return torch.autograd.grad(unwrap(materialize(out)), leaves, g, allow_unused=True)
+
+    return differentiated
+
+
+DIFFERENTIATED: dict[str, Callable[[Values], Any]] = {
+    "softmax(x * y) * y": lambda v: torch.softmax(v.x * v.y, -1) * v.y,
+    "softmax(x * 0.125 + y)": lambda v: F.softmax(v.x * 0.125 + v.y, -1),
+    "log_softmax(x + y) * y": lambda v: F.log_softmax(v.x + v.y, -1) * v.y,
+    "log_softmax(x * y)": lambda v: F.log_softmax(v.x * v.y, -1),
+    "relu(layer_norm(x * y)) + y": lambda v: (
+        F.relu(F.layer_norm(v.x * v.y, v.x.shape[-1:], v.w, v.b)) + v.y
+    ),
+    "layer_norm(x + y), no weights": lambda v: F.layer_norm(v.x + v.y, v.x.shape[-1:]),
+    "two layer norms": lambda v: (
+        F.layer_norm(F.layer_norm(v.x + v.y, v.x.shape[-1:], v.w, v.b) * v.y, v.x.shape[-1:])
+        + v.x
+    ),
+    "rms_norm(x + y) * y": lambda v: F.rms_norm(v.x + v.y, v.x.shape[-1:], v.w, 1e-6) * v.y,
+    "rms_norm(x * y), no weight": lambda v: F.rms_norm(v.x * v.y, v.x.shape[-1:]),
+    "RMSNorm as written": _rms_written,
+    "x * sum(x * y)": lambda v: v.x * (v.x * v.y).sum(-1, keepdim=True),
+    "x - mean(x * y) * 2": lambda v: v.x - (v.x * v.y).mean(-1).mul(2.0).unsqueeze(-1),
+}  # fmt: skip
 PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "softmax(x * s + mask)": lambda v: F.softmax(v.x * 0.125 + v.y, -1),
     "log_softmax(x + y)": lambda v: F.log_softmax(v.x + v.y, -1),
@@ -122,8 +155,13 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "mean, amin of three dims": _three_dims,
     "what layer_norm saves": _layer_norm_saves,
 }
-if has_kernel(NODES["rms_norm"], "CUDA"):  # elsewhere autograd takes it apart
+HAS_NODE = has_kernel(NODES["rms_norm"], "CUDA")  # elsewhere autograd takes it apart
+if HAS_NODE:
     PROGRAMS["what rms_norm saves"] = _rms_norm_saves
+PROGRAMS.update(
+    (f"d {name}", _gradients(program))
+    for name, program in DIFFERENTIATED.items() if HAS_NODE or "rms_norm" not in name
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -140,7 +178,7 @@ class Outcome:
     left: dict[str, int] = field(default_factory=dict)  # why others were
 
     def __str__(self) -> str:
-        text = f"{self.program:30} {self.dtype:9} {self.cases:4} sizes {self.kernels:4} kernels"
+        text = f"{self.program:32} {self.dtype:9} {self.cases:4} sizes {self.kernels:4} kernels"
         differ = f"{len(self.wrong)} differ: {self.wrong[0]}" if self.wrong else "the same bits"
         return f"{text}  {differ}"
 
@@ -182,6 +220,8 @@ def cases() -> Iterator[Case]:
 
 def differing(got: Any, want: Any) -> int:
     """Elements of which a bit differs, NaNs being equal."""
+    if want is None:
+        return int(got is not None)
     if isinstance(want, tuple):
         return sum(differing(a, b) for a, b in zip(got, want, strict=True))
     if (got.dtype, got.shape, got.stride()) != (want.dtype, want.shape, want.stride()):

@@ -23,7 +23,7 @@ from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
 from ..layout import contiguous
 from ..ops.autocast import casts_in
-from ..ops.reductions import Reduction
+from ..ops.reductions import NODES, Reduction
 from ..ops.row import Op, since
 from ..program.program import CONST, Ref
 from ..run.eager import HOLDING
@@ -58,7 +58,9 @@ class Backward:
         self.recorder, self.segment = recorder, segment
         op = segment.nodes[segment.root].op
         assert op is not None
-        self.apply = _function(_torch_name(op))
+        # sums and means over dims are torch's second overloads
+        overload = isinstance(op, Reduction) and "." in NODES[op.name]
+        self.apply = _function(_torch_name(op), int(overload))
         # under autocast torch's ops do it, with the casts of eager's derivatives
         self.is_cast = any(
             casts_in(
@@ -198,7 +200,8 @@ class Backward:
                 metas.append(meta)
         tape = Tape(self.recorder, metas, places, segment.nodes[-1])
         try:
-            return Expected(tape, sweep(segment, tape, seeds, values))
+            gradients = len(key) - key.count(None)
+            return Expected(tape, sweep(segment, tape, seeds, values), gradients)
         except UnfusedError:
             return None
 
@@ -262,6 +265,8 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 def _torch_name(op: Op) -> str:
     """The torch function that an op stands for, as eager's node is named after it."""
+    if isinstance(op, Reduction):
+        return NODES[op.name].partition(".")[0]
     name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
     name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
     names = {"square": "pow", "to": "to_copy", "concat": "cat", "concatenate": "cat"}
@@ -269,12 +274,12 @@ def _torch_name(op: Op) -> str:
 
 
 @cache
-def _function(name: str) -> Callable[..., Any]:
+def _function(name: str, overload: int) -> Callable[..., Any]:
     """`apply` of the Function whose nodes are called after the torch function `name`."""
     title = "".join(part.capitalize() for part in name.split("_"))
     cls = type(title, (_Fused,), {})
     node = cls._backward_cls  # type: ignore[attr-defined]
-    node.__name__ = node.__qualname__ = f"{title}Backward0"
+    node.__name__ = node.__qualname__ = f"{title}Backward{overload}"
     node.apply = _apply_backward  # past the Python layers of Function: 3 us less per backward
     return apply_of(cls)
 

@@ -20,8 +20,10 @@ import torch
 from ..chain.meta import Meta, make_meta
 from ..chain.state import Node, Recorder
 from ..chain.trie import extend
-from ..kernel.plan import completed, make_pieces
+from ..kernel.plan import completed
+from ..kernel.rows import make_pieces
 from ..ops.arithmetic import CASTS
+from ..ops.reductions import Reduction
 from ..ops.row import OPS, Op
 from ..ops.views import JoinOp, ViewOp, join_op, view_op
 from ..program.program import CONST, Output, Ref
@@ -30,7 +32,8 @@ from ..run.generated import log_of
 from ..run.words import Answer
 from ..supply.kernels import Order
 from ..torch_private import AUTOCASTS, ExcludedKey, InferenceMode, NoModes
-from .segments import Segment
+from .reduced import Later, Needs, Values, by_torch, on_tape
+from .segments import Segment, reads_of
 
 _ADD = OPS["add"]
 
@@ -67,13 +70,20 @@ def sweep(
     given: list[Any] = []
     parts: list[Any] = []  # gradients of those of a value that is split, the last first
     for index in reversed(segment.steps):
-        g, named, op = grads.pop(index, None), nodes[index].named(), nodes[index].op
+        g, named, op = grads.pop(index, None), segment.named(index), nodes[index].op
         if isinstance(op, ViewOp):
             parts.append(g)
             if op.part:
                 continue
             metas = [segment.meta_of(index + k) for k in range(op.parts)]
             g, parts = algebra.join(op, parts[::-1], metas), []
+        found: Sequence[Any] = ()
+        if isinstance(op, Reduction) and g is not None:
+            uses = segment.uses[index]
+            read = {name: value(named[name]) for name in reads_of(uses[0].rule)}
+            needs = tuple([k in [use.part for use in uses] for k in range(len(op.names))])
+            operands = [segment.meta_of(ref) for ref in nodes[index].args if ref < CONST]
+            found = algebra.reduced(op, g, read, tuple(operands), needs)
         for use in segment.uses[index]:
             ref, meta = use.ref, segment.meta_of(use.ref)
             if g is None:
@@ -81,7 +91,9 @@ def sweep(
                     given.append(None)
                 continue
             if isinstance(op, JoinOp):
-                d = algebra.part(op.views[use.part or 0], g)
+                d = algebra.part(op.views[use.part], g)
+            elif found:
+                d = found[use.part]
             else:
                 d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else
                               value(named[n]), algebra)  # fmt: skip
@@ -187,6 +199,12 @@ class Torch:
         """What `view` gives of the gradient of a join."""
         return view(value)
 
+    def reduced(
+        self, op: Reduction, g: torch.Tensor, values: Values, metas: tuple[Meta, ...], needs: Needs
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients for the operands of a reduction; see `reduced`."""
+        return by_torch(op, g, values, tuple(metas[0].shape), needs)
+
     def dtype(self, value: torch.Tensor) -> torch.dtype:
         return value.dtype
 
@@ -266,14 +284,14 @@ class Tape:
         return _Number(float, f"log({value.text})")
 
     def apply(self, op: Op, operands: tuple[Any, ...]) -> int:
-        operands = tuple([self._step(x) if isinstance(x, Seen) else x for x in operands])
+        operands = tuple(map(self.step, operands))
         key = (op, *operands)
         if key not in self.known:
             numbers = [x for x in operands if isinstance(x, _Number)]
             edge = [x.cls if isinstance(x, _Number) else x for x in operands]
             node = extend(self.recorder, self.tip, op, edge, self.metas)
-            if node.reason:
-                raise UnfusedError(node.reason)
+            if node.reason or node.cuts:
+                raise UnfusedError(node.reason or node.cuts)
             assert node.meta is not None
             self.tip = node
             self.metas.append(node.meta)
@@ -311,12 +329,19 @@ class Tape:
             base = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
             return Seen(value, view, view(base))
 
-    def _step(self, seen: Seen) -> Ref:
+    def step(self, seen: Any) -> Any:
+        """An operand, of which a view is a step of its own."""
+        if not isinstance(seen, Seen):
+            return seen
         key = (Seen, seen.ref, seen.shape, seen.view.stride(), seen.view.storage_offset())
         if key not in self.known:
             op = view_op("part", seen.call, None, 0, seen.view, None)
             self.known[key] = self._seen(op, seen.ref)
         return self.known[key]
+
+    def whole(self, value: Ref | Seen) -> Ref:
+        """A value that lies in memory as it is: of a view, a copy."""
+        return self.apply(OPS["clone"], (value,)) if isinstance(value, Seen) else value
 
     def join(
         self, op: ViewOp, parts: Sequence[Ref | Seen | None], metas: Sequence[Meta]
@@ -328,7 +353,7 @@ class Tape:
         for part in parts:
             if part is None:
                 raise UnfusedError("a part without a gradient")
-            part = self._step(part) if isinstance(part, Seen) else part
+            part = self.step(part)
             own = part >= 0 and self.tip.path()[part].op.__class__ is Op
             steps.append(part if own else self.apply(OPS["clone"], (part,)))
         name = "stack" if op.name == "unbind" else "cat"
@@ -341,21 +366,37 @@ class Tape:
     def _meta(self, ref: Ref) -> Meta:
         return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]
 
-    def dtype(self, value: Ref | Seen) -> torch.dtype:
-        return value.view.dtype if isinstance(value, Seen) else self._meta(value).dtype
+    def reduced(
+        self, op: Reduction, g: Ref | Seen, values: Values, metas: tuple[Meta, ...], needs: Needs
+    ) -> tuple[Ref | Seen | Later | None, ...]:
+        """As `Torch.reduced`."""
+        return on_tape(op, self, g, values, metas, needs)
 
-    def shape(self, value: Ref | Seen) -> tuple[int, ...]:
-        return value.shape if isinstance(value, Seen) else self._meta(value).shape
+    def dtype(self, value: Ref | Seen | Later) -> torch.dtype:
+        if isinstance(value, Seen):
+            return value.view.dtype
+        return value.meta.dtype if isinstance(value, Later) else self._meta(value).dtype
+
+    def shape(self, value: Ref | Seen | Later) -> tuple[int, ...]:
+        if isinstance(value, Seen):
+            return value.shape
+        return (value.meta if isinstance(value, Later) else self._meta(value)).shape
 
 
 class Expected:
     """The Answer of a tape, as soon as its kernels are there."""
 
-    def __init__(self, tape: Tape, given: list[Ref | Seen | None]) -> None:
-        """given: of each sink a result, an incoming gradient as ~k, a view of one, or None."""
-        self.tape = tape
-        self.views = [x.call if isinstance(x, Seen) else None for x in given]
-        self.given = [x.ref if isinstance(x, Seen) else x for x in given]
+    def __init__(self, tape: Tape, given: list[Ref | Seen | Later | None], gradients: int) -> None:
+        """given: of each sink a result, an incoming gradient as ~k, a view of one, what comes of
+        these later, or None. gradients: how many come in.
+        """
+        self.tape, self.sinks, self.gradients = tape, given, gradients
+        self.given: list[Ref | None] = []
+        for x in given:
+            ref = x.ref if isinstance(x, Seen) else x
+            self.given.append(None if isinstance(ref, Later) else ref)
+        for later in _laters(given):  # what is no result of the sinks' comes behind theirs
+            self.given += [ref for ref in later.refs if self._is_given(ref)]
         live = sorted({ref for ref in self.given if ref is not None and ref >= 0})
         device = tape.recorder.device
         program = completed(tape.tip.program(tuple(map(Output, live))), device.type)
@@ -372,17 +413,45 @@ class Expected:
         runner.recorded = False
         tape.recorder.runners.append(runner)
         answer = runner.answering(self.given, tape.numbers, tape.places)
-        return _viewing(answer, (None, *self.views)) if any(self.views) else answer
+        simple = all(x is None or isinstance(x, int) for x in self.sinks)
+        return answer if simple else self._completing(answer)
+
+    def _is_given(self, ref: Ref) -> bool:
+        """Whether `ref` is a result or an incoming gradient, and nothing that is saved."""
+        return ref >= 0 or ~ref < self.gradients
+
+    def _completing(self, answer: Answer) -> Answer:
+        """`answer` with views of its results, and what torch computes from them."""
+        count, laters = len(self.sinks), _laters(self.sinks)
+        calls = [(later.call, later.refs) for later in laters]
+        # of each sink: what makes a view, and which result of which of torch's calls it is
+        ways = [
+            (None, calls.index((x.call, x.refs)), x.which) if isinstance(x, Later)
+            else (x.call if isinstance(x, Seen) else None, -1, 0)
+            for x in self.sinks
+        ]  # fmt: skip
+        places = [
+            [None if self._is_given(ref) else self.tape.places[~ref][0] for ref in later.refs]
+            for later in laters
+        ]
+
+        def completed(incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
+            results = answer(incoming, saved, consts)
+            further, there = iter(results[1 + count :]), (*incoming, *saved)
+            with NoModes():
+                found = [
+                    call(*[next(further) if k is None else there[k] for k in which])
+                    for (call, _), which in zip(calls, places, strict=True)
+                ]
+                gradients: list[Any] = [None]
+                for (view, number, which), x in zip(ways, results[1:], strict=False):
+                    x = x if number < 0 else found[number][which]
+                    gradients.append(x if view is None else view(x))
+                return tuple(gradients)
+
+        return completed
 
 
-def _viewing(answer: Answer, calls: tuple[Callable[..., torch.Tensor] | None, ...]) -> Answer:
-    """`answer` with views of some of its results."""
-
-    def seen(incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
-        results = answer(incoming, saved, consts)
-        with NoModes():
-            return tuple([
-                x if call is None else call(x) for x, call in zip(results, calls, strict=True)
-            ])  # fmt: skip
-
-    return seen
+def _laters(sinks: Sequence[Any]) -> list[Later]:
+    """One of `sinks` for each call that is to come, in order."""
+    return list({(x.call, x.refs): x for x in sinks if isinstance(x, Later)}.values())

@@ -12,8 +12,8 @@ eager, dead or not, and as often.
 
 A call that splits a value is a step of a Segment where nobody sees its parts and each of them is
 used by one Segment: of those the first, of which the parts that others use are further outputs.
-Any other view has the nodes that torch gives it, between Segments, and so has a reduction, whose
-node is given what its kernel has found (`nodes`).
+Any other view has the nodes that torch gives it, between Segments. So has a reduction that no
+kernel differentiates, or alone; its node is given what the forward kernel has found (`nodes`).
 Torch makes them of the value that they lie in or reduce, or, where no rule, no such node and nobody
 else reads that or a view of it, of a *bare* tensor in its place, which has shape and gradient but
 one element of memory.
@@ -22,11 +22,14 @@ one element of memory.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 
 from ..chain.meta import Meta
+from ..chain.rowwise import GradientRows, gradient_rows
 from ..chain.state import LATER, Node, statistics_of
 from ..layout import is_dense
 from ..ops.reductions import Reduction
@@ -43,63 +46,81 @@ class Use:
     ref: Ref
     rule: ast.expr
     reads: frozenset[Ref]
-    part: int | None = None  # of the gradient of a join, which part
+    part: int  # which operand it is: of a join, or of a reduction, whose rule gives all gradients
 
 
 _G = ast.parse("g", mode="eval").body
 
 
-def uses_of(node: Node, meta_of: Callable[[Ref], Meta]) -> Iterator[Use]:
-    """The operands of `node` that get a gradient, in order."""
+def uses_of(
+    node: Node, meta_of: Callable[[Ref], Meta], statistics: Mapping[str, Ref] = MappingProxyType({})
+) -> Iterator[Use]:
+    """The operands of `node` that get a gradient, in order; statistics: its own, by name."""
     assert node.op is not None
-    if isinstance(node.op, Reduction):
-        return
     if isinstance(node.op, JoinOp):
         for k, ref in enumerate(node.args):
             if meta_of(ref).requires_grad:
                 yield Use(ref, _G, frozenset(), k)
         return
-    for ref, rule in zip(node.args, node.op.rules, strict=True):
+    if not node.op.grad:
+        return
+    for k, (ref, rule) in enumerate(zip(node.args, node.op.rules, strict=True)):
         if ref < CONST and rule is not None and meta_of(ref).requires_grad:
-            named = node.named()
-            yield Use(ref, rule, frozenset(named[n] for n in _names(rule) if n in named))
+            named = {**node.named(), **statistics}
+            yield Use(ref, rule, frozenset(named[n] for n in reads_of(rule) if n in named), k)
 
 
 @cache
-def _names(rule: ast.expr) -> frozenset[str]:
-    """The names that a rule reads; a called row is none."""
+def reads_of(rule: ast.expr) -> tuple[str, ...]:
+    """The names that a rule reads besides the gradient, in order; a called row is none."""
     called = {id(tree.func) for tree in ast.walk(rule) if isinstance(tree, ast.Call)}
-    return frozenset(
+    names = (
         tree.id for tree in ast.walk(rule) if isinstance(tree, ast.Name) and id(tree) not in called
     )
+    return tuple(name for name in dict.fromkeys(names) if name != "g")
+
+
+def _is_split(node: Node) -> bool:
+    return isinstance(node.op, ViewOp) and node.op.dim is not None
 
 
 class _Owners(dict[int, int]):
     """The root of the segment that each differentiated step belongs to; a view is its own.
 
     Beside the live values, a dead one is a root if two segments meet in it, if it is broadcast or
-    viewed: its gradient is complete only after both, after a reduction, or after torch's nodes.
+    viewed: its gradient is complete only after both, after a reduction, or after torch's nodes. So
+    is a reduction whose gradients one kernel cannot compute with those of the segment.
     """
 
     def __init__(
         self, nodes: list[Node], uses: list[list[Use]], meta_of: Callable[[Ref], Meta],
-        live: list[int],
+        live: list[int], joined: bool,
     ) -> None:  # fmt: skip
+        """joined: whether reductions may be steps of segments with others."""
         super().__init__((index, index) for index in live)
         self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
         self.split: dict[int, int] = {}  # parts of values that are split inside of segments: whose
         self.users: dict[int, list[int]] = {}  # of each view
+        self.rows: dict[int, GradientRows] = {}  # of segments whose backward adds over rows
+        # row kernels read no index maps
+        joined = joined and not any(isinstance(x.op, JoinOp) or _is_split(x) for x in nodes)
+        self.added = {
+            node.index: gradient_rows(node.op, meta_of(node.args[0])) if joined else None
+            for node in nodes if isinstance(node.op, Reduction)
+        }  # fmt: skip
         for index in range(len(nodes) - 1, -1, -1):
             if index in self.users and index not in self:
                 self._own_view(index)
             if index in self:
+                if index in self.added:
+                    self._own_reduction(index)
                 for ref in self.edges(index):
                     self._own(ref, index)
 
     def edges(self, index: int) -> list[Ref]:
         """What a step hands gradients to, in order."""
         node = self.nodes[index]
-        if isinstance(node.op, Reduction):
+        if isinstance(node.op, Reduction) and not node.op.grad:  # whose node is torch's
             operands = [ref for ref in node.args if ref < CONST]
             return [ref for ref in operands if self.meta_of(ref).requires_grad]
         inside = node.base < 0 or index in self.split
@@ -116,11 +137,25 @@ class _Owners(dict[int, int]):
         reshapes = index in self.split or isinstance(self.nodes[index].op, JoinOp)
         same = reshapes or self.meta_of(ref).shape == self.meta_of(index).shape
         apart = self.nodes[index].base >= 0 and index not in self.split
-        if not alone or not same or apart or self._is_reduced(index) or self._is_reduced(ref):
+        if index in self.added:
+            same, apart = ref == self.nodes[index].args[0], self.added[index] is None
+        if not alone or not same or apart:
             self[ref] = ref
 
-    def _is_reduced(self, index: int) -> bool:
-        return isinstance(self.nodes[index].op, Reduction)
+    def _own_reduction(self, index: int) -> None:
+        """Let a reduction, which has an owner, be a root where one kernel cannot do both."""
+        root, rows = self[index], self.added[index]
+        if root == index:  # what a number of the row is spread over is an Input of the backward
+            if rows is not None and rows.sums:
+                self.rows[root] = rows
+            return
+        there = self.rows.get(root)
+        if rows is None or (there is not None and not rows.goes_with(there)):
+            self[index] = index
+            self._own_reduction(index)
+            return
+        sums = rows.sums + (0 if there is None else there.sums)
+        self.rows[root] = replace(rows, sums=sums)
 
     def _own_view(self, index: int) -> None:
         parts = self._parts_until(index)
@@ -138,7 +173,7 @@ class _Owners(dict[int, int]):
                 (base,) = self.nodes[index].args
                 self.update((part, first) for part in parts)
                 self.split.update((part, base) for part in parts)
-                self.uses[parts[0]] = [Use(base, _G, frozenset())]
+                self.uses[parts[0]] = [Use(base, _G, frozenset(), 0)]
                 return
         self[index] = index
 
@@ -206,8 +241,10 @@ def _saved(
     if config.recompute == "inputs":
         computed = (sources(args, ref) for ref in reads if ref >= 0)
         return sorted({ref for ref in reads if ref < 0}.union(*computed))
-    # no rule reduces again...
+    # no rule reduces again, and what one of a reduction reads is given to torch's ops...
     reduced = {x.index for x in nodes if isinstance(x.op, Reduction)}
+    for index in reduced.intersection(steps):
+        reduced.update(ref for use in uses[index] for ref in use.reads)
     saved = {ref for ref in reads if ref < 0 or ref in memory or ref in reduced}
     # ...or makes a view of torch's, or a join
     apart = (x for x in nodes if x.base >= 0 or isinstance(x.op, (JoinOp, Reduction)))
@@ -247,16 +284,21 @@ class Segment:
         extras: list[int],
         detours: bool,
         told: bool,
+        statistics: Mapping[int, Mapping[str, Ref]],
         parts: Sequence[int] = (),
     ) -> None:
-        """parts: dead values, besides, whose gradients come from nodes of other segments."""
+        """statistics: of each reduction, by name. parts: dead values, besides, whose gradients come
+        from nodes of other segments.
+        """
         self.detours = detours  # second derivatives would go past a live value's own node
         self.told = told  # hooks are, of all that is saved, and give it back as they like
         self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
+        self.statistics = statistics
         self.steps = steps  # node indices, ascending; the last is the root
         self.root = steps[-1]
         graphs = [index for index in extras if meta_of(index).requires_grad]
-        self.pack = [] if told else _pack(graphs, meta_of)
+        normed = any(index in statistics for index in steps)  # torch's op is given a whole tensor
+        self.pack = [] if told or normed else _pack(graphs, meta_of)
         packed = self.pack[1:]  # a pack is saved, and the node's output, by its first
         self.saved = [ref for ref in saved if ref not in packed]
         self.parts = parts
@@ -278,6 +320,10 @@ class Segment:
             for index in steps
             for ref in (*_kept(nodes[index]), *_numbers_read(nodes[index], uses[index]))
         )
+
+    def named(self, index: int) -> dict[str, Ref]:
+        """What the rules of a step read, by name."""
+        return {**self.nodes[index].named(), **self.statistics.get(index, {})}
 
 
 def _pack(indices: list[int], meta_of: Callable[[Ref], Meta]) -> list[int]:
@@ -332,25 +378,30 @@ def outline_of(
         assert meta is not None
         return meta
 
-    uses = [list(uses_of(node, meta_of)) if meta_of(node.index).requires_grad else []
-            for node in nodes]  # fmt: skip
+    statistics: dict[int, dict[str, Ref]] = {}
+    for node in every[len(nodes) :]:
+        assert node.op is not None and node.of is not None
+        statistics.setdefault(node.of[0], {})[node.op.name.partition("_")[0]] = node.index
+    uses = [list(uses_of(node, meta_of, statistics.get(node.index, {})))
+            if meta_of(node.index).requires_grad else [] for node in nodes]  # fmt: skip
     told = nodes[-1].told is LATER
     graphs = [index for index in live if meta_of(index).requires_grad]
-    owners = _Owners(nodes, uses, meta_of, graphs)
-    owner: dict[int, int] = owners
-    lent = owners.lent()
-    roots = sorted(index for index, root in owner.items() if index == root)
-    if not _in_order(owners.edges, owner, roots):
+    for joined in (True, False):
+        owners = _Owners(nodes, uses, meta_of, graphs, joined)
+        owner: dict[int, int] = owners
+        roots = sorted(index for index, root in owner.items() if index == root)
+        if _in_order(owners.edges, owner, roots):
+            break
+    else:
         if not told:
             return None
         roots = sorted(owner)  # a node for each op, as in eager
         owner = {index: index for index in roots}
-    reduced = {index: [index] for index in roots if isinstance(nodes[index].op, Reduction)}
-    for node in every[len(nodes) :]:
-        assert node.of is not None
-        if node.of[0] in reduced:
-            reduced[node.of[0]].append(node.index)
-    views, bare = _views(nodes, uses, owners, live)
+    lent = owners.lent()
+    members = Counter(owner.values())
+    reduced = {index: [index, *statistics.get(index, {}).values()] for index in roots
+               if isinstance(nodes[index].op, Reduction) and members[index] == 1}  # fmt: skip
+    views, bare = _views(every, uses, owners, live, [*reduced])
     memory = {*live, *roots, *views} - bare
     memory.update(nodes[index].base for index in views if nodes[index].base not in bare)
     memory -= {index for index in views if nodes[index].base in bare}
@@ -379,7 +430,9 @@ def outline_of(
         memory.update(extras)
         saved_refs.update(saved)
         parts += bases
-        segments.append(Segment(nodes, uses, steps, meta_of, saved, extras, detours, told, parts))
+        segments.append(Segment(
+            nodes, uses, steps, meta_of, saved, extras, detours, told, statistics, parts
+        ))  # fmt: skip
     order = []
     for node in nodes if told else ():
         for k, ref in enumerate(node.saves):
@@ -395,11 +448,12 @@ def outline_of(
 
 
 def _views(
-    nodes: list[Node], uses: list[list[Use]], owner: _Owners, live: tuple[int, ...]
-) -> tuple[set[int], set[int]]:
+    nodes: list[Node], uses: list[list[Use]], owner: _Owners, live: tuple[int, ...],
+    reduced: Sequence[int],
+) -> tuple[set[int], set[int]]:  # fmt: skip
     """The views that torch makes, and the values in place of which bare tensors do.
 
-    These are what views lie in, what is reduced, and what comes of that.
+    These are what views lie in, what is reduced by a node of torch's, and what comes of that.
     """
     read = {ref for index in owner for use in uses[index] for ref in use.reads}
     read.update(ref for index in owner for ref in _kept(nodes[index]))
@@ -412,7 +466,7 @@ def _views(
     needed = seen | {nodes[index].base for index in seen}
     needed |= {nodes[index].base for index in views if nodes[index].op.name in COPYING}  # type: ignore[union-attr]
     replaced = {nodes[index].base for index in views}
-    for index in owner:
-        if isinstance(nodes[index].op, Reduction):
-            replaced.update(ref for ref in (index, *owner.edges(index)) if ref >= 0)
+    replaced.update(ref for index in reduced for ref in owner.edges(index) if ref >= 0)
+    replaced.update(index for index, root in owner.items()
+                    if index == root and isinstance(nodes[index].op, Reduction))  # fmt: skip
     return views, replaced - needed

@@ -16,6 +16,9 @@ from .source import Ints
 WARP = 32
 NORMS = ("layer_norm", "rms_norm")
 SOFT = ("softmax", "log_softmax")
+# sums over a row of which their gradients are made; the dot is of products with a number of the row
+NORM_SUMS = ("norm_sum", "norm_dot")
+SOFT_SUM = "softmax_sum"
 _THREADS = 512  # of a block of the reduce kernel, at most
 _VECTORISED = 128  # elements of a reduction from which its kernel reads vectors
 _SOFTMAX_THREADS = 1024  # of a block of a softmax kernel that gives a row one...
@@ -125,6 +128,20 @@ def softmax_kernel(columns: int, itemsize: int) -> str:
     return "block" if -(-columns // _SOFTMAX_THREADS) < 10 else ""
 
 
+def softmax_sum_scheme(columns: int, itemsize: int) -> Scheme | str:
+    """How torch's backward of a softmax sums the rows of what it is given, at aligned addresses."""
+    if columns <= 1024 and columns * itemsize <= 4096:
+        return Scheme("warp", (softmax_threads(columns), 1), 1, False)
+    vec = 16 // itemsize
+    threads = WARP
+    while threads < min(columns // vec, 1024) // 2:
+        threads *= 2
+    shared = 49152 - threads // WARP * 4  # bytes of a block that are left to the row
+    if columns % vec or columns >= shared // itemsize:
+        return "rows so long that the order depends on where they begin"
+    return Scheme("block", (threads, 1), vec, False)
+
+
 def norm_kernel(columns: int) -> str:
     """Which of torch's layer_norm kernels takes rows of float32, float16 or bfloat16.
 
@@ -166,6 +183,10 @@ def scheme_of(
         if kernel == "vectors":
             return Scheme(kernel, (128, 1), 4, False)
         return Scheme(kernel, (512, 1), 1, False)
+    if op in NORM_SUMS:  # by vectors or by elements, in the same order
+        return Scheme("fours", (128, 1), 4, columns % 4 > 0)
+    if op == SOFT_SUM:
+        return softmax_sum_scheme(columns, itemsize)
     if op in SOFT:
         kernel = softmax_kernel(columns, itemsize)
         if not kernel:

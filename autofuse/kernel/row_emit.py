@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .division import AS_ONE, WARP
+from .division import AS_ONE, NORMS, SOFT, WARP
 from .row_exchange import State
 from .row_threads import RowThreads
 from .source import ITEMSIZE, KEPT, Source, Stage
@@ -35,10 +35,12 @@ class _Reductions(RowThreads):
         """A stage: `values` get what it finds."""
         if stage.kernel == "reduce":
             found = self._reduce_kernel(stage)
-        elif stage.op in ("softmax", "log_softmax"):
+        elif stage.op in SOFT:
             found = self._softmax(stage)
-        else:
+        elif stage.op in NORMS:
             found = self._norm(stage)
+        else:
+            found = self._sum_of_gradients(stage)
         self.values += [Value(value, "f32") for value in found]
 
     def _combine(self, op: str, a: Any, b: Any) -> Any:
@@ -354,3 +356,43 @@ class _Reductions(RowThreads):
 
         state = self.sweep(stage, [self.f(0.0)] * 3, take)
         return self.block([state], [0.0] * 3, merge)
+
+    def _sum_of_gradients(self, stage: Stage) -> State:
+        """The backward of both: softmax_warp_backward and cunn_SoftMaxBackwardSmem, and the two
+        sums of layer_norm_grad_input_kernel, which its vectorised form adds alike."""
+        factor = None
+        if stage.factor >= 0:
+            (bits,) = self._load(stage.factor, self.word(0), 1)
+            factor = self.element.loaded(bits, self.source.loads[stage.factor].code).ir
+
+        def take(state: State, elements: list[Any], group: int) -> State:
+            (total,) = state
+            for x in elements:
+                if factor is None:
+                    total = self.do("add", total, x)
+                else:
+                    total = self.do("fma", factor, x, total)
+            return [total]
+
+        plus = lambda a, b: self.do("add", a, b)  # noqa: E731
+        state = self.sweep(stage, [self.f(0.0)], take)
+        if stage.uneven:
+            state = self._behind(stage, state, take)
+        if stage.kernel == "warp":
+            return self._exchanged(state, plus)
+        return self.block([state], [0.0], lambda a, b: [plus(a[0], b[0])])
+
+    def _behind(
+        self, stage: Stage, state: State, take: Callable[[State, list[Any], int], State]
+    ) -> State:
+        """`state` after the elements behind the last whole group, which one thread takes."""
+        builder, word, vec = self.builder, self.word, stage.walk.vec
+        groups = self.groups(stage.walk)
+        turn = builder.and_(groups, word(self.rows.threads - 1))
+        own = builder.icmp_unsigned("==", self.index(self.thread), turn)
+        for k in range(vec - 1):
+            column = builder.add(builder.mul(groups, word(vec)), word(k))
+            inside = builder.and_(own, builder.icmp_unsigned("<", column, self.columns))
+            elements = self.elements(stage.part, builder.select(inside, column, word(0)), 1, -1)
+            state = self.chosen(inside, take(state, elements, 0), state)
+        return state

@@ -144,8 +144,10 @@ class Exchanges:
         own = self.rows.threads // WARP
         warps = own * len(states)
         states = [self.down(state, WARP // 2, combine) for state in states]
-        self.share(WARP * len(nothing))
-        warp = builder.lshr(self.thread, I32(5))
+        size = WARP * len(nothing)
+        self.share(size * self.rows.together)
+        begin = builder.mul(self.own, I32(size)) if self.rows.together > 1 else I32(0)
+        warp = builder.add(begin, builder.lshr(self.thread, I32(5)))
         with builder.if_then(builder.icmp_unsigned("==", self.lane, I32(0))):
             for which, state in enumerate(states):
                 for k, value in enumerate(state):
@@ -153,7 +155,7 @@ class Exchanges:
         self.sync()
         inside = builder.icmp_unsigned("<", self.lane, I32(warps))
         # lanes beyond read what another lane does, and do not take it
-        place = builder.and_(self.lane, I32(warps - 1))
+        place = builder.add(begin, builder.and_(self.lane, I32(warps - 1)))
         found = [self.get(builder.add(place, I32(k * WARP))) for k in range(len(nothing))]
         state = [
             builder.select(inside, value, self.f(none))

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 
 from .. import layout
 from ..layout import Ints
-from ..ops.row import Op
 from ..program.program import CONST, Program, Reduced, Ref, Spec, Statistic
 from ..program.walk import needed
 from . import plan as pointwise
 from . import text
-from .division import NORMS, SOFT, Scheme, scheme_of
+from .division import Scheme, scheme_of
 from .plan import Line, Piece, Plan, axes_of
+from .row_finish import STATISTICS, finish
 from .source import (
     BROADCAST,
     ITEMSIZE,
@@ -35,44 +34,10 @@ from .source import (
     Walk,
 )
 
-STATISTICS = {"softmax": 2, "log_softmax": 2, "layer_norm": 2, "rms_norm": 1}  # others give one
 _HELD = 64  # registers for what a thread keeps of all operands of a stage
 _AHEAD = 32  # ...and for what it loads ahead
 _STATEMENTS = 1024  # of element functions in a row of a kernel: its compile time
 _HELD_BY_MANY = 24  # the same as _HELD where the block is so large that a thread has 64 registers
-
-
-# what is stored for each element: over operands and statistics of the row, in float32
-@cache
-def _finish(op: str, params: str, kernel: str, kept: bool) -> Op:
-    """kept: what softmax gives is at hand."""
-    names = [param.partition(":")[0] for param in params.split()]
-    if op in SOFT:
-        if kept:
-            return Op(op, "p", "p")
-        soft = "exp(sub(x, m)) / s"
-        soft = f"nan if s == 0 else {soft}" if kernel == "warp" else soft
-        soft = "sub(sub(x, m), s)" if op == "log_softmax" else soft
-        return Op(op, "x m s", soft)
-    if op in NORMS:
-        centred = "sub(x, m)" if op == "layer_norm" else "x"
-        affine = {
-            "layer_norm": {
-                ("vectors", True): f"fma(mul(r, {centred}), w, b)",
-                ("vectors", False): f"mul(r, {centred})",
-                ("elements", True): f"fma(w, mul({centred}, r), b)",
-                ("elements", False): f"fma({centred}, r, 0.0)",
-            },
-            "rms_norm": {
-                ("vectors", True): "mul(mul(x, r), w)",
-                ("vectors", False): "mul(x, r)",
-                ("elements", True): "mul(mul(x, r), w)",
-                ("elements", False): "mul(x, r)",
-            },
-        }[op][kernel, "w" in names]
-        operands = " ".join(name for name in names if name != "eps")
-        return Op(op, f"{operands} m r" if op == "layer_norm" else f"{operands} r", affine)
-    return Op(op, "s", "s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +210,11 @@ class _RowPiece:
         vec = max(scheme.vec for scheme in self.schemes.values())
         # vectors begin where they would in contiguous rows: there those of an operand have to
         flat = layout.contiguous(sizes)
+        ragged = any(x.uneven and x.kernel == "fours" for x in self.schemes.values())
         aligned = tuple(
             operand.axes[-1] == UNIT
             and vec > 1
+            and not ragged  # whose vectors begin where rows do
             and all((a - b) % vec == 0 for a, b in zip(walk[:-1], flat[:-1], strict=True))
             for operand, walk in zip(operands, walks, strict=True)
         )
@@ -304,7 +271,7 @@ class _RowPiece:
         Those of uneven rows begin anywhere. What was computed before would be in memory of its own.
         """
         step, scheme = self.steps[index], self.schemes[index]
-        if scheme.vec == 1 or scheme.uneven:
+        if scheme.vec == 1 or scheme.uneven or scheme.kernel == "fours":
             return set()
         return {ref for ref in step.args if ref < 0}
 
@@ -367,6 +334,12 @@ class _RowPiece:
         eps = -1
         if "eps" in op.names:
             eps = self._const(step.args[op.names.index("eps")] - CONST, "f32", False)
+        factor = -1
+        if op.name == "norm_dot":
+            key = (step.args[-1], self.shape)
+            if key not in self.loads:
+                self.loads.append(key)
+            factor = self.loads.index(key)
         first = len({*self.values.values()})  # a statistic that is stored has two keys
         for which in range(STATISTICS.get(op.name, 1)):
             self.values[index, -1 - which] = first + which
@@ -380,8 +353,8 @@ class _RowPiece:
                 self.values[number, 0] = len({*self.values.values()})
         origin = self.loads.index((operand, self.shape)) if scheme.uneven and operand < 0 else -1
         return Stage(
-            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, eps, part,
-            tuple(after),
+            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, eps, factor,
+            part, tuple(after),
         )  # fmt: skip
 
     def _is_known(self, number: int) -> bool:
@@ -449,7 +422,7 @@ class _RowPiece:
             if isinstance(step, Reduced):
                 shares = self._shares(node, walk)
                 kernel = self.schemes[node].kernel
-                op = _finish(step.op.name, step.op.params, kernel, shares >= 0)
+                op = finish(step.op.name, step.op.params, kernel, shares >= 0)
                 values = [self.values[node, -1 - k] for k in range(STATISTICS.get(op.name, 1))]
                 if shares >= 0:
                     lines.append(Line(op, (read(shares, "f32", UNIT),), "f32", step.out.code))

@@ -62,6 +62,7 @@ class Stage:
     uneven: bool  # vectors do not begin where rows do
     origin: int  # the load whose address then says where, -1 for memory of its own
     eps: int  # scalar of the kernel, -1 for none
+    factor: int  # load of a number of the row that its elements are multiplied by, -1 for none
     part: Part  # gives the operand
     after: tuple[Part, ...]  # each gives another value of the row
 

@@ -4,7 +4,7 @@ A `Reduction` is an op of a chain as the rows of the table are, but reads a row 
 for each of its results (`sum`), or for each row of them (`softmax`). It is spelled by torch
 functions as the rows are: a chooser names it and its operands, or None for what only eager PyTorch
 does. In which order it adds stands in `kernel.division` and `kernel.row_emit`; how it is
-differentiated, in `grad.nodes`.
+differentiated, in `grad.reduced`, or by torch in `grad.nodes`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class Reduction(Op):
 
     whole: whether its results are rows, of the shape of the first operand; otherwise they are one
         number a row, and keepdim says whether a dimension of size 1 stands for the row.
-    keeps: the operands and `out` whose values autograd's node, which is torch's own, saves.
+    keeps: the operands and `out` whose values autograd's node saves.
     statistics: what that saves besides, numbers of a row that torch's op returns after its result.
+    grad: as of a row, over these too; `grad.reduced` knows what is called there, which gives the
+        gradients of all operands. One without rules has torch's own node.
     """
 
     whole: bool = False
@@ -54,9 +56,9 @@ _reduced = registrar(REDUCTIONS)
 @cache
 def _number_a_row(name: str, keepdim: bool) -> Reduction:
     function = getattr(torch, name)
-    keeps = "x out" if name in ("amax", "amin") else ""
+    keeps, grad = ("x out", "") if name in ("amax", "amin") else ("", f"{name}_backward(g)")
     eager = lambda x: function(x, -1, keepdim)  # noqa: E731
-    return Reduction(name, "x", "", keeps=keeps, keepdim=keepdim, eager=eager)
+    return Reduction(name, "x", "", keeps=keeps, grad=grad, keepdim=keepdim, eager=eager)
 
 
 @cache
@@ -74,7 +76,12 @@ def _normed_row(name: str, params: str) -> Reduction:
         for k, what in enumerate({"layer_norm": ("mean", "rstd"), "rms_norm": ("rstd",)}[name], 1)
     )
     keeps = params.removesuffix(" eps:opmath")
-    return Reduction(name, params, "", keeps=keeps, whole=True, eager=eager, statistics=statistics)
+    x, *affine = keeps.split()
+    read = [x, "rstd", *affine, "eps"] if name == "rms_norm" else [x, "mean", "rstd", *affine]
+    grad = f"{name}_backward(g, {', '.join(read)});" * (1 + len(affine)) + "none"
+    return Reduction(
+        name, params, "", keeps=keeps, grad=grad, whole=True, eager=eager, statistics=statistics
+    )
 
 
 def _statistic(name: str, params: str, which: int) -> Callable[..., torch.Tensor]:
@@ -92,7 +99,8 @@ def _statistic(name: str, params: str, which: int) -> Callable[..., torch.Tensor
 @cache
 def _soft_row(name: str) -> Reduction:
     function = getattr(torch, name)
-    return Reduction(name, "x", "", keeps="out", whole=True, eager=lambda x: function(x, -1))
+    grad, eager = f"{name}_backward(g, out)", lambda x: function(x, -1)
+    return Reduction(name, "x", "", keeps="out", grad=grad, whole=True, eager=eager)
 
 
 def has_node(op: Reduction, kind: str) -> bool:

@@ -52,7 +52,7 @@ def _of_values(save: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(save)
     def make(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        value = value_of(tensor, "checkpoint") if tensor.__class__ is Tensor else tensor
+        value = value_of(tensor, "checkpoint") if isinstance(tensor, Tensor) else tensor
         return save(value, *args, **kwargs)
 
     return make

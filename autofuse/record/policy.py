@@ -46,7 +46,7 @@ class _GradCosts:
     flush: float
     recorded: float  # an op
     node: float  # a Python node, in the caller's thread; see `training` of bench/overhead.py
-    given: float  # torch's node of a reduction, for a value that is there
+    given: float  # what torch does for a reduction: its node, or the gradients of weights
 
 
 _GRAD_US = {
@@ -203,12 +203,15 @@ def pays(nodes: list[Node], outline: Outline) -> bool:
     for segment in outline.segments:
         fused += costs.node
         for index in segment.steps:
+            if isinstance(nodes[index].op, Reduction) and any(u.part for u in segment.uses[index]):
+                fused += costs.given
             kernels = 0
             for use in segment.uses[index]:
                 here = sum(isinstance(tree, _KERNELS) for tree in ast.walk(use.rule))
                 kernels += here
                 eager += costs.gradient + costs.kernel * here
-            moved = 3 * (1 + kernels) * segment.meta_of(index).nbytes
+            values = [index, *(use.ref for use in segment.uses[index])]
+            moved = 3 * (1 + kernels) * max(segment.meta_of(ref).nbytes for ref in values)
             traffic += moved / _BYTES_PER_US["cuda"]
     if device_type == "cpu":
         work = _work(nodes)

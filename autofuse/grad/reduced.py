@@ -1,0 +1,170 @@
+"""Gradients of reductions: by torch's own ops, and as steps of a backward's program.
+
+The gradient of rows that were reduced is made of sums over rows in torch's order of adding, with
+pointwise steps before and after them. That of weights is torch's, of the gradient of the result,
+which the kernel stores for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..chain.meta import Meta
+from ..kernel.division import NORM_SUMS, SOFT_SUM
+from ..ops.arithmetic import CASTS
+from ..ops.reductions import Reduction
+from ..ops.row import OPS, Op
+from ..program.program import Ref
+from ..torch_private import without_autocast
+
+Needs = tuple[bool, ...]  # of each operand, whether it gets a gradient
+Values = dict[str, Any]  # what a rule reads, in its order, by the names of the op
+
+
+def by_torch(
+    op: Reduction, g: torch.Tensor, values: Values, shape: tuple[int, ...], needs: Needs
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients for the operands of `op`, as autograd's node computes them.
+
+    shape: of the first operand.
+    """
+    if op.name in ("sum", "mean"):
+        g = _spread(op.keepdim, shape)(g)
+        return (g / shape[-1] if op.name == "mean" else g,)
+    if op.name == "rms_norm" and torch.is_grad_enabled():
+        return _rms_norm_again(g, values, needs)
+    if op.statistics:
+        return _norm_by_torch(op.name, needs)(g, *_tensors(values))
+    out = values["out"]
+    backward = getattr(torch.ops.aten, f"_{op.name}_backward_data").default
+    return (backward(g, out, -1, out.dtype),)
+
+
+def _tensors(values: Values) -> list[Any]:
+    return [value for name, value in values.items() if name != "eps"]
+
+
+@cache
+def _norm_by_torch(name: str, needs: Needs) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """A function of the gradient of a norm and of the tensors that its rule reads."""
+    mask = [*needs[:-1], False, False]  # the last one is the epsilon
+    if name == "layer_norm":
+        op = torch.ops.aten.native_layer_norm_backward.default
+        return lambda g, x, mean, rstd, w=None, b=None: op(
+            g, x, x.shape[-1:], mean, rstd, w, b, mask[:3]
+        )
+    op = torch.ops.aten._fused_rms_norm_backward.default
+    return lambda g, x, rstd, w=None: op(g, x, x.shape[-1:], rstd, w, mask[:2])
+
+
+@without_autocast
+def _rms_norm_again(
+    g: torch.Tensor, values: Values, needs: Needs
+) -> tuple[torch.Tensor | None, ...]:
+    """Those of rms_norm with a graph: torch's op has none, its node computes them otherwise then.
+
+    So there is such a node, of views, for one tensor may be both operands.
+    """
+    x, w = values["x"].view_as(values["x"]), values.get("w")
+    w = None if w is None else w.view_as(w)
+    normed = torch.rms_norm(x, x.shape[-1:], w, values["eps"])
+    wanted: list[Any] = [one for one, need in zip((x, w), needs, strict=False) if need]
+    found = iter(torch.autograd.grad(normed, wanted, g, create_graph=True))
+    return tuple([next(found) if need else None for need in needs])
+
+
+@cache
+def _spread(keepdim: bool, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that gives every element of a row the number of the row."""
+    return lambda g: (g if keepdim else g.unsqueeze(-1)).expand(shape)
+
+
+# --- as steps of a Tape ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A gradient that torch computes from values of a Tape, once its kernel has run."""
+
+    call: Callable[..., tuple[torch.Tensor | None, ...]]  # gives several...
+    refs: tuple[Ref, ...]
+    which: int  # ...of which this is one
+    meta: Meta
+
+
+def _sum(name: str, params: str) -> Reduction:
+    return Reduction(name, params, "", result=torch.float32, keepdim=True)
+
+
+def _row(name: str, params: str, expr: str, **columns: Any) -> Op:
+    return Op(name, params, expr, contiguous="cuda cpu", **columns)
+
+
+_SOFT_SUM = _sum(SOFT_SUM, "x")
+_NORM_SUM, _NORM_DOT = map(_sum, NORM_SUMS, ("x", "x r"))
+_OF_SOFT = {
+    "softmax": _row("softmax_backward", "g out s", "fma(-out, s, g)"),
+    "log_softmax": _row("log_softmax_backward", "g out s", "fma(-exp(out), s, g)"),
+}
+_WEIGHTED = _row("weighted", "g w", "mul(g, w)", result=torch.float32)
+_CENTRED = _row("centred", "g x m", "mul(g, sub(x, m))")
+
+
+@cache
+def _of_norm(name: str, weighted: bool) -> Op:
+    """The gradient of the rows of a norm of n columns; s and t are its sums."""
+    scaled, weight = ("mul(n, w)", "w") if weighted else ("n", "")
+    centred = "sub(x, m)" if name == "layer_norm" else "x"
+    whole = f"fma(g, {scaled}, -mul(t, mul(r, {centred})))"
+    if name == "layer_norm":
+        whole = f"sub({whole}, s)"
+    params = f"g x {'m s' if name == 'layer_norm' else ''} r t n:opmath {weight}"
+    return _row(f"{name}_backward", params, f"mul({whole}, mul(1 / n, r))")
+
+
+def on_tape(
+    op: Reduction, tape: Any, g: Any, values: Values, metas: tuple[Meta, ...], needs: Needs
+) -> tuple[Any, ...]:
+    """As `by_torch`, values of `tape`; metas: of the operands that are tensors."""
+    shape = tuple(metas[0].shape)
+    if op.name in ("sum", "mean"):
+        seen = tape.part(_spread(op.keepdim, shape), g)
+        if op.name == "mean":
+            return (tape.apply(OPS["div"], (seen, tape.number(shape[-1]))),)
+        return (seen,)
+    if op.statistics:
+        found: list[Any] = [
+            _norm_on_tape(op.name, tape, g, values, shape[-1]) if needs[0] else None
+        ]
+        if any(needs[1:]):
+            call = _norm_by_torch(op.name, (False, *needs[1:]))
+            refs = (tape.whole(g), *_tensors(values))
+            found += [Later(call, refs, k, meta) for k, meta in enumerate(metas[1:], 1)]
+        return tuple(found)
+    if op.name == "softmax":
+        g = tape.apply(OPS["mul"], (g, values["out"]))
+    total = tape.apply(_SOFT_SUM, (g,))
+    return (tape.apply(_OF_SOFT[op.name], (g, values["out"], total)),)
+
+
+def _norm_on_tape(name: str, tape: Any, g: Any, values: Values, columns: int) -> Any:
+    x, rstd = values["x"], values["rstd"]
+    weight = [values["w"]] if "w" in values else []
+    if weight:
+        scaled = tape.apply(_WEIGHTED, (g, *weight))
+    else:
+        wide = tape.dtype(g) is torch.float32
+        scaled = g if wide else tape.apply(CASTS[torch.float32], (g,))
+    if name == "layer_norm":
+        product = tape.apply(_CENTRED, (scaled, x, values["mean"]))
+        own = [values["mean"], tape.apply(_NORM_SUM, (scaled,))]
+    else:
+        product, own = tape.apply(OPS["mul"], (scaled, x)), []
+    dot = tape.apply(_NORM_DOT, (product, rstd))
+    n = tape.number(float(columns))
+    return tape.apply(_of_norm(name, bool(weight)), (g, x, *own, rstd, dot, n, *weight))
