@@ -246,7 +246,7 @@ def test_the_table_of_versions_is_what_ci_runs():
     rows = ["| Python | torch | tests | machine code |", "|---|---|---|---|"]
     for python, pinned, ways in jobs:
         torch_ = pinned.replace("$oldest", oldest) or "the newest"
-        tests = "of the hot path" if ways else "all"
+        tests = f"of the hot path{'' if pinned else ', of ops'}" if ways else "all"
         rows.append(f"| {python} | {torch_} | {tests} | {machine_code[ways]} |")
     text, table = PAGES["install.md"].partition("\n## Versions\n\n")[2].split("\n\n")[:2]
     assert len(jobs) >= 4 and table == "\n".join(rows)
