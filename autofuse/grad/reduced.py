@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -68,17 +68,21 @@ def _rms_norm_again(
 ) -> tuple[torch.Tensor | None, ...]:
     """Those of rms_norm with a graph: torch's op has none, its node computes them otherwise then.
 
-    So there is such a node, of views, for one tensor may be both operands.
+    So there is such a node, of views, for one tensor may be both operands; or, of one that has come
+    to require no grad since, of a leaf.
     """
-    x, w = values["x"].view_as(values["x"]), values.get("w")
-    w = None if w is None else w.view_as(w)
+    x, w = (one if one is None else _led_to(one) for one in (values["x"], values.get("w")))
     normed = torch.rms_norm(x, x.shape[-1:], w, values["eps"])
     wanted: list[Any] = [one for one, need in zip((x, w), needs, strict=False) if need]
     found = iter(torch.autograd.grad(normed, wanted, g, create_graph=True))
     return tuple([next(found) if need else None for need in needs])
 
 
-@cache
+def _led_to(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+
+
+@lru_cache(1024)
 def _spread(keepdim: bool, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that gives every element of a row the number of the row."""
     return lambda g: (g if keepdim else g.unsqueeze(-1)).expand(shape)
@@ -111,6 +115,7 @@ _OF_SOFT = {
     "softmax": _row("softmax_backward", "g out s", "fma(-out, s, g)"),
     "log_softmax": _row("log_softmax_backward", "g out s", "fma(-exp(out), s, g)"),
 }
+_ROWS = _row("rows", "g", "g")
 _WEIGHTED = _row("weighted", "g w", "mul(g, w)", result=torch.float32)
 _CENTRED = _row("centred", "g x m", "mul(g, sub(x, m))")
 
@@ -137,6 +142,9 @@ def on_tape(
         if op.name == "mean":
             return (tape.apply(OPS["div"], (seen, tape.number(shape[-1]))),)
         return (seen,)
+    g = tape.step(g)
+    if not tape.meta(g).flat:  # torch's ops make it so
+        g = tape.apply(_ROWS, (g,))
     if op.statistics:
         found: list[Any] = [
             _norm_on_tape(op.name, tape, g, values, shape[-1]) if needs[0] else None

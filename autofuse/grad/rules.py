@@ -303,7 +303,7 @@ class Tape:
 
     def view(self, op: ViewOp, value: Ref, base: Meta) -> Ref:
         """As `Torch.view`; of an Input it is another one, in the same memory."""
-        if self._meta(value).spec != base.spec:
+        if self.meta(value).spec != base.spec:
             raise UnfusedError("a view of another layout")
         return self._seen(op, value)
 
@@ -324,13 +324,15 @@ class Tape:
         if isinstance(value, Seen):
             first = value.call
             return Seen(value.ref, lambda x: view(first(x)), view(value.view))
-        meta = self._meta(value)
+        meta = self.meta(value)
         with NoModes(), InferenceMode(False):
             base = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
             return Seen(value, view, view(base))
 
     def step(self, seen: Any) -> Any:
         """An operand, of which a view is a step of its own."""
+        if isinstance(seen, Later):
+            raise UnfusedError("a gradient that torch computes in the middle")
         if not isinstance(seen, Seen):
             return seen
         key = (Seen, seen.ref, seen.shape, seen.view.stride(), seen.view.storage_offset())
@@ -363,7 +365,8 @@ class Tape:
             raise UnfusedError("a join that torch alone knows")
         return self.apply(join, tuple(steps))
 
-    def _meta(self, ref: Ref) -> Meta:
+    def meta(self, ref: Ref) -> Meta:
+        """Of a result or an Input."""
         return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]
 
     def reduced(
@@ -375,12 +378,12 @@ class Tape:
     def dtype(self, value: Ref | Seen | Later) -> torch.dtype:
         if isinstance(value, Seen):
             return value.view.dtype
-        return value.meta.dtype if isinstance(value, Later) else self._meta(value).dtype
+        return value.meta.dtype if isinstance(value, Later) else self.meta(value).dtype
 
     def shape(self, value: Ref | Seen | Later) -> tuple[int, ...]:
         if isinstance(value, Seen):
             return value.shape
-        return (value.meta if isinstance(value, Later) else self._meta(value)).shape
+        return (value.meta if isinstance(value, Later) else self.meta(value)).shape
 
 
 class Expected:

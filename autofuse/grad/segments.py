@@ -137,8 +137,9 @@ class _Owners(dict[int, int]):
         reshapes = index in self.split or isinstance(self.nodes[index].op, JoinOp)
         same = reshapes or self.meta_of(ref).shape == self.meta_of(index).shape
         apart = self.nodes[index].base >= 0 and index not in self.split
-        if index in self.added:
-            same, apart = ref == self.nodes[index].args[0], self.added[index] is None
+        if index in self.added:  # the gradient of a weight, which may be the rows too, is torch's
+            first, *others = self.nodes[index].args
+            same, apart = ref == first and ref not in others, self.added[index] is None
         if not alone or not same or apart:
             self[ref] = ref
 
@@ -238,7 +239,7 @@ def _saved(
     reads = {ref for ref in reads if ref < CONST}
     kept = {split.get(ref, ref) for index in steps for ref in _kept(nodes[index])}
     kept = {ref for ref in kept if ref < 0 or ref in memory}
-    if config.recompute == "inputs":
+    if _from_inputs(nodes):
         computed = (sources(args, ref) for ref in reads if ref >= 0)
         return sorted({ref for ref in reads if ref < 0}.union(*computed))
     # no rule reduces again, and what one of a reduction reads is given to torch's ops...
@@ -253,6 +254,17 @@ def _saved(
         if not sources(args, ref, given | saved) <= saved:
             saved.add(ref)
     return sorted(saved | kept)
+
+
+def _from_inputs(nodes: list[Node]) -> bool:
+    """Whether backward computes all that it reads from the chain's Inputs.
+
+    Not through reductions: these are under grad where it was another setting that recorded them.
+    """
+    return config.recompute == "inputs" and not any(
+        isinstance(node.op, Reduction) and node.meta is not None and node.meta.requires_grad
+        for node in nodes
+    )
 
 
 def _kept(node: Node) -> list[Ref]:
@@ -312,7 +324,7 @@ class Segment:
         # them between those of uses elsewhere; to save memory, one per tensor.
         reduced = {ref for ref, same in outside if not same}
         self.summed: list[Ref] = []
-        if config.recompute == "inputs":
+        if _from_inputs(nodes):
             self.summed = list(dict.fromkeys(ref for ref, _ in outside if ref not in reduced))
         self.sinks = [ref for ref, _ in outside if ref not in self.summed] + self.summed
         self.frees = bool(saved) or any(
@@ -425,7 +437,7 @@ def outline_of(
             detours = False
         else:
             saved = _saved(nodes, uses, steps, memory, owners.split)
-            detours = config.recompute == "inputs" and bool(memory & _path(nodes, uses, steps))
+            detours = _from_inputs(nodes) and bool(memory & _path(nodes, uses, steps))
         extras = [ref for ref in dict.fromkeys(saved) if ref >= 0 and ref not in memory]
         memory.update(extras)
         saved_refs.update(saved)
