@@ -27,9 +27,9 @@ FLUSH_US = {"cuda": 10.1, "cpu": 9.3}
 _OP_US = {"cuda": 6.1, "cpu": 2.4}
 _RECORDED_US = 0.3
 _PLAIN_US = {"cuda": 6.1, "cpu": 1.3}  # an eager op on plain tensors
-# What one costs more on wrapped tensors, and what it costs that its result is wrapped at all: 0.4 to
-# 1.4 again and again (bench/passing.py, with machine code). With other things in the caches of the
-# host it is twice that on a CPU, and on the host of an H100 no more of an op, which is slower there
+# What one costs more on wrapped tensors, and what it costs that its result is wrapped at all: 0.4
+# to 1.4 again and again (bench/passing.py, with machine code). With other things in the caches of
+# the host it is twice that on a CPU, and on the host of an H100 no more of an op, slower there too
 PASSED_US = {"cuda": 0.9, "cpu": 0.8}
 WRAPPED_US = 0.1
 MIXED_US = 0.3  # what one costs more on a plain tensor beside a wrapped one
@@ -207,6 +207,7 @@ def pays(nodes: list[Node], outline: Outline) -> bool:
             kernels = 0
             for use in segment.uses[index]:
                 here = sum(isinstance(tree, _KERNELS) for tree in ast.walk(use.rule))
+                here = 0 if nodes[index].op.name == "sum" else here  # a view of torch's
                 kernels += here
                 eager += costs.gradient + costs.kernel * here
             values = [index, *(use.ref for use in segment.uses[index])]
