@@ -172,7 +172,8 @@ ENTERED = {
         "torch_function", lambda o: from_c(protocol.torch_function)(torch.tanh, ONLY, (o.x,))
     ),
     "ask_overrides": (
-        "ask_overrides", lambda o: from_c(protocol.ask_overrides)(torch.tanh, (o.x,), o.x)
+        "ask_overrides",
+        lambda o: from_c(protocol.ask_overrides)(torch.nn.functional.silu, (o.x,), o.x),
     ),
 }  # fmt: skip
 LAUNCHED = {

@@ -1,6 +1,7 @@
 """What else a program uses, beside fused code: each gives what eager PyTorch gives."""
 
 import copy
+import functools
 import io
 import pickle
 import shutil
@@ -929,6 +930,92 @@ class TestNvtx:
             autofuse.config.nvtx = False
         assert f"config.nvtx has no effect: torch {torch.__version__} is built without CUDA" in said
         assert "torch.profiler shows the same ranges" in said
+
+
+# --- patches of torch's functions ----------------------------------------------------------------
+
+
+class Scaled:
+    """Callable, and unhashable, as a dataclass is."""
+
+    __hash__ = None  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs) * 3
+
+
+def scaled(function, *args, **kwargs):
+    return function(*args, **kwargs) * 3
+
+
+def named(function):
+    return functools.wraps(function)(functools.partial(scaled, function))
+
+
+def wrapping(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs) * 3
+
+    return call
+
+
+PATCHES = {
+    "function": lambda function: lambda *args, **kwargs: scaled(function, *args, **kwargs),
+    "functools.wraps": wrapping,
+    "torch.no_grad": lambda function: torch.no_grad()(wrapping(function)),
+    "functools.partial": lambda function: functools.partial(scaled, function),
+    "named partial": named,
+    "object": Scaled,
+}
+PATCHED = {
+    "softmax": (F, lambda x: nn.Softmax(-1)(x)),
+    "silu": (F, lambda x: nn.SiLU()(x)),
+    "relu": (F, lambda x: F.relu(x, inplace=False)),
+    "normalize": (F, lambda x: F.normalize(x, dim=0)),
+    "layer_norm": (F, lambda x: nn.LayerNorm(6, elementwise_affine=False)(x)),
+    "max_pool1d": (F, lambda x: F.max_pool1d(x, 2)),  # which one made for a flag calls
+    "einsum": (torch.functional, lambda x: torch.functional.einsum("ij,kj->ik", x, x)),
+    "norm": (torch.functional, lambda x: torch.functional.norm(x, dim=1)),
+    "unique": (torch.functional, lambda x: torch.functional.unique(x)),
+}  # fmt: skip
+
+
+@device_param
+@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("name", PATCHED)
+def test_a_patch_of_a_function_of_torchs_is_called_once(name, patch, on, device, monkeypatch):
+    """Torch's function names itself by a global, the patch, for whoever overrides it."""
+    owner, call = PATCHED[name]
+    x = torch.randn(4, 6, device=device)
+
+    def compare():
+        want = call(x)
+        for _ in range(2):
+            assert_same(call(W(x)), want, 1e-6)
+            assert_same(call(W(x) * 1), want, 1e-6)
+            assert_same(autofuse.fuse(call)(x), want, 1e-6)
+        return want
+
+    before = compare()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, PATCHES[patch](getattr(owner, name)))
+        assert_same(compare(), before * 3, 1e-6)
+    assert_same(compare(), before, 1e-6)
+
+
+@device_param
+@pytest.mark.parametrize("other", [torch.tanh, F.gelu])
+def test_a_function_of_torchs_behind_one_in_c(other, on, device, monkeypatch):
+    x, relu = torch.randn(4, 6, device=device), F.relu
+    monkeypatch.setattr(F, "relu", other)
+    for _ in range(2):
+        assert_same(F.relu(W(x)), other(x), 1e-6)
+        assert_same(relu(W(x)), relu(x), 1e-6)
 
 
 # --- processes -----------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ The first serves `torch.*`; the second is the net below for what reaches a pendi
 
 from __future__ import annotations
 
+import sys
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -46,18 +48,36 @@ def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs:
     3 us less where no other class and no mode has a say. Another class is asked as if wrapped
     tensors were plain ones. A default device asks about plain ones as well, and where autofuse has
     switched torch functions off: torch itself knows how to call the function without it.
+
+    torch's function names itself by a global, which may be somebody's patch by now, that calls it.
     """
     ours = torch_functions_are_on() and any([x.__class__ is Tensor for x in relevant_args])
     if ours and not looked_on():
         for x in relevant_args:
             if x.__class__ is not Tensor and id(x.__class__) not in SIMPLE:
                 return run_any(public_api, known_of(public_api), args, kwargs)
+        if public_api.__class__ is not FunctionType or not known_of(public_api).own:
+            public_api = _behind(public_api, sys._getframe(1))
         return torch_function(public_api, _ONLY, args, kwargs)
     return _ask_overrides(public_api, relevant_args, *args, **kwargs)
 
 
 _ask_overrides = torch.overrides.handle_torch_function
 _ONLY = (Tensor,)
+# where torch's functions find themselves, and what was there before anybody could patch it
+_places = [
+    (vars(owner), dict(vars(owner)))
+    for owner in (torch.nn.functional, torch.functional, torch.autograd, torch.Tensor)
+]
+
+
+def _behind(patch: Handler, asking: FrameType) -> Handler:
+    """The function of torch's that `asking` means by the name which leads to `patch` now."""
+    for now, before in _places:
+        for name in asking.f_code.co_names:
+            if now.get(name) is patch:
+                return before.get(name, patch)
+    return patch
 
 
 # no gradient leads through these

@@ -48,7 +48,8 @@ class Known:
     def __init__(self, func: Callable[..., Any]) -> None:
         self.name = getattr(func, "__name__", "function")
         self.reason = (self.name, "not in the table")
-        self.in_c = func in LIKE_C or (func.__class__ in IN_C and self.name not in _EXACT_CLASS)
+        like_c = func in LIKE_C and not _is_patch(func)
+        self.in_c = like_c or (func.__class__ in IN_C and self.name not in _EXACT_CLASS)
         # whether it tells modes of its call before it looks at its tensors
         in_torch = func.__class__ in IN_C or asks_for_overrides(func)
         self.asks = in_torch and self.name not in _EXACT_CLASS
@@ -78,10 +79,21 @@ def known_of(func: Callable[..., Any]) -> Known:
 def _is_torch_own(func: Callable[..., Any]) -> bool:
     """Whether it is a function of a module of torch, and not one made there for somebody."""
     module = getattr(func, "__module__", None) or ""
-    if module.partition(".")[0] != "torch":
+    if module.partition(".")[0] != "torch" or _is_patch(func):
         return False
     there = getattr(sys.modules.get(module), getattr(func, "__name__", ""), None)
     return there is func or getattr(func, "__closure__", func) is None
+
+
+def _is_patch(func: Any) -> bool:
+    """Whether somebody else wrote it, or what it wraps, though torch's names lead to it."""
+    while func is not None and func.__class__ not in IN_C:
+        names = getattr(func, "__globals__", None)  # which functools.wraps leaves as they are
+        module = type(func).__module__ if names is None else names.get("__name__", "")
+        if module.partition(".")[0] not in ("torch", "autofuse"):
+            return True
+        func = getattr(func, "__wrapped__", None)
+    return False
 
 
 def asks_for_overrides(function: Any) -> bool:

@@ -94,8 +94,13 @@ def torch_function(entry, function, args, count, names) -> object:
 
 
 def ask_overrides(entry, function, args, count, names) -> object:
-    """`dispatch.protocol.ask_overrides`; entry: handlers by torch function, those for keywords."""
-    if count > 2 and class_of(args[1]) is tuple and are_alone(args[1]) != 0:
+    """`dispatch.protocol.ask_overrides`; entry: handlers by torch function, those for keywords.
+
+    What is no function in Python, which torch would name, is somebody's patch.
+    """
+    if count < 3 or class_of(args[0]) is not Function:
+        return 0
+    if class_of(args[1]) is tuple and are_alone(args[1]) != 0:
         table = entry[0]
         given = 0
         if names != 0 and is_silent(names, args + 8 * count) == 0:

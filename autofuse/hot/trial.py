@@ -185,7 +185,7 @@ def _by_hand(s: _State) -> Any:
     """The functions in front of recording and flushing, called as C calls them."""
     t = Called(record.record)(OPS["mul"], (s.w, 2.0))
     u = Called(Tensor.__torch_function__)(torch.add, (Tensor,), (t, s.v))
-    x = Called(protocol.ask_overrides)(torch.sigmoid, (u,), u)
+    x = Called(protocol.ask_overrides)(torch.nn.functional.silu, (u,), u)
     Called(flush.flush)(state.this_thread.current, "trial")
     return t, u, x
 
