@@ -57,11 +57,19 @@ _SHORT = {
     "sqrt": {"f16": "sqrt_wide(x)", "bf16": "sqrt_wide(x)"},
     "tanh": {"bf16": "x if abs(x) < 0.0625 else fma(rcp(ex2(x * 2.8853900817779268) + 1), -2, 1)"},
 }
+# where exp does, as torch's vectors; what a vector leaves over torch computes by libm
+_OVERFLOWS = {"f64": 709.782712893384, "bf16": 88.722835}
+if not since(2, 14):
+    _OVERFLOWS["f32"] = 88.722835
+_CPU = {
+    name: {code: f"{far} if abs(x) > {limit} else {name}(x)" for code, limit in _OVERFLOWS.items()}
+    for name, far in (("sinh", "x * inf"), ("cosh", "inf"))
+}
 for _name, _grad in _UNARY_GRADS.items():
     _alias = "arc" + _name[1:]
     _aliases = (_alias,) if hasattr(torch, _alias) else ()
     plain(_name, "x", f"{_name}(x)", *_aliases, result="float", accepts="fib", grad=_grad,
-          **_SHORT.get(_name, {}))
+          cpu=_CPU.get(_name, ""), **_SHORT.get(_name, {}))
 
 plain("reciprocal", "x", "1 / x", f16="rcp(x)", bf16="rcp_wide(x)", result="float", accepts="fib",
       grad="-g * (out * out)")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -47,7 +47,7 @@ class Op:
     f16, bf16: short expressions for one of the two on CUDA, which give the same bits for all that
         16-bit operands can be, though not for a scalar, which is more; see `kernel.text.PROVEN`.
     double: the expression for float64, where PyTorch has another.
-    cpu: the expression on the CPU, where PyTorch has another.
+    cpu: the expression on the CPU, where PyTorch has another; or for which type codes.
     grad: the derivative rules, one per operand, separated by `;`, with PyTorch's own formulas
         (tools/autograd/derivatives.yaml): over `g` (the gradient of the result), the operands,
         `out` (the result) and calls of other rows, each of which rounds as that torch function
@@ -74,7 +74,7 @@ class Op:
     f16: str = ""
     bf16: str = ""
     double: str = ""
-    cpu: str = ""
+    cpu: str | Mapping[str, str] = ""
     takes_bool: bool = True  # as an operand, even where another one decides the dtype
     tensors_only: bool = False  # no Python scalar among the operands
     one_device: bool = False  # beside tensors on CUDA torch takes no 0-d one that is on the CPU
@@ -131,8 +131,10 @@ class Op:
             return self.boolean or self.integer or self.expr
         if common not in ("f64", "f32", "f16", "bf16"):
             return self.integer or self.expr
-        if device == "cpu" and self.cpu:
-            return self.cpu
+        if device == "cpu":
+            own = self.cpu if isinstance(self.cpu, str) else self.cpu.get(common)
+            if own:
+                return own
         if common in ("f16", "bf16"):
             own = self.f16 if common == "f16" else self.bf16
             return (own if short else "") or self.narrow or self.expr

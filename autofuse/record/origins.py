@@ -48,7 +48,8 @@ class Origin:
         """whole: the instruction, of one of its callers."""
         self.plain = False  # whether results stay so
         self.once = False  # it is decided for ever
-        self.parts: dict[int, Origin] | None = None  # by callers, where these differ
+        # by callers, where these differ; that of 0 is for all others, if there were many
+        self.parts: dict[int, Origin] | None = None
         self.net = 0.0  # us that the results of the last trial gained, with what came of them
         self.gain = 0.0  # us by which chains pay that read them, less what these cost; or `keep`
         # those whose ops have read them, and how much of what these gain is theirs: one of several
@@ -66,8 +67,8 @@ class Origin:
 
     def part(self, caller: int) -> Origin:
         """What of it is on trial where `caller` calls the function that has it."""
-        if len(self.tried) >= _CALLERS:
-            caller = 0
+        if caller not in self.tried and len(self.tried) >= _CALLERS:
+            caller = 0  # all others
         part = self.tried.get(caller)
         if part is None:
             part = Origin(self)
@@ -193,7 +194,7 @@ def ask(result: Any, sources: Sequence[Tried] = (), mixed: bool = False) -> Any:
         key, frame = _instruction()
         origin = origins.get(key)
         if origin is not None and origin.parts is not None:
-            origin = origin.parts.get(_caller(frame), origin)
+            origin = origin.parts.get(_caller(frame)) or origin.parts.get(0, origin)
         verdict = STAY if origin is not None and origin.plain else None
         if origin is None:
             trials.new -= trials.new > 0
