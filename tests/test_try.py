@@ -172,7 +172,12 @@ def test_interrupted(place):
     command = [sys.executable, "-m", "autofuse", "try", "model.py", "--then", "wait"]
     environment = {**os.environ, "TMPDIR": str(place / "tmp")}
     (place / "tmp").mkdir()
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    # a shell has its background jobs ignore Ctrl-C, which a child would inherit
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stderr is not None
     for line in process.stderr:
         if "waiting" in line:
