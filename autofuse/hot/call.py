@@ -223,7 +223,7 @@ def run(function, known: Known, args, count, names) -> object:
     pending = is_next(chain)
     lent = lend(plain, 0, args, every, 16)
     for k in range(lent):
-        if state_of(plain[k]) is not UNKNOWN:  # it may have other contents afterwards
+        if state_of(plain[k]) is not UNKNOWN:  # a hook, say, may set its data without our seeing it
             PyObject_GenericSetAttr(plain[k], AF, 0)
     result = tried(PyObject_Vectorcall(function, args, count, names))
     take_back(plain, lent)
