@@ -429,8 +429,9 @@ def is_only_thread():
 def lend(place, lent, args, count, most):
     """Let up to `most` wrapped tensors be plain, put there; returns how many these are now.
 
-    Of each that is not torch asks Python whether it is a tensor, 0.12 us. What may run in the
-    middle must not meet them: a mode, a hook under grad, another thread.
+    Of each that is not torch asks Python whether it is a tensor, 0.12 us. For that alone, see
+    `passed`, what may run in the middle must not meet them: a mode, a hook under grad, another
+    thread. A function in Python has to find them plain, see `run`, and so do those then.
     """
     for k in range(count):
         x = args[k]
