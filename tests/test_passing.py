@@ -693,6 +693,53 @@ def test_functions_in_python_meet_plain_tensors(on):
     assert leaf.grad.tolist() == [2.0] * 3
 
 
+def test_what_functions_in_python_let_a_hook_change_is_seen(on, monkeypatch):
+    """What is known of an argument that is a plain tensor meanwhile may hold no more."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+
+    def program(wrap):
+        x, y = (wrap(torch.ones(size, 5, requires_grad=True)) for size in (3, 5))
+
+        def pack(saved):
+            if saved.shape == (5, 5):  # x itself is saved by then
+                x.data = torch.ones(7)
+            return saved
+
+        with torch.no_grad():
+            (x * 2.0 + 1.0).tolist()
+        with torch.autograd.graph.saved_tensors_hooks(pack, abs):
+            torch.tensordot(x, y, 1)
+        with torch.no_grad():
+            return (x * 2.0 + 1.0).tolist()
+
+    for _ in range(4):
+        assert program(autofuse.wrap) == program(lambda x: x) == [3.0] * 7
+
+
+def test_functions_in_python_end_no_chain_under_grad(on, monkeypatch):
+    """What they make takes numbers between those of its ops."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+
+    def program(x, z):
+        a = x * 2.0
+        F.normalize(z)
+        b = a + 1.0
+        torch.cdist(z, z)
+        return b * 3.0
+
+    x, z = torch.randn(50, requires_grad=True), torch.randn(5, 5, requires_grad=True)
+    (want,) = torch.autograd.grad(program(x, z).sum(), x)
+    for _ in range(5):
+        leaf, other = (autofuse.wrap(t.detach().clone().requires_grad_()) for t in (x, z))
+        before = autofuse.stats()
+        result = program(leaf, other)
+        autofuse.materialize(result)
+        after = autofuse.stats()
+        assert sum(after.flushes.values()) - sum(before.flushes.values()) == 1
+        assert after.ops_recorded - before.ops_recorded == 3
+        assert torch.equal(torch.autograd.grad(result.sum(), leaf)[0], want)
+
+
 def test_a_thread_that_records_nothing_meets_no_plain_ones(on):
     """It may copy or save them while torch runs; what it does would meet another class halfway."""
     autofuse.materialize(autofuse.wrap(torch.ones(2)) + 1)

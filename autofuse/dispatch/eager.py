@@ -48,7 +48,9 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     """Run `func` as eager PyTorch on plain tensors, and wrap what it returns.
 
     Pending arguments become concrete. A Python function finds every wrapped argument to be an
-    ordinary `torch.Tensor`, the same object, so that it meets nothing it does not know.
+    ordinary `torch.Tensor`, the same object, so that it meets nothing it does not know. Those of
+    the table do not always come here: `F.leaky_relu` in place, or `F.hardswish` by `run_short`,
+    finds wrapped ones, and only passes them on to C, with torch functions off.
     """
     known = known_of(func)
     if function_modes() and known.asks and looked_on():

@@ -228,7 +228,7 @@ def run(function, known: Known, args, count, names) -> object:
     pending = is_next(chain)
     lent = lend(plain, 0, args, every, 16)
     for k in range(lent):
-        if state_of(plain[k]) is not UNKNOWN:  # it may have other contents afterwards
+        if state_of(plain[k]) is not UNKNOWN:  # a hook, say, may set its data without our seeing it
             PyObject_GenericSetAttr(plain[k], AF, 0)
     result = tried(PyObject_Vectorcall(function, args, count, names))
     take_back(plain, lent)
@@ -434,8 +434,9 @@ def is_only_thread():
 def lend(place, lent, args, count, most):
     """Let up to `most` wrapped tensors be plain, put there; returns how many these are now.
 
-    Of each that is not torch asks Python whether it is a tensor, 0.12 us. What may run in the
-    middle must not meet them: a mode, a hook under grad, another thread.
+    Of each that is not torch asks Python whether it is a tensor, 0.12 us. For that alone, see
+    `passed`, what may run in the middle must not meet them: a mode, a hook under grad, another
+    thread. A function in Python has to find them plain, see `run`, and so do those then.
     """
     for k in range(count):
         x = args[k]
