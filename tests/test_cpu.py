@@ -91,8 +91,12 @@ def test_they_overflow_where_vectors_of_eagers_do(name, dtype):
     """Versions of torch and dtypes differ there."""
     function = getattr(torch, name)
     limits = [11.79, 88.722, 88.7228393, 89.0, 89.415, 709.782712893384, 710.475]
-    near = [torch.tensor(limit * (1 + k * 2.0**-bits)) for limit in limits for k in range(-64, 64)
-            for bits in (8, 16, 23)]
+    near = [
+        torch.tensor(limit * (1 + k * 2.0**-bits))
+        for limit in limits
+        for k in range(-64, 64)
+        for bits in (8, 16, 23)
+    ]
     x = torch.stack(near).double()
     exact = torch.cat([torch.tensor(limits).double() + k * 2.0**-43 for k in range(-64, 64)])
     x = torch.cat([x, -x, exact, -exact, torch.tensor([torch.inf, -torch.inf, torch.nan] * 64)])

@@ -71,7 +71,8 @@ def _rms_norm_again(
     So there is such a node, of views, for one tensor may be both operands; or, of one that has come
     to require no grad since, of a leaf.
     """
-    x, w = (one if one is None else _led_to(one) for one in (values["x"], values.get("w")))
+    x, w = _led_to(values["x"]), values.get("w")
+    w = None if w is None else _led_to(w)
     normed = torch.rms_norm(x, x.shape[-1:], w, values["eps"])
     wanted: list[Any] = [one for one, need in zip((x, w), needs, strict=False) if need]
     found = iter(torch.autograd.grad(normed, wanted, g, create_graph=True))

@@ -202,12 +202,14 @@ def pays(nodes: list[Node], outline: Outline) -> bool:
     for segment in outline.segments:
         fused += costs.node
         for index in segment.steps:
-            if isinstance(nodes[index].op, Reduction) and any(u.part for u in segment.uses[index]):
+            op = nodes[index].op
+            assert op is not None
+            if isinstance(op, Reduction) and any(use.part for use in segment.uses[index]):
                 fused += costs.given
             kernels = 0
             for use in segment.uses[index]:
                 here = sum(isinstance(tree, _KERNELS) for tree in ast.walk(use.rule))
-                here = 0 if nodes[index].op.name == "sum" else here  # a view of torch's
+                here = 0 if op.name == "sum" else here  # a view of torch's
                 kernels += here
                 eager += costs.gradient + costs.kernel * here
             values = [index, *(use.ref for use in segment.uses[index])]
