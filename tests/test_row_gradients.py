@@ -252,6 +252,19 @@ def test_gradients_that_lie_elsewhere(emulated, name, n, how):  # noqa: F811
     assert len(launched) == (0 if by_torch else 1), launched
 
 
+def test_what_torch_is_given_for_weights_has_the_shape_of_the_rows(emulated, monkeypatch):  # noqa: F811
+    """Also where the gradient is a view of what comes in, a number for each row."""
+    seen, by_torch = [], reduced._norm_by_torch
+    monkeypatch.setattr(reduced, "_norm_by_torch", lambda *key: lambda g, *values: (
+        seen.append((g.shape, g.stride())), by_torch(*key)(g, *values))[1])  # fmt: skip
+    program = lambda x, y, w, b: F.layer_norm(x * y, (2,), w, b).sum(-1)  # noqa: E731
+    xs, others = leaves(n=2), leaves(n=2)
+    out, want = results(program, xs), program(*others)
+    got = torch.autograd.grad(out, xs, row(5, 9))
+    assert_same(list(got), list(torch.autograd.grad(want, others, row(5, 9))), 1e-4)
+    assert set(seen) == {((5, 2), (2, 1))}
+
+
 @pytest.mark.parametrize("which", ["weight and bias", "weight", "bias"])
 def test_rows_that_are_their_own_weight(emulated, on, which):  # noqa: F811
     """What torch computes of a weight is then added to what the kernel would have to go on with."""

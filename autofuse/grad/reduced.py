@@ -116,7 +116,7 @@ _OF_SOFT = {
     "softmax": _row("softmax_backward", "g out s", "fma(-out, s, g)"),
     "log_softmax": _row("log_softmax_backward", "g out s", "fma(-exp(out), s, g)"),
 }
-_ROWS = _row("rows", "g", "g")
+ROWS = _row("rows", "g", "g")
 _WEIGHTED = _row("weighted", "g w", "mul(g, w)", result=torch.float32)
 _CENTRED = _row("centred", "g x m", "mul(g, sub(x, m))")
 
@@ -143,16 +143,14 @@ def on_tape(
         if op.name == "mean":
             return (tape.apply(OPS["div"], (seen, tape.number(shape[-1]))),)
         return (seen,)
-    g = tape.step(g)
-    if not tape.meta(g).flat:  # torch's ops make it so
-        g = tape.apply(_ROWS, (g,))
+    g = tape.whole(g)  # as torch's ops make it
     if op.statistics:
         found: list[Any] = [
             _norm_on_tape(op.name, tape, g, values, shape[-1]) if needs[0] else None
         ]
         if any(needs[1:]):
             call = _norm_by_torch(op.name, (False, *needs[1:]))
-            refs = (tape.whole(g), *_tensors(values))
+            refs = (g, *_tensors(values))
             found += [Later(call, refs, k, meta) for k, meta in enumerate(metas[1:], 1)]
         return tuple(found)
     if op.name == "softmax":

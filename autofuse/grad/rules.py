@@ -32,7 +32,7 @@ from ..run.generated import log_of
 from ..run.words import Answer
 from ..supply.kernels import Order
 from ..torch_private import AUTOCASTS, ExcludedKey, InferenceMode, NoModes
-from .reduced import Later, Needs, Values, by_torch, on_tape
+from .reduced import ROWS, Later, Needs, Values, by_torch, on_tape
 from .segments import Segment, reads_of
 
 _ADD = OPS["add"]
@@ -303,7 +303,7 @@ class Tape:
 
     def view(self, op: ViewOp, value: Ref, base: Meta) -> Ref:
         """As `Torch.view`; of an Input it is another one, in the same memory."""
-        if self.meta(value).spec != base.spec:
+        if self._meta(value).spec != base.spec:
             raise UnfusedError("a view of another layout")
         return self._seen(op, value)
 
@@ -324,7 +324,7 @@ class Tape:
         if isinstance(value, Seen):
             first = value.call
             return Seen(value.ref, lambda x: view(first(x)), view(value.view))
-        meta = self.meta(value)
+        meta = self._meta(value)
         with NoModes(), InferenceMode(False):
             base = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
             return Seen(value, view, view(base))
@@ -342,8 +342,10 @@ class Tape:
         return self.known[key]
 
     def whole(self, value: Ref | Seen) -> Ref:
-        """A value that lies in memory as it is: of a view, a copy."""
-        return self.apply(OPS["clone"], (value,)) if isinstance(value, Seen) else value
+        """A value that lies in memory as it is, row after row: of another, or of a view, a copy."""
+        if isinstance(value, Seen) or not self._meta(value).flat:
+            return self.apply(ROWS, (value,))
+        return value
 
     def join(
         self, op: ViewOp, parts: Sequence[Ref | Seen | None], metas: Sequence[Meta]
@@ -365,8 +367,7 @@ class Tape:
             raise UnfusedError("a join that torch alone knows")
         return self.apply(join, tuple(steps))
 
-    def meta(self, ref: Ref) -> Meta:
-        """Of a result or an Input."""
+    def _meta(self, ref: Ref) -> Meta:
         return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]
 
     def reduced(
@@ -378,12 +379,12 @@ class Tape:
     def dtype(self, value: Ref | Seen | Later) -> torch.dtype:
         if isinstance(value, Seen):
             return value.view.dtype
-        return value.meta.dtype if isinstance(value, Later) else self.meta(value).dtype
+        return value.meta.dtype if isinstance(value, Later) else self._meta(value).dtype
 
     def shape(self, value: Ref | Seen | Later) -> tuple[int, ...]:
         if isinstance(value, Seen):
             return value.shape
-        return (value.meta if isinstance(value, Later) else self.meta(value)).shape
+        return (value.meta if isinstance(value, Later) else self._meta(value)).shape
 
 
 class Expected:
