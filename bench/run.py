@@ -117,6 +117,8 @@ class Bench:
             self.want, self.program = [t.clone() for t in got], program
         elif self.want:
             same = len(got) == len(self.want) and all(map(torch.equal, got, self.want))
+        if peer.name == "autofuse.fuse":
+            timing.settle(call.run, self.device)
         return Prepared(call, first_s, same)
 
     def measure(self) -> list[Cell]:

@@ -24,6 +24,8 @@ ROUNDS = 7
 ROUND_S = 0.02  # of one variant in one round, where a call is shorter
 LONG_S = 0.5  # a call as long as this gets LONG_ROUNDS
 LONG_ROUNDS = 3
+SETTLED = 120  # steps in which a fused call finds the better way,
+SETTLED_S = 3.0  # unless they take longer
 QUEUE = 200  # calls measured behind one sleep: the launch queue has 1024 places
 L2_BYTES = 256 << 20  # written to flush the cache; the largest has 60 MB
 SLEEP_S = 0.5  # at most, of the device, while launches are queued
@@ -246,6 +248,13 @@ def warm_up(call: Call, device: str, seconds: float) -> float:
         us = host_us(call, device, count)
         count *= 4
     return host_us(call, device, count) if count else us
+
+
+def settle(call: Callable[[], object], device: str, before: int = 0) -> None:
+    """Run a fused call until it has found the better way, and `before` times more."""
+    left = before + SETTLED - 2
+    us = host_us(call, device, 1) and host_us(call, device, 1)  # the first may compile
+    host_us(call, device, max(1, min(left, int(SETTLED_S * 1e6 / us))))
 
 
 def reason(error: BaseException) -> str:

@@ -32,10 +32,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autofuse
 from autofuse.record.contest import NO_STEPS
-from timing import host_us, in_thread, interleaved, machine, synchronize
+from timing import in_thread, interleaved, machine, settle, synchronize
 
 BATCH, HIDDEN, STEPS = 64, 256, 50
-SETTLED = 120  # steps that a contest takes at most, with those that do not count
 
 
 class LstmCell(nn.Module):
@@ -297,13 +296,6 @@ def stepper(
     return both if backward else forward
 
 
-def warm_steps(call: Callable[[], object], device: str, before: int) -> int:
-    """Steps in which a fused call finds the better way, and `before` steps, in 5 s at most."""
-    call()
-    us = host_us(call, device, 3)
-    return min(before + SETTLED, int(5e6 / us))
-
-
 def measure(
     name: str,
     device: str,
@@ -343,8 +335,8 @@ def measure(
         if threads and backward:
             calls["eager, caller"] = in_thread("caller", steps_of["eager"])
             calls["autofuse, engine"] = in_thread("engine", steps_of["autofuse"])
-        warm = warm_steps(calls["eager"], device, 0 if backward else NO_STEPS)
-        series = interleaved(calls, device, rounds, max(3, steps // per), warm)
+        settle(calls["autofuse"], device, 0 if backward else NO_STEPS)
+        series = interleaved(calls, device, rounds, max(3, steps // per))
         for times in series.values():
             times.times = [us / per for us in times.times]
         base = series["eager"].median

@@ -56,8 +56,6 @@ LIMITS = {
     ALL: 1.05,
 }  # of eager's time, from which on it loses
 CHECKED = 6  # steps whose outcome is compared
-WARM = 120  # steps before those that are timed: in these a fused call finds the better way,
-WARM_S = 3.0  # unless they take longer
 REPEATS = 4  # of eager, to see whether it gives the same bits
 PASSES = 12  # of CHECKED steps each, at most, until no new kernel is needed
 ROUND_S = 0.01  # of one variant in one round: short, for what else a host does comes and goes
@@ -243,7 +241,7 @@ def measure(row: Row, device: str, rounds: int, steps: int = 0, size: str = "ful
     runs = {peer: Run(row, peer, device, size=size) for peer in peers}
     for run in runs.values():
         with run.drawing_on():
-            run.advance(max(1, min(WARM, int(WARM_S * 1e6 / found.us))))
+            run.advance(max(1, min(timing.SETTLED, int(timing.SETTLED_S * 1e6 / found.us))))
     gc.collect()
     gc.freeze()  # or a collection of all that was made so far meets one of them
     for k in range(rounds):
@@ -280,7 +278,7 @@ def _cell(row: Row, device: str, peer: str, times: dict[str, list[float]], found
 def kernels_of(row: Row, peer: str, device: str) -> int:
     """Kernels of one step in the steady state."""
     run = Run(row, peer, device)
-    run.advance(WARM)  # so that this is the better way's
+    run.advance(timing.SETTLED)  # so that this is the better way's
     return count_kernels(lambda: run.advance(1))
 
 
