@@ -219,3 +219,26 @@ def test_what_eager_does_faster_is_left_to_it_where_that_pays(function, dtype):
     why = "a large tensor on the CPU, where eager is faster"
     assert (function.__name__, why) in autofuse.stats().eager_ops
     assert torch.equal(autofuse.unwrap(result), function(large * 0.5) + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])
+@pytest.mark.parametrize("held", range(8))
+@pytest.mark.parametrize("unit", [12, 8, 1])
+def test_many_strided_results_of_one_kernel(unit, held, dtype):
+    """LLVM's vectorizer of straight code made such code of their addresses as ended the process."""
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        values = [x + y]
+        for k in range(held):
+            values.append((values[-1] + 2, torch.relu(y), -values[-1], y.clone())[k % 4])
+        return [torch.cat([values[-1], value], -1) for value in values]
+
+    x = torch.randint(-9, 9, (2, 8, unit)).to(dtype)
+    y = torch.randint(-9, 9, (8, 2, unit)).to(dtype).transpose(0, 1)
+    before = autofuse.stats()
+    results = program(autofuse.wrap(x), autofuse.wrap(y))
+    got = [autofuse.unwrap(value) for value in results]
+    assert autofuse.stats().kernels_launched > before.kernels_launched
+    assert autofuse.stats().eager_flushes == before.eager_flushes
+    for value, want in zip(got, program(x, y), strict=True):
+        assert torch.equal(value, want) and value.stride() == want.stride()
