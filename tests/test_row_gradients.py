@@ -387,7 +387,7 @@ def test_gradients_are_compared_when_a_gpu_is_verified(emulated, name, monkeypat
 def test_second_derivatives_of_rms_norm(hung, everywhere, weighted, monkeypatch):  # noqa: F811
     """By a node of torch's, of which its op has none; that op has no kernel for a CPU."""
 
-    def backward_of(name, needs):
+    def backward_of(name, needs, columns):
         def backward(g, x, rstd, *w):
             with torch.enable_grad():
                 operands = [one.detach().requires_grad_() for one in (x, *w)]

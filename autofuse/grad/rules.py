@@ -28,7 +28,7 @@ from ..ops.row import OPS, Op
 from ..ops.views import JoinOp, ViewOp, join_op, view_op
 from ..program.program import CONST, Output, Ref
 from ..run.devices import runner_class
-from ..run.generated import log_of
+from ..run.generated import defined, log_of, tuple_of
 from ..run.words import Answer
 from ..supply.kernels import Order
 from ..torch_private import AUTOCASTS, ExcludedKey, InferenceMode, NoModes
@@ -426,34 +426,34 @@ class Expected:
 
     def _completing(self, answer: Answer) -> Answer:
         """`answer` with views of its results, and what torch computes from them."""
-        count, laters = len(self.sinks), _laters(self.sinks)
+        laters = _laters(self.sinks)
         calls = [(later.call, later.refs) for later in laters]
-        # of each sink: what makes a view, and which result of which of torch's calls it is
-        ways = [
-            (None, calls.index((x.call, x.refs)), x.which) if isinstance(x, Later)
-            else (x.call if isinstance(x, Seen) else None, -1, 0)
-            for x in self.sinks
-        ]  # fmt: skip
-        places = [
-            [None if self._is_given(ref) else self.tape.places[~ref][0] for ref in later.refs]
-            for later in laters
-        ]
-
-        def completed(incoming: Any, saved: Any, consts: list[Any]) -> tuple[Any, ...]:
-            results = answer(incoming, saved, consts)
-            further, there = iter(results[1 + count :]), (*incoming, *saved)
-            with NoModes():
-                found = [
-                    call(*[next(further) if k is None else there[k] for k in which])
-                    for (call, _), which in zip(calls, places, strict=True)
-                ]
-                gradients: list[Any] = [None]
-                for (view, number, which), x in zip(ways, results[1:], strict=False):
-                    x = x if number < 0 else found[number][which]
-                    gradients.append(x if view is None else view(x))
-                return tuple(gradients)
-
-        return completed
+        space: dict[str, Any] = {"answer": answer, "NoModes": NoModes}
+        names = [f"r{k}" for k in range(len(self.sinks))]  # of results
+        lines: list[str] = []
+        for n, later in enumerate(laters):
+            operands = []
+            for ref in later.refs:
+                place = -1 if self._is_given(ref) else self.tape.places[~ref][0] - self.gradients
+                operands.append(f"r{len(names)}" if place < 0 else f"saved[{place}]")
+                names += operands[-1:] if place < 0 else []
+            space[f"call{n}"] = later.call
+            lines.append(f"        f{n} = call{n}{tuple_of(operands)}\n")
+        gradients = ["None"]
+        for k, x in enumerate(self.sinks):
+            if isinstance(x, Later):
+                gradients.append(f"f{calls.index((x.call, x.refs))}[{x.which}]")
+            elif isinstance(x, Seen):
+                space[f"view{k}"] = x.call
+                gradients.append(f"view{k}(r{k})")
+            else:
+                gradients.append(f"r{k}")
+        source = (  # straight on, in 0.9 us for a norm: loops over the sinks and calls took 4.9
+            f"def completed(incoming, saved, consts):\n"
+            f"    _, {''.join(name + ', ' for name in names)} = answer(incoming, saved, consts)\n"
+            f"    with NoModes():\n{''.join(lines)}        return {tuple_of(gradients)}\n"
+        )
+        return defined(source, "completed", space)
 
 
 def _laters(sinks: Sequence[Any]) -> list[Later]:
