@@ -104,6 +104,13 @@ PROGRAMS = {
     "dropout in place": lambda x, i, m: F.dropout(x, 1.0, True, True) is x,
     "dropout wrong": lambda x, i, m: F.dropout(x, 2.0),
     "embedding": lambda x, i, m: F.embedding(i, x),
+    "plain @ x": lambda x, i, m: (torch.ones(3, 4) @ x, torch.ones(4) @ x, torch.ones(2, 3, 4) @ x),
+    "parameter @ x": lambda x, i, m: torch.nn.Parameter(torch.ones(3, 4)) @ x,
+    "plain @ x wrong": lambda x, i, m: torch.ones(3, 5) @ x,
+    "plain @ integers": lambda x, i, m: torch.ones(3, 2) @ i,
+    "[1.0] @ x": lambda x, i, m: [1.0] @ x,
+    "x.__rmatmul__(plain)": lambda x, i, m: x.__rmatmul__(torch.ones(3, 4)),
+    "x.__rmatmul__(2)": lambda x, i, m: x.__rmatmul__(2),
     "einsum": lambda x, i, m: (torch.einsum("ij,kj->ik", x, x), torch.einsum("ij->j", [x]),
                                torch.einsum("ij,ij,ik->jk", x, x, x)),
     "einsum wrong": lambda x, i, m: torch.einsum("ij,jk", x, x),
@@ -340,6 +347,7 @@ class Ops(TorchDispatchMode):
 
 
 SEEN = ["x[1]", "x[1] = 0.5", "x.T", "chunk", "unbind", "cat", "layer_norm", "softmax", "einsum",
+        "plain @ x", "[1.0] @ x",
         "cross_entropy", "embedding", "batch_norm", "norm", "numbers"]  # fmt: skip
 
 
@@ -356,6 +364,51 @@ def test_a_mode_is_told_of_the_ops_of_eager(name, kind, on):
 
 
 # modes are entered while `y`, computed from `x`, is pending; `a` requires no grad
+class Declining(Functions):
+    """One that says of some functions that it has nothing to say."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        super().__torch_function__(torch.is_tensor, types, (None,))
+        return NotImplemented
+
+
+DECLINED = {
+    "[1.0] @ x": lambda x: [1.0] @ x,
+    "None - x": lambda x: None - x,
+    "'a' // x": lambda x: "a" // x,
+    "x ** None": lambda x: x**None,
+    "x // object": lambda x: x // object(),
+    "x + x": lambda x: x + x,
+    "torch.sigmoid": lambda x: torch.sigmoid(x),
+    "torch.mm": lambda x: torch.mm(x, torch.ones(6, 2)),
+    "x.sum": lambda x: x.sum(),
+    "x[0]": lambda x: x[0],
+    "layer_norm": lambda x: F.layer_norm(x, (6,)),
+    "einsum": lambda x: torch.einsum("ij->j", x),
+    "plain @ x": lambda x: torch.ones(3, 4) @ x,
+}
+
+
+@pytest.mark.parametrize("kind", [Functions, Declining])
+@pytest.mark.parametrize("name", DECLINED)
+def test_who_declines_is_not_asked_for_ever(name, kind, on):
+    """torch asks the class of an operand next, which is in no mode's place."""
+
+    def told(tensors):
+        mode, x = kind(), operands(tensors, False)[0]
+        try:
+            with mode:
+                DECLINED[name](x)
+        except TypeError as error:
+            return len(mode.seen), str(error).partition("\n")[0][:60]
+        return len(mode.seen), None
+
+    want = told("plain")
+    for tensors in ("wrapped", "pending"):
+        got = told(tensors)  # an operator may have the name of a method then
+        assert got[0] <= want[0] + 2 and (got[1] is None) == (want[1] is None), (got, want)
+
+
 TOLD = {
     "operators": lambda y, x, a: (2 - y, 2 / y, 2**y, y**2, -y, abs(y), y > a, 7 // y, y % 2),
     "functions": lambda y, x, a: (torch.sin(y), torch.add(y, a, alpha=2), F.gelu(y), F.glu(y),
@@ -774,6 +827,29 @@ def test_no_function_of_torch_in_c_goes_by_python():
                 assert func in HANDLERS, name
                 found += HANDLERS[func] in passing
     assert found > 400
+
+
+@pytest.mark.skipif(True not in NATIVE, reason="there is no machine code")
+@pytest.mark.parametrize("kind", ["wrapped", "pending"])
+def test_a_product_with_what_is_plain_runs_little_python(kind):
+    """Python asks the reflected operator of a subclass first, which torch writes in Python."""
+    autofuse.config.native = True
+    met = []
+
+    def told(frame, event, _):
+        if event == "call":
+            met.append(frame.f_code.co_name)
+
+    plain, (x, _, _) = torch.ones(3, 4), operands("wrapped", False)
+    for _ in range(50):  # its origin is judged
+        plain @ x
+    x = operands(kind, False)[0]
+    sys.setprofile(told)
+    try:
+        plain @ x
+    finally:
+        sys.setprofile(None)
+    assert met[0] == "_rmatmul" and "run_eager" not in met
 
 
 def test_what_is_let_pass_writes_to_no_argument():

@@ -75,8 +75,7 @@ _BUILTINS = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch.
              torch._C._special)  # type: ignore[attr-defined]  # fmt: skip
 _ALIASES = {"dsmm", "spmm"}  # equal to torch.mm, and not the same
 _ATTRIBUTES = ("real", "imag", "grad_fn")  # for which a value is needed
-_OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__",
-              "__rmatmul__"}  # fmt: skip
+_OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__"}
 # not of operators: Python would ask a reflected one first that differs from a plain tensor's
 _EXPORTS = ("__reduce_ex__", "__deepcopy__", "__array__", "__dlpack__", "__dlpack_device__")
 

@@ -20,7 +20,7 @@ IN_C = {type(torch.add), type(Plain.add), type(Plain.__getitem__),
 _EXACT_CLASS = {"numpy", "_make_subclass", "as_subclass", "is_contiguous", "__reduce_ex__"}
 COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
 # functions in Python that stand between chains
-PASSED = {"__rmatmul__", "adaptive_avg_pool2d", "chain_matmul", "einsum", "embedding", "group_norm",
+PASSED = {"adaptive_avg_pool2d", "chain_matmul", "einsum", "embedding", "group_norm",
           "instance_norm", "layer_norm", "log_softmax", "max_pool1d", "max_pool2d", "norm",
           "softmax", "split", "tensordot", "unflatten"}  # fmt: skip
 # Python functions that only pass their tensors on to C
