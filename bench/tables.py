@@ -29,10 +29,21 @@ def markdown(results: Results, file: str) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def sections_of(page: str) -> list[str]:
+    """What stands between the markers of `page`."""
+    return [part.split(END)[0] for part in page.split(BEGIN)[1:]]
+
+
+def file_of(section: str) -> str:
+    """The name of the file of results that `section` was made of."""
+    return section.partition("`bench/results/")[2].partition("`")[0]
+
+
 def replaced(page: str, section: str) -> str:
-    """`page` with `section` between its markers."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + section + END + rest.split(END)[1]
+    """`page` with `section` in place of that of the same results, or else of its first one."""
+    sections = sections_of(page)
+    old = next((x for x in sections if file_of(x) == file_of(section)), sections[0])
+    return page.replace(BEGIN + old + END, BEGIN + section + END, 1)
 
 
 def _unique(items: Iterable[str]) -> list[str]:
