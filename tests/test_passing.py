@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import importlib
 import itertools
 import sys
 import threading
@@ -405,8 +406,42 @@ def test_who_declines_is_not_asked_for_ever(name, kind, on):
 
     want = told("plain")
     for tensors in ("wrapped", "pending"):
-        got = told(tensors)  # an operator may have the name of a method then
+        got = told(tensors)  # an operator tells of itself before
         assert got[0] <= want[0] + 2 and (got[1] is None) == (want[1] is None), (got, want)
+
+
+def test_a_mode_may_come_back_to_itself(on):
+    """With the same operands, and another class beside: nobody has declined."""
+
+    class Other(torch.Tensor):
+        pass
+
+    class Back(TorchFunctionMode):
+        deep = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.deep += 1
+            if self.deep == 1:
+                with self:
+                    return args[0].mm(args[1])
+            if self.deep == 2:
+                met.append(type(torch.sin(other)))
+            return func(*args, **kwargs or {})
+
+    met, other = [], torch.ones(3, 3).as_subclass(Other)
+    x = autofuse.wrap(torch.ones(3, 3))
+    with Back():
+        result = x.mm(other)
+    assert type(result) is Other and met == [Other]
+
+
+def test_a_product_is_traced_with_what_is_wrapped():
+    make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
+    x, a = torch.ones(4, 3), torch.ones(2, 4)
+    w = autofuse.wrap(x.clone())
+    kinds = [[node.target for node in make_fx(program)(a).graph.nodes]
+             for program in (lambda a: a @ x, lambda a: a @ w)]  # fmt: skip
+    assert kinds[0] == kinds[1]
 
 
 TOLD = {

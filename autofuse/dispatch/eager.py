@@ -30,14 +30,12 @@ from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
 from ..record.policy import skipped
 from ..torch_private import (
     NoModes,
-    NoTorchFunction,
-    function_mode_at,
     function_modes,
     functions_off,
     has_torch_function,
     looked_on,
 )
-from .nested import SIMPLE, flattened, mapped, tensors_in
+from .nested import SIMPLE, flattened, mapped
 from .unrecorded import COPIES, Known, Plain, known_of
 
 Parameter = torch.nn.Parameter
@@ -56,7 +54,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     """
     known = known_of(func)
     if function_modes() and known.asks and looked_on():
-        return _told(func, known.name, args, kwargs or {})
+        return func(*args, **kwargs or {})  # it tells them, and whoever passes it on comes here
     if known.writes or not known.in_c or (kwargs and _has_target(known, kwargs)):
         return run_any(func, known, args, kwargs)
     recorder, first = this_thread.current, None
@@ -95,27 +93,6 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     items = flattened((*args, *kwargs.values()) if kwargs else args)
     mixed = len(sources) < sum([x.__class__ is Tensor for x in items])
     return lifted(result, ask(result, sources, mixed), known.name)
-
-
-def _told(func: Handler, name: str, args: Any, kwargs: Any) -> Any:
-    """Call `func`, which tells modes of itself; who passes it on to torch comes to `run_eager`.
-
-    So does torch where a mode declines: then it is told once more, as by torch's own subclasses.
-    """
-    mine, before = this_thread.__dict__, this_thread.__dict__.get("telling")
-    now = tuple(map(id, (func, function_mode_at(function_modes() - 1), *args)))
-    if now == before:
-        tensors: Any = tensors_in([args, kwargs])
-        for x in tensors:
-            if x.__class__ is Tensor:
-                flush_tensor(x, name)
-        with NoTorchFunction():
-            return func(*args, **kwargs)
-    mine["telling"] = now
-    try:
-        return func(*args, **kwargs)
-    finally:
-        mine["telling"] = before
 
 
 def _begin(args: Any) -> None:

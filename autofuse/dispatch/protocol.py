@@ -17,7 +17,7 @@ from ..chain.state import counts
 from ..errors import LostGradientError
 from ..lines import shown, user_position
 from ..record.flush import flush_tensor, flush_thread
-from ..torch_private import NoModes, looked_on, torch_functions_are_on
+from ..torch_private import NoModes, NoTorchFunction, looked_on, torch_functions_are_on
 from .eager import OURS, Handler, released, run_any, run_eager
 from .nested import SIMPLE, wrapped_in
 from .unrecorded import known_of
@@ -27,9 +27,12 @@ OPTIONS: dict[Any, Handler] = {}  # the same for calls with keywords
 
 
 def torch_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    declined = looked_on()  # torch asks modes first
     for cls in types:
         if cls is not Tensor and id(cls) not in OURS:  # another class has a say
-            return run_any(func, known_of(func), args, kwargs)
+            return NotImplemented if declined else run_any(func, known_of(func), args, kwargs)
+    if declined:
+        return _declined(func, args, kwargs or {})
     if kwargs and not (len(kwargs) == 1 and kwargs.get("inplace") is False):  # as torch passes on
         handler = OPTIONS.get(func)
         if handler is None:
@@ -40,6 +43,14 @@ def torch_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
         return handler(*args, **kwargs)
     handler = HANDLERS.get(func)
     return run_eager(func, args) if handler is None else handler(*args)
+
+
+def _declined(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run what a mode has declined as torch's own subclasses do: it is told once more."""
+    for x in wrapped_in((*args, *kwargs.values())):
+        flush_tensor(x, "a mode that declines")
+    with NoTorchFunction():
+        return func(*args, **kwargs)
 
 
 def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:

@@ -86,7 +86,7 @@ def torch_function(entry, function, args, count, names) -> object:
         return 0
     types: tuple = args[1]
     if class_of(args[2]) is tuple and class_of(types) is tuple:
-        if len(types) == 1 and types[0] is Tensor:
+        if len(types) == 1 and types[0] is Tensor and looked_on() == 0:  # or a mode has declined
             known = PyDict_GetItemWithError(entry[0], args[0])
             if known != 0:
                 return PyObject_Call(known, args[2], 0)
