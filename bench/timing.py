@@ -250,11 +250,15 @@ def warm_up(call: Call, device: str, seconds: float) -> float:
     return host_us(call, device, count) if count else us
 
 
+def settling(us: float, before: int = 0) -> int:
+    """Steps of `us` each in which a fused call finds the better way, and `before` more."""
+    return max(1, min(before + SETTLED, int(SETTLED_S * 1e6 / us)))
+
+
 def settle(call: Callable[[], object], device: str, before: int = 0) -> None:
     """Run a fused call until it has found the better way, and `before` times more."""
-    left = before + SETTLED - 2
-    us = host_us(call, device, 1) and host_us(call, device, 1)  # the first may compile
-    host_us(call, device, max(1, min(left, int(SETTLED_S * 1e6 / us))))
+    host_us(call, device, 1)  # which may compile
+    host_us(call, device, settling(host_us(call, device, 1), before))
 
 
 def reason(error: BaseException) -> str:

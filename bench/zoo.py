@@ -241,7 +241,7 @@ def measure(row: Row, device: str, rounds: int, steps: int = 0, size: str = "ful
     runs = {peer: Run(row, peer, device, size=size) for peer in peers}
     for run in runs.values():
         with run.drawing_on():
-            run.advance(max(1, min(timing.SETTLED, int(timing.SETTLED_S * 1e6 / found.us))))
+            run.advance(timing.settling(found.us))
     gc.collect()
     gc.freeze()  # or a collection of all that was made so far meets one of them
     for k in range(rounds):

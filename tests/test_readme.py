@@ -33,8 +33,8 @@ def figures():
         if len(cells) == 10 and cells[1].isdigit():  # measured again above, alone
             found[cells[0], "fuse"] = cells[1], cells[2]
             found[cells[0], "wrap"] = cells[1], cells[4]
-    for name in ("nvidia_h200.json", "nvidia_h100.json"):
-        for workload, device, cells in load(DIRECTORY / name).rows():
+    for file in ("nvidia_h200.json", "nvidia_h100.json"):
+        for workload, device, cells in load(DIRECTORY / file).rows():
             eager, ours = cells["eager"].median, cells["autofuse"].ratio
             if eager and ours:
                 name = workload.removesuffix(" float32").removesuffix(", 64x256")

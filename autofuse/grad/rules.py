@@ -434,9 +434,13 @@ class Expected:
         for n, later in enumerate(laters):
             operands = []
             for ref in later.refs:
-                place = -1 if self._is_given(ref) else self.tape.places[~ref][0] - self.gradients
-                operands.append(f"r{len(names)}" if place < 0 else f"saved[{place}]")
-                names += operands[-1:] if place < 0 else []
+                if self._is_given(ref):  # behind those of the sinks
+                    operands.append(f"r{len(names)}")
+                    names.append(operands[-1])
+                    continue
+                place = self.tape.places[~ref][0]
+                apart = place - self.gradients
+                operands.append(f"incoming[{place}]" if apart < 0 else f"saved[{apart}]")
             space[f"call{n}"] = later.call
             lines.append(f"        f{n} = call{n}{tuple_of(operands)}\n")
         gradients = ["None"]
