@@ -1,6 +1,6 @@
 """Train a character-level recurrent model on Python's own documentation, eagerly and fused.
 
-    python examples/char_rnn.py [--steps 200] [--device cuda]
+    python examples/char_rnn.py [--steps 120] [--device cuda]
 
 The cell is written as plain matmuls and pointwise ops. Two copies of the model are trained on the
 same batches in turns, ten steps as they are and ten under `autofuse.fuse`, where every step's
@@ -15,6 +15,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pydoc_data.topics import topics
 
 import torch
@@ -25,6 +26,7 @@ import autofuse
 LENGTH = 32  # characters per training sequence
 BATCH = 32  # sequences per step
 TURN = 10  # steps of one copy, before it is the other's turn
+Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class GatedCell(nn.Module):
@@ -141,10 +143,9 @@ def train(data: torch.Tensor, characters: int, steps: int) -> tuple[Training, Tr
 
 
 @torch.no_grad()
-def sample(model: CharModel, alphabet: str, length: int, fused: bool) -> tuple[str, float]:
-    """Text from 64 parallel samples (the first is returned), and steps per second."""
+def sample(model: CharModel, step: Step, alphabet: str, length: int) -> tuple[str, float]:
+    """Text from 64 parallel samples (the first is returned), and seconds per step."""
     device = model.head.weight.device
-    step = autofuse.fuse(model.step) if fused else model.step
     generator = torch.Generator(device).manual_seed(2)
     character = torch.full((64,), alphabet.index("T"), device=device)
     h = torch.zeros(64, model.hidden, device=device)
@@ -155,12 +156,22 @@ def sample(model: CharModel, alphabet: str, length: int, fused: bool) -> tuple[s
         character = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)[:, 0]
         text.append(character[0])
     indices = torch.stack(text).tolist()
-    return "T" + "".join(alphabet[k] for k in indices), length / (time.perf_counter() - start)
+    return "T" + "".join(alphabet[k] for k in indices), (time.perf_counter() - start) / length
+
+
+def way_of(step: Callable[[], object]) -> str:
+    """Which way `step`, of which `fuse` knows by now what it costs, runs."""
+    with autofuse.explain() as report:
+        step()
+    if report.launches:
+        return f"fused, in {report.launches} launches"
+    why = dict.fromkeys(why for _, why in report.ops_eager if why != "not in the table")
+    return "plain: " + ("; ".join(why) or "fuse measures it")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     if args.device == "cpu":  # on tensors this small a second thread gains a fifth where its core
@@ -188,24 +199,22 @@ def main() -> None:
         f"{stats.ops_recorded} ops recorded, {stats.kernels_launched} kernels launched forward and "
         f"backward, {stats.bytes_elided} bytes of intermediates never allocated"
     )
-    with autofuse.explain() as report:
-        fused.turn(1)
-    why = dict.fromkeys(why for _, why in report.ops_eager if why != "not in the table")
-    fused_now = f"fused, in {report.launches} launches"
-    why = "; ".join(why) or "fuse measures it"
-    print(f"a step now runs {fused_now if report.launches else f'plain: {why}'}")
+    print(f"a step now runs {way_of(lambda: fused.turn(1))}")
 
     model = fused.model
-    sample(model, alphabet, 100, fused=False)  # warm-up, compiling and measuring included
-    sample(model, alphabet, 100, fused=True)
-    plain, eager_rate = sample(model, alphabet, 200, fused=False)
-    autofuse.reset_stats()
-    text, fused_rate = sample(model, alphabet, 200, fused=True)
-    sampling = autofuse.stats()
+    steps = model.step, autofuse.fuse(model.step)
+    for step in steps:  # warm-up, compiling and measuring included
+        sample(model, step, alphabet, 100)
+    autofuse.wait()
+    turns = [[sample(model, step, alphabet, 100) for step in steps] for _ in range(5)]
+    (plain, _), (text, _) = turns[-1]
     print(f"sampled text agrees: {text == plain}\n---\n{text}\n---")
+    eager_rate, fused_rate = (
+        1 / statistics.median(s for _, s in way) for way in zip(*turns, strict=True)
+    )
     print(f"sampling steps/s: eager {eager_rate:.0f}, fused {fused_rate:.0f}")
-    print(f"{sampling.ops_recorded} ops recorded, {sampling.kernels_launched} kernels launched")
-    print(f"{sampling.bytes_elided} bytes of intermediates never allocated")
+    now = way_of(lambda: sample(model, steps[1], alphabet, 1))
+    print(f"a step of sampling now runs {now}")
 
 
 if __name__ == "__main__":

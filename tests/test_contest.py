@@ -53,13 +53,17 @@ def play(contest, machine, calls, settled=lambda k: True, step=lambda k: 0, news
     return ways
 
 
-@pytest.mark.parametrize("fused, plain", [(10.0, 20.0), (20.0, 10.0), (10.0, 10.4), (10.4, 10.0)])
+@pytest.mark.parametrize(
+    "fused, plain",
+    [(10.0, 20.0), (20.0, 10.0), (10.0, 10.1), (10.0, 10.4), (10.0, 10.6), (10.4, 10.0)],
+)
 @pytest.mark.parametrize("once", [False, True])
 def test_the_better_way_stays(fused, plain, once):
+    """Fused is better where it gains so much that it is no chance."""
     machine = Machine(fused, plain, noise=0.0)
     contest = Contest(machine, once=once)
     ways = play(contest, machine, 400)
-    better = FUSED if fused < plain else PLAIN
+    better = FUSED if 1 - fused / plain > (0.05 if once else 0.02) else PLAIN
     assert set(ways[:100]) == {FUSED, PLAIN} and set(ways[100:]) == {better}
     assert contest.costs == pytest.approx((fused, plain)) and ways[0] == FUSED
 
@@ -753,7 +757,7 @@ def test_explain_says_with_which_figures(rigged):
         function(x)
     (advice,) = report.advice
     assert advice.startswith("2 fused calls ran as plain PyTorch")
-    assert "costs less as it is: 10 us, 20 fused (chain)" in advice
+    assert "gains too little: 10 us plain, 20 fused (chain)" in advice
     assert "config.measure = False fuses every call" in advice
     assert "0 ops seen" in str(report) and not report.ops_seen
     assert autofuse.explain(function, x).ops_seen.total() == 4

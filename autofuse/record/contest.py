@@ -22,6 +22,9 @@ FUSED, PLAIN = 0, 1  # the ways; a contest begins with the first
 BLOCK = 4  # spans of a block that count; the one before them does not, which the other way delays
 _BLOCKS, _CLOSE, _MOST = 3, 0.05, 9  # of each way; more where medians differ by less than _CLOSE
 _ONCE, _TWICE = 8, 2  # spans of a block, and blocks of each way, where it is decided once
+# of what plain calls take, which are eager's own: as much has to be won, or a few noisy spans, of
+# caches that are fuller elsewhere, decide for what loses; for ever where it is decided once
+_WORTH, _WORTH_ONCE = 0.02, 0.05
 LOOKS = 31  # calls, of which one is looked at and the others granted; prime, as no loop is long
 _SETTLING = 50  # spans in which something is prepared before they count all the same
 FIRST, _GROWTH, _LONGEST = 500, 4, 1 << 20  # calls before it is measured again, how these grow
@@ -219,7 +222,8 @@ class Contest:
         if close and not self._once and self._counted < 2 * BLOCK * _MOST:
             return
         self.costs = fused, plain
-        self.way = PLAIN if plain < fused else FUSED
+        worth = _WORTH_ONCE if self._once else _WORTH
+        self.way = FUSED if fused <= (1 - worth) * plain else PLAIN
         self.left = sys.maxsize if self._once else self._pause
         self._pause = min(self._pause * _GROWTH, _LONGEST)
         self._begin_anew()
