@@ -991,3 +991,57 @@ class TestShortChains:
             p = torch.randn(5, requires_grad=True)
             (grad,) = torch.autograd.grad((autofuse.wrap(p) * 3).sum(), p)
             assert_same(grad, torch.full((5,), 3.0), None)
+
+    CHAINS = {
+        "functions": lambda x, y: torch.tanh(torch.exp(x)).sin().cos(),
+        "numbers": lambda x, y: ((x * 2.0 + 1) ** 2 - 3.5) / 3,
+        "an operand twice": lambda x, y: (x * x + x) * (x * x) * (x + x),
+        "two operands": lambda x, y: (x * y + y) / (x * x + 3) - y,
+        "conditions": lambda x, y: torch.where((x > y) & (y > 0), x * y, y * 2.0),
+        "broadcasts": lambda x, y: (x * y[:1] + y[:, :1]) * x[0] - y,
+        "views": lambda x, y: (x * 2.0)[1:] * (y + 1)[:-1] + (x * 3.0).T.T[1:],
+        "integers": lambda x, y: ((x * 8).long() + (1 << 40)) * 3 - 7,
+        "casts": lambda x, y: (x.half() * 2).float() + y,
+        "options": lambda x, y: torch.add(x, y, alpha=2).clamp(0.0, 1.0) * x,
+    }
+
+    @pytest.mark.parametrize("grad", [False, True])
+    @pytest.mark.parametrize("name", CHAINS)
+    def test_of_a_chain_that_does_not_pay_no_op_is_tried_alone(self, name, grad, monkeypatch):
+        """They are left eager together, and are recorded together again after a while."""
+        policy = autofuse.record.policy
+        policy.FLUSH_US.update(cpu=1e6)
+        monkeypatch.setitem(policy._GRAD_US, "cpu", replace(policy._GRAD_US["cpu"], flush=1e6))
+        x, y = (torch.randn(4, 4, requires_grad=grad) for _ in range(2))
+        wrapped = [autofuse.wrap(t.detach().clone().requires_grad_(grad)) for t in (x, y)]
+        chain, recorded = self.CHAINS[name], []
+        for k in range(policy.TRIES + policy.SKIPS + 8):
+            autofuse.reset_stats()
+            made = autofuse.materialize(chain(*wrapped))
+            recorded.append(autofuse.stats().ops_recorded)
+            if k % 20 < 5:
+                assert_same(autofuse.unwrap(made), chain(x, y), None)
+        first, later = recorded[0], recorded[policy.TRIES + 1 :]
+        assert recorded[: policy.TRIES + 1] == [first] * (policy.TRIES + 1) and first > 2
+        assert 1 <= len(later) - later.count(0) <= 2 * policy.TRIES and later[:20] == [0] * 20
+
+    @pytest.mark.parametrize("leading", [1, 3, 5])
+    def test_what_pays_after_ops_that_do_not_is_fused(self, leading, monkeypatch):
+        def pays(nodes, outline, first=0):
+            return len(nodes) - first <= 6 - leading
+
+        def program(x):
+            return torch.square(torch.neg(x * 2.0 + 1.0).abs() - 3.0)
+
+        for module in (autofuse.record.policy, autofuse.record.ways):
+            monkeypatch.setattr(module, "pays", pays)
+        autofuse.record.policy.FLUSH_US.update(cpu=1e-3)
+        x = torch.randn(4, requires_grad=True)
+        for k in range(6):
+            autofuse.reset_stats()
+            w = program(autofuse.wrap(x.detach().clone().requires_grad_()))
+            autofuse.materialize(w)
+            stats, tried = autofuse.stats(), k <= autofuse.record.policy.TRIES
+            assert stats.ops_recorded == (6 if tried else 6 - leading)
+            assert stats.kernels_launched == (not tried)
+            assert_same(autofuse.unwrap(w), program(x), None)

@@ -355,7 +355,7 @@ class Recorder:
         self.forget()
         for node in nodes:
             nodes += node.next.values()
-            if node.returns is not None:
+            if node.returns is not None and node.returns[2] is not None:
                 nodes.append(node.returns[2])
             node.next.clear()
             node.forget_runners()

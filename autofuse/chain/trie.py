@@ -9,6 +9,7 @@ kernel, so that a new size costs a few new nodes and no compile.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -32,6 +33,34 @@ def eager_node(
     node.index, node.meta = tip.index, meta
     node.reason, node.counted = reason, (op.name, reason)
     return node
+
+
+def is_run(node: Node) -> bool:
+    """Whether eager PyTorch runs a kernel for it, of its own: torch makes the others by the way."""
+    return node.base < 0 and not isinstance(node.op, (JoinOp, WriteOp))
+
+
+def key_alone(node: Node, path: Sequence[Node]) -> tuple[Any, ...]:
+    """The edge of the op of `node`, where a chain begins with it: its operands are in memory.
+
+    path: the nodes of the chain that `node` stands in.
+    """
+    assert node.parent is not None
+    known = len(node.parent.inputs)
+    edge: list[Any] = [node.key[0]]
+    slots: dict[int, int] = {}  # new Inputs, by what they are in the chain
+    for operand in node.key[1:]:
+        if isinstance(operand, type):
+            edge.append(operand)
+            continue
+        if isinstance(operand, int):
+            place, meta = operand, path[operand].meta if operand >= 0 else node.inputs[~operand]
+        else:
+            place, meta = ~known, operand
+            known += 1
+        edge.append(meta if place not in slots else ~slots[place])
+        slots.setdefault(place, len(slots))
+    return tuple(edge)
 
 
 def extend(

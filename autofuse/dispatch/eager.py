@@ -41,7 +41,7 @@ from .unrecorded import COPIES, Known, Plain, known_of
 Parameter = torch.nn.Parameter
 Handler = Callable[..., Any]
 OURS = set(map(id, (Tensor, Plain, Parameter)))  # classes of tensors that are read and written
-_SIZES = set(map(id, (tuple, list, torch.Size)))
+_MANY = set(map(id, (tuple, list)))
 
 
 def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
@@ -79,7 +79,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
                 elif state.__class__ is not Tried:
                     return run_any(func, known, args, kwargs)
         elif id(x.__class__) not in SIMPLE and not (
-            id(x.__class__) in _SIZES
+            id(x.__class__) in _MANY
             and (not x or x[0].__class__ is int or _made_concrete(x, known))
         ):
             return run_any(func, known, args, kwargs)

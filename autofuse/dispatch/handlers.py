@@ -23,7 +23,7 @@ from ..chain.state import counts, is_alone, this_thread, writing
 from ..ops import arithmetic, operators
 from ..ops import row as rows
 from ..ops.autocast import COMPOSITES
-from ..ops.row import OPS, Op
+from ..ops.row import OPS, RETURNING, Op
 from ..record.flush import flush_thread
 from ..record.numbers import follows
 from ..record.origins import keep
@@ -286,6 +286,9 @@ def _composite(compose: Handler, func: Handler) -> Handler:
         result = None if others or cast else chosen_by(compose, args, kwargs)
         return rest(*args, **kwargs) if result is None else result
 
+    known = known_of(func)
+    if compose in RETURNING and known.in_c and not known.writes:
+        HOT.append(("returning", call, (func, known)))
     return call
 
 

@@ -79,6 +79,7 @@ PyThreadState_Get = C("word", 0)
 PyThreadState_GetInterpreter = C("word", 1)
 PyThreadState_Next = C("word", 1)
 PyThread_get_thread_ident = C("word", 0)
+PyType_GetFlags = C("word", 1)
 PyTuple_New = C("new", 1)
 PyTuple_Size = C("word", 1)
 Py_DecRef = C("void", 1)
@@ -86,6 +87,7 @@ Py_IncRef = C("void", 1)
 _PyObject_MakeTpCall = C("new", 5)  # (thread, function, args, count, names)
 
 ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python 3.14 on 32
+TUPLES = 1 << 26  # the flag of tuple and its subclasses
 EQUAL = 2  # Py_EQ
 TELL = 1  # in place of a function: that it is to be called
 FAILED = (1 << 32) - 1  # the bits of a C int, which is not 0 where a setter fails

@@ -19,6 +19,7 @@ from .c import (
     PEEK,
     RECORDERS,
     TARGETS,
+    TUPLES,
     Builtin,
     Function,
     Plain,
@@ -40,6 +41,7 @@ from .c import (
     PyThreadState_GetInterpreter,
     PyThreadState_Next,
     PyTuple_Size,
+    PyType_GetFlags,
     all_recorders,
     call_object,
     call_pointer,
@@ -278,6 +280,13 @@ def joining(table, function, args, count, names) -> object:
     return passing(table, function, args, count, names)
 
 
+def returning(table, function, args, count, names) -> object:
+    """`passing` for a function that mostly returns its argument: Python does, of pending values."""
+    if has_pending(args, count) != 0:
+        return 0
+    return passing(table, function, args, count, names)
+
+
 def has_pending(items, count):
     """Whether one of the items is pending."""
     for k in range(count):
@@ -405,6 +414,8 @@ def wrapped(recorder: Recorder, result) -> object:
         wrap(result + ITEMS, PyTuple_Size(result))
     elif kind is list:
         wrap(load(result + LISTED), PyList_Size(result))
+    elif PyType_GetFlags(kind) & TUPLES != 0:  # with names, of max and topk
+        wrap(result + ITEMS, PyTuple_Size(result))
     else:
         return PyObject_CallOneArg(lifted, result)
     return kept(result)

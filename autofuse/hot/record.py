@@ -39,6 +39,7 @@ from .c import (
     PyThreadState_Get,
     PyTuple_New,
     PyTuple_Size,
+    Size,
     _PyObject_MakeTpCall,
     ask_origin,
     between,
@@ -228,7 +229,7 @@ def flattened(flat, size, x, outer):
     kind = class_of(x)
     if size > 16:
         return 0
-    if kind is int or x is None:
+    if kind is int or x is None or x is Ellipsis:
         flat[size] = x
         return size + 1
     if kind is slice:
@@ -239,7 +240,7 @@ def flattened(flat, size, x, outer):
                 return 0
             flat[size + 1 + k] = end
         return size + 4
-    if kind is tuple and outer != 0:
+    if (kind is tuple or kind is Size) and outer != 0:
         flat[size] = tuple
         size += 1
         for k in range(PyTuple_Size(x)):

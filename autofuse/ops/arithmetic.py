@@ -20,7 +20,19 @@ from ..dtypes import CODES
 from ..layout import Ints, result_stride
 from . import activations as _activations  # noqa: F401 - they add their rows
 from . import special as _special  # noqa: F401
-from .row import METHODS, OPS, composite, is_nan, is_number, plain, row, since, single, spelled
+from .row import (
+    METHODS,
+    OPS,
+    composite,
+    is_nan,
+    is_number,
+    plain,
+    returning,
+    row,
+    since,
+    single,
+    spelled,
+)
 
 # fmt: off
 
@@ -477,17 +489,20 @@ def nan_to_num(input, nan=None, posinf=None, neginf=None):
     return OPS["nan_to_num"], (input, nan, high, low)
 
 
+@returning
 @composite("conj_physical", "conj", "resolve_conj", "resolve_neg", "real")
 def _itself(input):
     """Functions that hand their argument back where it is real."""
     return None if input.is_complex() else input
 
 
+@returning
 @composite()
 def positive(input):
     return None if input.dtype is torch.bool else input
 
 
+@returning
 @composite()
 def contiguous(input, *, memory_format=torch.contiguous_format):
     return input if input.is_contiguous(memory_format=memory_format) else None

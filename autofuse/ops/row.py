@@ -204,6 +204,7 @@ SPELLINGS: dict[str, Callable[..., Chosen]] = {}  # torch name -> chooser, beyon
 PLAIN: dict[str, Op] = {}  # torch name -> Op of one or two operands with no options
 METHODS: dict[str, Callable[..., Chosen]] = {}  # where the method has another order of arguments
 COMPOSITES: dict[str, Callable[..., object]] = {}  # torch name -> the same by torch functions
+RETURNING: set[Callable[..., object]] = set()  # of these, those that return their argument or None
 
 
 def row(name: str, params: str, expr: str, **columns: object) -> Op:
@@ -236,6 +237,12 @@ def registrar(table: dict[str, Any]) -> Callable[..., Callable[[Any], Any]]:
 
 spelled = registrar(SPELLINGS)  # a chooser
 composite = registrar(COMPOSITES)  # what stands for functions that PyTorch composes
+
+
+def returning(function: Any) -> Any:
+    """A decorator of a composite that does nothing but return its argument, or None."""
+    RETURNING.add(function)
+    return function
 
 
 def since(*version: int) -> bool:

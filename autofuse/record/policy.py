@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..chain.state import Node, Recorder, counts, this_thread
-from ..chain.trie import eager_node
+from ..chain.trie import eager_node, is_run, key_alone
 from ..grad.segments import Outline
 from ..kernel.text import calls_functions
 from ..ops.reductions import Reduction
@@ -65,9 +65,10 @@ _BYTES_PER_US = {"cuda": 4e6, "cpu": 12 * 1000 / _ARITHMETIC_US}
 # how long others may do nothing meanwhile: about as long as one more flush takes
 _ALONE_US, _FUNCTION, _IDLE_US = 37e-6, 8, 10.0
 # A chain that costs less as the ops it is runs as these (`ways.ShortRunner`), TRIES times. Then
-# another node stands for its first (`make_eager`), whose op is run at once (`dispatch.eager`) and
-# not recorded any more, SKIPS times: longer chains may begin so by then (`skipped`). Once one
-# is fused that does, its first node is `long`, and nothing of this happens.
+# other nodes stand for its first and for all that would begin a chain after it (`make_eager`),
+# whose ops are run at once (`dispatch.eager`) and not recorded any more, SKIPS times: longer chains
+# may begin so by then (`skipped`). Once one is fused that does, its first node is `long`, and
+# nothing of this happens.
 TRIES, SKIPS = 3, 100
 ASIDE = "a fused call that gains too little"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
@@ -146,14 +147,30 @@ def us_moved(nbytes: int, device_type: str) -> float:
     return nbytes / _BYTES_PER_US[device_type]
 
 
-def make_eager(node: Node, reason: str) -> None:
-    """Let the op of `node`, where a chain begins with it, run as eager PyTorch for a while."""
-    tip = node.parent
-    assert tip is not None and node.op is not None
-    if tip.next.get(node.key) is node:
-        eager = eager_node(node.recorder, tip, node.op, reason, node.meta)
-        eager.key, eager.returns = node.key, (tip, node.key, node)
-        tip.next[node.key], tip.recent = eager, None
+def make_eager(nodes: list[Node], reason: str) -> None:
+    """Let the ops of `nodes`, where a chain begins with one of them, run as eager PyTorch a while.
+
+    Once the first does, what it gives is in memory, and with the next a chain would begin, which is
+    shorter: each of them would be planned, for some ms, and tried by itself.
+    """
+    root = nodes[0].parent
+    assert root is not None
+    for node in nodes:
+        if not is_run(node):
+            continue
+        key = key_alone(node, nodes)
+        known = root.next.get(key)
+        if known is None:
+            root.recorder.size += 1
+        elif known.returns is not None:
+            known.skips = 0  # the first brings them all back
+            continue
+        elif known.long or known.shell is None:
+            continue
+        assert node.op is not None
+        eager = eager_node(root.recorder, root, node.op, reason, node.meta)
+        eager.key, eager.returns = key, (root, key, known)
+        root.next[key], root.recent = eager, None
 
 
 def skipped(eager: Node) -> None:
@@ -161,7 +178,12 @@ def skipped(eager: Node) -> None:
     eager.skips += 1
     if eager.skips > SKIPS and eager.returns is not None:
         tip, key, node = eager.returns
-        tip.next[key], tip.recent = node, None
+        eager.returns = tip.recent = None
+        if node is not None:
+            tip.next[key] = node
+        elif tip.next.get(key) is eager:
+            del tip.next[key]
+            tip.recorder.size -= 1
 
 
 def rest(recorder: Recorder) -> None:
@@ -182,26 +204,31 @@ def rest(recorder: Recorder) -> None:
         recorder.open()
 
 
-def pays(nodes: list[Node], outline: Outline) -> bool:
+def pays(nodes: list[Node], outline: Outline, first: int = 0) -> bool:
     """Whether fusing a chain under grad costs less than running its ops, forward and backward.
 
     A GPU moves memory beside that, three tensors for an op, of which fusing saves two.
+
+    first: where it were to begin, if the ops before were eager.
     """
     if config.always_fuse:
         return True
     device_type = nodes[0].recorder.device.type
     costs = _GRAD_US[device_type]
-    ops = sum(node.base < 0 for node in nodes)  # torch makes views either way
+    ops = sum(node.base < 0 for node in nodes[first:])  # torch makes views either way
     eager = costs.op * ops
-    fused = costs.flush + costs.recorded * len(nodes)
+    fused = costs.flush + costs.recorded * len(nodes[first:])
     traffic = 0.0
     for index, *_ in outline.reduced:  # the backward of which is eager's either way
+        if index < first:
+            continue
         shape, _ = nodes[index].rows or ((), 0)
         fused += costs.given
         traffic += 2 * math.prod(shape) * nodes[index].meta.dtype.itemsize / _BYTES_PER_US["cuda"]  # type: ignore[union-attr]
     for segment in outline.segments:
-        fused += costs.node
-        for index in segment.steps:
+        steps = [index for index in segment.steps if index >= first]
+        fused += costs.node if steps else 0.0
+        for index in steps:
             op = nodes[index].op
             assert op is not None
             if isinstance(op, Reduction) and any(use.part for use in segment.uses[index]):
@@ -216,9 +243,14 @@ def pays(nodes: list[Node], outline: Outline) -> bool:
             moved = 3 * (1 + kernels) * max(segment.meta_of(ref).nbytes for ref in values)
             traffic += moved / _BYTES_PER_US["cuda"]
     if device_type == "cpu":
-        work = _work(nodes)
+        work = _work(nodes[first:])
         return fused + work / 2 < eager + work
     return max(fused, traffic / 3) < max(eager, traffic)
+
+
+def losing(nodes: list[Node], outline: Outline) -> int | None:
+    """How many of a chain that does not pay to leave out, so that the rest does; None if none."""
+    return next((k for k in range(1, len(nodes)) if pays(nodes, outline, k)), None)
 
 
 _KERNELS = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Compare)

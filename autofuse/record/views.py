@@ -82,11 +82,11 @@ def key_of(handler: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     def flatten(values: Any, outer: bool) -> bool:
         for x in values:
             cls = x.__class__
-            if x is None or cls is int:
+            if cls is int or x is None or x is Ellipsis:
                 key.append(x)
             elif cls is slice and all(e is None or e.__class__ is int for e in _ends(x)):
                 key.extend((slice, *_ends(x)))
-            elif cls is tuple and outer:
+            elif (cls is tuple or cls is torch.Size) and outer:
                 key.append(tuple)
                 if not flatten(x, False):
                     return False

@@ -21,7 +21,7 @@ from ..settings.config import config
 from ..supply import kernels as compiling
 from ..supply.kernels import Order
 from ..supply.load import processors_of
-from .policy import TRIES, are_alone, is_short, make_eager, pays, rest
+from .policy import TRIES, are_alone, is_short, losing, make_eager, pays, rest
 from .ranges import annotated, open_ranges
 
 
@@ -97,7 +97,9 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
             return EagerRunner(node, outputs)
         costly = not pays(nodes, outline)
         if costly and not tells:
-            return ShortRunner(node, outputs)
+            alone = ShortRunner(node, outputs)
+            alone.losing = losing(nodes, outline)
+            return alone
         graph = Graph(recorder, outline, nodes)
         computed = _computed(outputs, graph)
         if short or costly:
@@ -139,6 +141,7 @@ class ShortRunner(EagerRunner):
     """Runs a chain that costs less so by eager ops; it soon is not recorded any more."""
 
     until_long = False  # once a longer chain begins as it does, a kernel costs less
+    losing: int | None = None  # how many of its ops to leave out, for what remains to pay, if any
 
     @property
     def reason(self) -> str:
@@ -154,7 +157,7 @@ class ShortRunner(EagerRunner):
         if first.long and self.until_long:
             self.tip.forget_runners()
         elif self.runs >= TRIES and not first.long:
-            make_eager(first, self.reason)
+            make_eager(self.nodes[: self.losing], self.reason)
 
 
 class WaitingRunner(EagerRunner):
