@@ -961,19 +961,18 @@ class TestShortChains:
 
     def test_a_chain_that_begins_so_is_fused(self):
         x = autofuse.wrap(torch.randn(5))
+        short, long = (lambda: torch.tanh(x)), (lambda: torch.tanh(x) * 2)
         for _ in range(8):
-            autofuse.materialize(torch.tanh(x))
+            autofuse.materialize(short())
         for _ in range(120):  # it is looked at again after 100
-            y = torch.tanh(x) * 2
-            autofuse.materialize(y)
-        assert autofuse.is_pending(torch.tanh(x))
-        before = autofuse.stats().kernels_launched
-        autofuse.materialize(torch.tanh(x) * 2)
-        assert autofuse.stats().kernels_launched == before + 1
-        for _ in range(8):  # and stays recorded, whatever else begins with it, with a kernel
-            autofuse.materialize(torch.tanh(x))
-        assert autofuse.is_pending(torch.tanh(x))
-        assert autofuse.stats().kernels_launched == before + 1 + 7
+            autofuse.materialize(long())
+        for _ in range(8):  # and stays so, whatever else begins with its first op
+            before = autofuse.stats().kernels_launched
+            autofuse.materialize(long())
+            assert autofuse.stats().kernels_launched == before + 1
+            autofuse.materialize(short())
+            assert autofuse.stats().kernels_launched == before + 1
+        assert not autofuse.is_pending(short()) and autofuse.is_pending(long())
 
     def test_unless_it_is_asked_for(self, monkeypatch):
         monkeypatch.setattr(autofuse.config, "always_fuse", True)
@@ -1045,3 +1044,71 @@ class TestShortChains:
             assert stats.ops_recorded == (6 if tried else 6 - leading)
             assert stats.kernels_launched == (not tried)
             assert_same(autofuse.unwrap(w), program(x), None)
+
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_what_pays_in_one_place_and_not_in_another_is_told_apart(self, grad, monkeypatch):
+        """Both begin with the same op, of the same shapes; each goes its better way."""
+        policy = autofuse.record.policy
+        policy.FLUSH_US.update(cpu=6.0)  # between two ops and ten
+        costs = replace(policy._GRAD_US["cpu"], flush=6.0, node=1.0, given=0.0)
+        monkeypatch.setitem(policy._GRAD_US, "cpu", costs)
+        x, y = (torch.randn(4, 4, requires_grad=grad) for _ in range(2))
+
+        def short(x, y):
+            return x + y
+
+        def long(x, y):
+            z = x + y
+            for _ in range(12):
+                z = z * 0.5 - 1.0
+            return z
+
+        w, v = (autofuse.wrap(t.detach().clone().requires_grad_(grad)) for t in (x, y))
+        for k in range(40):
+            launches = []
+            for program in (long, short, short, long):
+                autofuse.reset_stats()
+                made = autofuse.materialize(program(w, v))
+                launches.append(autofuse.stats().kernels_launched)
+                if k > 10:
+                    recorded = autofuse.stats().ops_recorded
+                    assert recorded == (25 if program is long else 0), (k, program)
+                if program is short or k % 10 == 0:
+                    assert_same(autofuse.unwrap(made), program(x, y), None)
+            assert launches == [1, 0, 0, 1]
+
+    def test_a_place_that_is_called_both_ways_is_fused_where_it_pays(self):
+        """One instruction stands for both: none of them is wrong."""
+        autofuse.record.policy.FLUSH_US.update(cpu=6.0)
+        x = torch.randn(4, 4)
+        w = autofuse.wrap(x)
+        for k in range(300):
+            z, n = w + w, 24 if k % 2 else 0
+            for _ in range(n):
+                z = z * 1.0
+            assert_same(autofuse.unwrap(autofuse.materialize(z)), x + x, None)
+        autofuse.reset_stats()
+        z = w + w
+        for _ in range(24):
+            z = z * 1.0
+        assert_same(autofuse.unwrap(autofuse.materialize(z)), x + x, None)
+
+    @pytest.mark.parametrize("create_graph", [False, True])
+    def test_second_derivatives_count_for_whether_it_pays(self, create_graph, monkeypatch):
+        """Under `create_graph` no kernel runs backward, so that fewer chains pay."""
+        policy = autofuse.record.policy
+        costs = replace(policy._GRAD_US["cpu"], flush=20.0, node=1.0, op=1.0, recorded=0.0)
+        monkeypatch.setitem(policy._GRAD_US, "cpu", replace(costs, gradient=9.0, kernel=9.0))
+        policy.FLUSH_US.update(cpu=1e-3)
+        recorded = []
+        for _ in range(autofuse.grad.backward.MANY_SWEEPS + 16):
+            leaf = torch.linspace(0.0, 1.0, 4).requires_grad_()
+            want = torch.autograd.grad((((leaf * 2.0 + 1.0) * leaf) * 3.0).sum(), leaf)
+            x = autofuse.wrap(torch.linspace(0.0, 1.0, 4).requires_grad_())
+            autofuse.reset_stats()
+            y = autofuse.materialize(((x * 2.0 + 1.0) * x) * 3.0)
+            recorded.append(autofuse.stats().ops_recorded)
+            got = torch.autograd.grad(y.sum(), x, create_graph=create_graph)
+            assert got[0].requires_grad is create_graph
+            assert_same(autofuse.unwrap(got[0]).detach(), want[0], None)
+        assert recorded[0] == 4 and recorded[-1] == (0 if create_graph else 4)

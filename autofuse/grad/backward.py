@@ -54,8 +54,9 @@ from .segments import Outline, Segment
 class Backward:
     """The backward of one autograd node; the same for every run of a program."""
 
-    def __init__(self, recorder: Recorder, segment: Segment) -> None:
-        self.recorder, self.segment = recorder, segment
+    def __init__(self, recorder: Recorder, segment: Segment, tip: Node) -> None:
+        """tip: where the chain ends."""
+        self.recorder, self.segment, self.tip = recorder, segment, tip
         op = segment.nodes[segment.root].op
         assert op is not None
         # sums and means over dims are torch's second overloads
@@ -91,6 +92,9 @@ class Backward:
                     "chain, which autofuse.config.recompute = 'inputs' does not keep; set it to "
                     "'free' before the forward pass"
                 )
+            self.tip.swept += 1
+            if self.tip.swept == MANY_SWEEPS:  # from now on these count for whether it pays
+                self.tip.forget_runners()
         elif self.segment.told and not self._laid_out(saved):
             pass
         elif not (in_functorch() or dispatch_modes() or self.meets_autocast()):  # told of ops
@@ -206,6 +210,7 @@ class Backward:
             return None
 
 
+MANY_SWEEPS = 8  # backwards of a chain under `create_graph`, after which more of them will come
 # classes of gradients whose memory is theirs
 _READ = set(map(id, (torch.Tensor, torch.nn.Parameter, Tensor)))
 
@@ -288,7 +293,7 @@ class Graph:
     """What a flush leaves behind: the backwards of its nodes, in order."""
 
     def __init__(self, recorder: Recorder, outline: Outline, nodes: list[Node]) -> None:
-        self.backwards = [Backward(recorder, segment) for segment in outline.segments]
+        self.backwards = [Backward(recorder, segment, nodes[-1]) for segment in outline.segments]
         self.views = [nodes[index] for index in outline.views]
         self.reduced = [(nodes[index], (index, *more)) for index, *more in outline.reduced]
         self.bare = {index: _bare(nodes[index].meta) for index in outline.bare}

@@ -144,6 +144,10 @@ def recorded(func, op, operands, count, wanted) -> object:
         return 0
     if autocast_mode(recorder) != (recorder.autocast is True):
         return 0
+    if node.places is not None:
+        node = at_place(node)
+        if node == 0:
+            return 0
     shell = node.shell
     if shell is None:
         if func == 0 or node.reason is EMPTY or len(chain) != 0:
@@ -297,6 +301,23 @@ def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
     if node != 0:
         tip.recent = node
     return node
+
+
+def at_place(stand: Node):
+    """The node for what would begin where the program is, borrowed; 0 where `places` has to say."""
+    places: dict = kept(stand.places)
+    frame = kept(PyEval_GetFrame())
+    while frame != 0:
+        code = PyFrame_GetCode(frame)
+        number = PyLong_FromLong(code + PyFrame_GetLasti(frame))
+        node = PyDict_GetItemWithError(places, number)
+        if node != 0:
+            return node
+        number = PyLong_FromLong(code)
+        if PyDict_GetItemWithError(between, number) == 0:
+            return 0
+        frame = tried(PyFrame_GetBack(frame))
+    return 0
 
 
 def run_short(recorder: Recorder, func, node: Node, operands, count) -> object:

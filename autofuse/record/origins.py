@@ -191,7 +191,7 @@ def ask(result: Any, sources: Sequence[Tried] = (), mixed: bool = False) -> Any:
     kind = result.__class__
     key, frame, origin, verdict = 0, None, None, None
     if kind is torch.Tensor or issubclass(kind, _MANY):
-        key, frame = _instruction()
+        key, frame = instruction()
         origin = origins.get(key)
         if origin is not None and origin.parts is not None:
             origin = origin.parts.get(_caller(frame)) or origin.parts.get(0, origin)
@@ -279,7 +279,7 @@ def _device_of(result: Any) -> torch.device | None:
     return devices[0] if devices and devices[0].type in PASSED_US else None
 
 
-def _instruction() -> tuple[int, FrameType]:
+def instruction() -> tuple[int, FrameType]:
     """The address of the instruction that the program is at, and its frame."""
     frame = sys._getframe(2)
     while True:

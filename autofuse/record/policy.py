@@ -13,6 +13,7 @@ import torch
 
 from ..chain.state import Node, Recorder, counts, this_thread
 from ..chain.trie import eager_node, is_run, key_alone
+from ..grad.backward import MANY_SWEEPS
 from ..grad.segments import Outline
 from ..kernel.text import calls_functions
 from ..ops.reductions import Reduction
@@ -67,16 +68,16 @@ _ALONE_US, _FUNCTION, _IDLE_US = 37e-6, 8, 10.0
 # A chain that costs less as the ops it is runs as these (`ways.ShortRunner`), TRIES times. Then
 # other nodes stand for its first and for all that would begin a chain after it (`make_eager`),
 # whose ops are run at once (`dispatch.eager`) and not recorded any more, SKIPS times: longer chains
-# may begin so by then (`skipped`). Once one is fused that does, its first node is `long`, and
-# nothing of this happens.
+# may begin so by then (`skipped`). Once one is fused that does, its first node is `long`: then it
+# is told apart by instructions of the program whether what begins there pays (`places`).
 TRIES, SKIPS = 3, 100
 ASIDE = "a fused call that gains too little"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
 
 
 def is_short(nodes: list[Node], device_type: str) -> bool:
-    """Whether the chain of `nodes` costs less as the ops it is, while no longer one begins so."""
-    if nodes[0].long or config.always_fuse:
+    """Whether the chain of `nodes` costs less as the ops it is."""
+    if config.always_fuse:
         return False
     return _gain(nodes, device_type, _OP_US[device_type]) < 0
 
@@ -165,25 +166,28 @@ def make_eager(nodes: list[Node], reason: str) -> None:
         elif known.returns is not None:
             known.skips = 0  # the first brings them all back
             continue
-        elif known.long or known.shell is None:
+        elif known.shell is None:
             continue
         assert node.op is not None
-        eager = eager_node(root.recorder, root, node.op, reason, node.meta)
-        eager.key, eager.returns = key, (root, key, known)
-        root.next[key], root.recent = eager, None
+        stand = eager_node(root.recorder, root, node.op, reason, node.meta)
+        if known is not None and known.long:
+            stand.reason, stand.places = "", {}
+        stand.key, stand.returns = key, (root.next, key, known)
+        root.next[key], root.recent = stand, None
 
 
 def skipped(eager: Node) -> None:
     """Count that its op was not recorded, and end what `make_eager` has begun if that is time."""
     eager.skips += 1
     if eager.skips > SKIPS and eager.returns is not None:
-        tip, key, node = eager.returns
-        eager.returns = tip.recent = None
-        if node is not None:
-            tip.next[key] = node
-        elif tip.next.get(key) is eager:
-            del tip.next[key]
-            tip.recorder.size -= 1
+        table, key, node = eager.returns
+        eager.returns = None
+        if table.get(key) is eager:
+            if node is None:
+                del table[key]
+            else:
+                table[key] = node
+        eager.recorder.home.recent = None
 
 
 def rest(recorder: Recorder) -> None:
@@ -218,6 +222,8 @@ def pays(nodes: list[Node], outline: Outline, first: int = 0) -> bool:
     ops = sum(node.base < 0 for node in nodes[first:])  # torch makes views either way
     eager = costs.op * ops
     fused = costs.flush + costs.recorded * len(nodes[first:])
+    # under `create_graph` torch's ops run backward either way, ours by rules that Python applies
+    swept = nodes[-1].swept >= MANY_SWEEPS
     traffic = 0.0
     for index, *_ in outline.reduced:  # the backward of which is eager's either way
         if index < first:
@@ -234,7 +240,7 @@ def pays(nodes: list[Node], outline: Outline, first: int = 0) -> bool:
             if isinstance(op, Reduction) and any(use.part for use in segment.uses[index]):
                 fused += costs.given
             kernels = 0
-            for use in segment.uses[index]:
+            for use in () if swept else segment.uses[index]:
                 here = sum(isinstance(tree, _KERNELS) for tree in ast.walk(use.rule))
                 here = 0 if op.name == "sum" else here  # a view of torch's
                 kernels += here

@@ -84,12 +84,10 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
     if sys.is_finalizing():  # a finalizer, when modules are gone that a kernel needs
         return EagerRunner(node, outputs)
     if are_alone(nodes):
-        return ShortRunner(node, outputs)
+        return ShortRunner(node, outputs, "reductions alone")
     short, tells = is_short(nodes, device.type), _tells(node)
     if short and not tells:
-        alone = ShortRunner(node, outputs)
-        alone.until_long = True
-        return alone
+        return ShortRunner(node, outputs, "a short chain")
     graph, computed = None, outputs
     if tells or any(nodes[output.step].meta.requires_grad for output in outputs):  # type: ignore[union-attr]
         outline = _outline(node, outputs)
@@ -97,14 +95,14 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
             return EagerRunner(node, outputs)
         costly = not pays(nodes, outline)
         if costly and not tells:
-            alone = ShortRunner(node, outputs)
+            alone = ShortRunner(node, outputs, "a short chain under grad")
             alone.losing = losing(nodes, outline)
             return alone
         graph = Graph(recorder, outline, nodes)
         computed = _computed(outputs, graph)
         if short or costly:
-            alone = ShortRunner(node, computed)
-            alone.until_long = short
+            why = "a short chain" if short else "a short chain under grad"
+            alone = ShortRunner(node, computed, why)
             graph.attach_to(alone)
             return alone
     nodes[0].long = True
@@ -140,24 +138,16 @@ def _computed(outputs: tuple[Output, ...], graph: Graph) -> tuple[Output, ...]:
 class ShortRunner(EagerRunner):
     """Runs a chain that costs less so by eager ops; it soon is not recorded any more."""
 
-    until_long = False  # once a longer chain begins as it does, a kernel costs less
     losing: int | None = None  # how many of its ops to leave out, for what remains to pay, if any
 
-    @property
-    def reason(self) -> str:
-        if len(self.nodes) == 1:
-            return "a chain of one op"
-        if are_alone(self.nodes):
-            return "reductions alone"
-        return "a short chain" if self.until_long else "a short chain under grad"
+    def __init__(self, tip: Node, outputs: tuple[Output, ...], short: str) -> None:
+        super().__init__(tip, outputs)
+        self.short = "a chain of one op" if len(self.nodes) == 1 else short
 
     def run(self, chain: Chain) -> None:
         super().run(chain)
-        first = self.nodes[0]
-        if first.long and self.until_long:
-            self.tip.forget_runners()
-        elif self.runs >= TRIES and not first.long:
-            make_eager(self.nodes[: self.losing], self.reason)
+        if self.runs >= TRIES:
+            make_eager(self.nodes[: self.losing], self.short)
 
 
 class WaitingRunner(EagerRunner):

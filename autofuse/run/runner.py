@@ -34,6 +34,7 @@ class Runner:
     elides = True  # its dead values get no memory
     saved_bytes = 0  # kept for backward
     waiting = False  # for kernels
+    short = ""  # why it runs ops that cost less than a kernel, if it does
     tells = False  # hooks of saved tensors, of what `attach` saves
     ops: Callable[..., list[torch.Tensor]] | None = None  # the same by eager ops, once needed
 

@@ -1,0 +1,47 @@
+"""Places: where chains that begin alike pay, for not all do that begin with an op.
+
+A residual `x + y` may end in a product here and begin a long chain there. Where `policy.make_eager`
+finds that a chain has paid which begins with its op, the verdict is of the instruction at which one
+begins: there the op is recorded, or run as eager PyTorch for a while.
+"""
+
+from __future__ import annotations
+
+from ..chain.state import Chain, Node
+from ..chain.trie import eager_node
+from ..run.runner import Runner
+from .origins import instruction
+from .policy import TRIES
+
+_MOST = 256  # of an op that are told apart
+
+
+def at_place(chain: Chain, stand: Node) -> Node:
+    """What an op is recorded as that would begin `chain` where the program is: `stand.places`."""
+    assert stand.places is not None and stand.returns is not None
+    place = instruction()[0]
+    node = stand.places.get(place)
+    if node is not None:
+        return node
+    chain.place = place
+    (_, _, node) = stand.returns
+    assert node is not None
+    return node
+
+
+def tell_place(chain: Chain, runner: Runner) -> None:
+    """Let what begins where `chain` has begun be recorded from now on, or be eager for a while."""
+    place, chain.place = chain.place, None
+    first = runner.nodes[0]
+    assert place is not None and first.parent is not None and first.op is not None
+    stand = first.parent.next.get(first.key)
+    if stand is None or stand.places is None:  # the chain has begun otherwise after all
+        return
+    if len(stand.places) >= _MOST:
+        stand.places.clear()
+    if runner.pieces:
+        stand.places[place] = first
+    elif runner.short and runner.runs >= TRIES:
+        eager = eager_node(first.recorder, first.parent, first.op, runner.short, first.meta)
+        eager.returns = (stand.places, place, None)
+        stand.places[place] = eager
