@@ -261,6 +261,12 @@ def are_few(args, count, most):
 def viewing(table, function, args, count, names) -> object:
     """`passing` for a function that gives views, or of a pending value `record.views`."""
     if count != 0 and class_of(args[0]) is Tensor and class_of(state_of(args[0])) is Node:
+        recorder: Recorder = current_recorder()
+        if recorder != 0 and recorder is not None:
+            chain: Chain = recorder.chain
+            tip: Node = chain.tip
+            if tip.rows is not None:  # row kernels read no index maps
+                return passing(table, function, args, count, names)
         if names != 0 or count > 7:
             return 0
         return recorded_views(function, args, count)

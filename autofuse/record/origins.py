@@ -76,6 +76,19 @@ class Origin:
             part = self.tried.setdefault(caller, part)
         return part
 
+    def of(self, caller: int) -> Origin:
+        """What is known of the results for `caller`, as of any that was in no trial."""
+        assert self.parts is not None
+        part = self.parts.get(caller)
+        if part is None:
+            part = self.parts.get(0)
+            if part is None:
+                part = self.parts[0] = Origin(self)
+                part.plain, part.once = self.plain, self.once
+            if len(self.parts) < _FEW:  # so that machine code finds it
+                self.parts[caller] = part
+        return part
+
     def judge(self) -> None:
         """Decide by what its parts have gained."""
         parts = dict(self.tried)
@@ -194,7 +207,7 @@ def ask(result: Any, sources: Sequence[Tried] = (), mixed: bool = False) -> Any:
         key, frame = instruction()
         origin = origins.get(key)
         if origin is not None and origin.parts is not None:
-            origin = origin.parts.get(_caller(frame)) or origin.parts.get(0, origin)
+            origin = origin.of(_caller(frame))
         verdict = STAY if origin is not None and origin.plain else None
         if origin is None:
             trials.new -= trials.new > 0
