@@ -46,9 +46,9 @@ class Node:
     __slots__ = ("apart", "args", "autocast", "base", "by_outputs", "cast", "common", "consts",
                  "counted", "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs",
                  "key", "known_views", "likely", "limits", "long", "looked_on", "meta", "next",
-                 "of", "offset", "op", "parent", "pinned_limit", "places", "reason", "recent",
+                 "of", "offset", "op", "parent", "pinned_limit", "reason", "recent",
                  "recorder", "relaxed", "returns", "rows", "runners", "saves", "shell", "skips",
-                 "swept", "told", "usual", "viewed", "views", "writers")  # fmt: skip
+                 "starts", "swept", "told", "usual", "viewed", "views", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -100,10 +100,10 @@ class Node:
         self.writers: dict[tuple[int, ...], Any] = {}  # ...where the last value goes to memory
         # that is there; and by outputs, also those that wait for kernels
         self.by_outputs: dict[tuple[Output, ...], Any] = {}
-        # of `policy.make_eager`: where it stands for what, that of a place for nothing...
+        # of `policy.make_eager`: where it stands for what, at a start for nothing...
         self.returns: tuple[dict[Any, Node], Any, Node | None] | None = None
         # ...or the nodes to take by instructions, where chains that begin so pay at some of them
-        self.places: dict[int, Node] | None = None
+        self.starts: dict[int, Node] | None = None
         self.swept = 0  # backwards of the chain that ends here under `create_graph`
         self.skips = 0  # how often that was not recorded
         self.long = False  # a chain that begins here has paid as a fused one
@@ -203,7 +203,7 @@ class Chain(list):  # type: ignore[type-arg]
     """
 
     __slots__ = ("bumps", "consts", "first", "hooks", "inputs", "into", "known", "late", "marks",
-                 "pinned", "place", "stream", "tip", "tried", "values")  # fmt: skip
+                 "pinned", "start", "stream", "tip", "tried", "values")  # fmt: skip
 
     def __init__(self, tip: Node) -> None:
         self.tip = tip
@@ -220,9 +220,8 @@ class Chain(list):  # type: ignore[type-arg]
         self.first = 0  # under grad: the number of its first op, see `record.numbers`
         self.late: int | None = None  # that, where nodes made now would come too late
         self.tried: list[Any] | None = None  # Origins of Inputs that are on trial
-        self.place: int | None = (
-            None  # its first instruction, while it is not known whether it pays
-        )
+        # the instruction that it begins at, while it is not known whether it pays there
+        self.start: int | None = None
         self.hooks: Hooks | None = None  # its recorder's, once a flush has taken it
 
     @property
@@ -238,7 +237,7 @@ class Chain(list):  # type: ignore[type-arg]
         self.known.clear()
         self.marks.clear()
         self.bumps = self.into = self.values = self.tried = self.hooks = None
-        self.place = None
+        self.start = None
         self.pinned = 0
         return self
 
@@ -365,8 +364,8 @@ class Recorder:
             nodes += node.next.values()
             if node.returns is not None and node.returns[2] is not None:
                 nodes.append(node.returns[2])
-            if node.places is not None:
-                node.places.clear()
+            if node.starts is not None:
+                node.starts.clear()
             node.next.clear()
             node.forget_runners()
             node.recent = node.returns = node.shell = None

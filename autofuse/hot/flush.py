@@ -128,7 +128,7 @@ def flushed(recorder: Recorder, reason, target, expected, last):
     tip: Node = chain.tip
     if target != 0 and (chain is not expected or tip is not last):
         return 0
-    if chain.tried is not None or chain.place is not None:  # on trial, which is told
+    if chain.tried is not None or chain.start is not None:  # on trial, which is told
         return 0
     size = len(chain)
     refcounts: tuple = tip.usual  # 60 ns less than to make them anew

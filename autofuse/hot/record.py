@@ -144,8 +144,8 @@ def recorded(func, op, operands, count, wanted) -> object:
         return 0
     if autocast_mode(recorder) != (recorder.autocast is True):
         return 0
-    if node.places is not None:
-        node = at_place(node)
+    if node.starts is not None:
+        node = at_start(node)
         if node == 0:
             return 0
     shell = node.shell
@@ -303,14 +303,14 @@ def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
     return node
 
 
-def at_place(stand: Node):
-    """The node for what would begin where the program is, borrowed; 0 where `places` has to say."""
-    places: dict = kept(stand.places)
+def at_start(stand: Node):
+    """The node for what would begin where the program is, borrowed; 0 where `starts` has to say."""
+    starts: dict = kept(stand.starts)
     frame = kept(PyEval_GetFrame())
     while frame != 0:
         code = PyFrame_GetCode(frame)
         number = PyLong_FromLong(code + PyFrame_GetLasti(frame))
-        node = PyDict_GetItemWithError(places, number)
+        node = PyDict_GetItemWithError(starts, number)
         if node != 0:
             return node
         number = PyLong_FromLong(code)

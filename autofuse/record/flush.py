@@ -67,7 +67,7 @@ from ..torch_private import InferenceMode, NoModes, changes_results, detach, set
 from .failures import is_lost, lose, recover
 from .numbers import is_next
 from .origins import credit
-from .places import tell_place
+from .starts import tell_start
 from .ways import runner_for
 
 
@@ -281,8 +281,8 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
                 runner = runner_for(recorder, node, refcounts, writes)
         if chain.tried is not None:
             credit(chain, runner.nodes, bool(runner.pieces))
-        if chain.place is not None:
-            tell_place(chain, runner)
+        if chain.start is not None:
+            tell_start(chain, runner)
         counts.flushes[reason] = counts.flushes.get(reason, 0) + 1
         try:
             if (runner.live or runner.tells) and own:

@@ -69,7 +69,7 @@ _ALONE_US, _FUNCTION, _IDLE_US = 37e-6, 8, 10.0
 # other nodes stand for its first and for all that would begin a chain after it (`make_eager`),
 # whose ops are run at once (`dispatch.eager`) and not recorded any more, SKIPS times: longer chains
 # may begin so by then (`skipped`). Once one is fused that does, its first node is `long`: then it
-# is told apart by instructions of the program whether what begins there pays (`places`).
+# is told apart by instructions of the program whether what begins there pays (`starts`).
 TRIES, SKIPS = 3, 100
 ASIDE = "a fused call that gains too little"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
@@ -171,7 +171,7 @@ def make_eager(nodes: list[Node], reason: str) -> None:
         assert node.op is not None
         stand = eager_node(root.recorder, root, node.op, reason, node.meta)
         if known is not None and known.long:
-            stand.reason, stand.places = "", {}
+            stand.reason, stand.starts = "", {}
         stand.key, stand.returns = key, (root.next, key, known)
         root.next[key], root.recent = stand, None
 

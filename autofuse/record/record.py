@@ -48,8 +48,8 @@ from .flush import flush
 from .modes import forget, regrade, renew
 from .numbers import follows
 from .origins import Origin, is_on_trial
-from .places import at_place
 from .policy import is_narrow, skipped
+from .starts import at_start
 
 _Parameter = torch.nn.Parameter
 _INT64 = 1 << 63
@@ -137,8 +137,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         node = _miss(recorder, tip, op, key)
         if node is None:  # the chain had to be cut first
             return record(op, operands)
-    if node.places is not None:
-        node = at_place(chain, node)
+    if node.starts is not None:
+        node = at_start(chain, node)
     shell = node.shell
     if shell is None:
         if node.reason:

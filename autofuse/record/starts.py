@@ -1,4 +1,4 @@
-"""Places: where chains that begin alike pay, for not all do that begin with an op.
+"""Starts: where chains that begin alike pay, for not all do that begin with an op.
 
 A residual `x + y` may end in a product here and begin a long chain there. Where `policy.make_eager`
 finds that a chain has paid which begins with its op, the verdict is of the instruction at which one
@@ -16,32 +16,32 @@ from .policy import TRIES
 _MOST = 256  # of an op that are told apart
 
 
-def at_place(chain: Chain, stand: Node) -> Node:
-    """What an op is recorded as that would begin `chain` where the program is: `stand.places`."""
-    assert stand.places is not None and stand.returns is not None
-    place = instruction()[0]
-    node = stand.places.get(place)
+def at_start(chain: Chain, stand: Node) -> Node:
+    """What an op is recorded as that would begin `chain` where the program is: `stand.starts`."""
+    assert stand.starts is not None and stand.returns is not None
+    start = instruction()[0]
+    node = stand.starts.get(start)
     if node is not None:
         return node
-    chain.place = place
+    chain.start = start
     (_, _, node) = stand.returns
     assert node is not None
     return node
 
 
-def tell_place(chain: Chain, runner: Runner) -> None:
+def tell_start(chain: Chain, runner: Runner) -> None:
     """Let what begins where `chain` has begun be recorded from now on, or be eager for a while."""
-    place, chain.place = chain.place, None
+    start, chain.start = chain.start, None
     first = runner.nodes[0]
-    assert place is not None and first.parent is not None and first.op is not None
+    assert start is not None and first.parent is not None and first.op is not None
     stand = first.parent.next.get(first.key)
-    if stand is None or stand.places is None:  # the chain has begun otherwise after all
+    if stand is None or stand.starts is None:  # the chain has begun otherwise after all
         return
-    if len(stand.places) >= _MOST:
-        stand.places.clear()
+    if len(stand.starts) >= _MOST:
+        stand.starts.clear()
     if runner.pieces:
-        stand.places[place] = first
+        stand.starts[start] = first
     elif runner.short and runner.runs >= TRIES:
         eager = eager_node(first.recorder, first.parent, first.op, runner.short, first.meta)
-        eager.returns = (stand.places, place, None)
-        stand.places[place] = eager
+        eager.returns = (stand.starts, start, None)
+        stand.starts[start] = eager
