@@ -106,6 +106,8 @@ def materialize(*xs: Any) -> Any:
                 return x
             if state.__class__ is Meta or state is UNKNOWN:
                 return x
+        elif x.__class__ is torch.Tensor:  # a result that stays plain: 1.5 us less
+            return x
     for tensor in wrapped_in(xs):
         flush_tensor(tensor, "materialize")
     return xs[0] if len(xs) == 1 else xs

@@ -130,6 +130,8 @@ use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 address_of = TensorBase.data_ptr  # type: ignore[attr-defined] - unpatched
 copy_to = TensorBase.copy_  # type: ignore[attr-defined] - (into, value)
 keys_of = torch._C._dispatch_keys  # what decides which kernels an op on it runs
+# that of tensors whose memory is laid out by strides; others of those have another
+DENSE: int = torch._C.DispatchKeySet(torch._C.DispatchKey.Dense).raw_repr()
 is_shell = TensorBase._python_dispatch.__get__  # type: ignore[attr-defined]
 requires_grad_of = torch.Tensor.requires_grad.__get__
 raw_version_of = torch.Tensor._version.__get__  # type: ignore[attr-defined]

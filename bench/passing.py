@@ -1,11 +1,12 @@
 """Ops that autofuse does not record: what they cost on wrapped tensors, above plain ones.
 
-    python bench/passing.py [--device cuda] [--rounds 15] [--iterations 300] [--grad]
+    python bench/passing.py [--device cuda] [--rounds 15] [--iterations 300] [--grad] [--only TEXT]
 
 us per call, medians of rounds in which plain and wrapped take turns; 64 x 256 float32, concrete,
 without grad or, with --grad, leaves that require it. `stays` is wrapped where results have come to
-stay plain, and the program's row is us per op of one that only passes on. `process` is plain
-tensors of a process that has not imported autofuse, in turns with this one's.
+stay plain, and the program's row is us per op of one that only passes on. Of `h` plain, another
+argument is wrapped. `process` is plain tensors of a process that has not imported autofuse, in
+turns with this one's.
 """
 
 from __future__ import annotations
@@ -92,7 +93,45 @@ def rows(device: str) -> dict[str, Row]:
     }
 
 
-_WRITES = "x[:, 3] = 0.5", "x[3] = x[4]"  # which eager refuses of a leaf that requires grad
+def beside(device: str) -> dict[str, tuple[Row, Any]]:
+    """Calls by name on a plain tensor `h`, and what they are given beside it, which is wrapped."""
+    h, x = (torch.randn(64, 256, device=device) for _ in range(2))
+    w, b = torch.randn(256, 256, device=device), torch.randn(256, device=device)
+    i, first = torch.arange(64, device=device), torch.zeros(64, 1, dtype=torch.long, device=device)
+    image, filters = torch.randn(1, 4, 8, 8, device=device), torch.randn(4, 4, 3, 3, device=device)
+    return {
+        "h[i]": (lambda i: h[i], i),
+        "h[:, i]": (lambda i: h[:, i], i),
+        "h[i, :]": (lambda i: h[i, :], i),
+        "h[:, mask]": (lambda mask: h[:, mask], b > 1),
+        "h.index_add(0, i, x)": (lambda given: h.index_add(0, *given), (i, x)),
+        "h.index_add(0, j, x)": (lambda x: h.index_add(0, i, x), x),
+        "h.index_select(0, i)": (lambda i: h.index_select(0, i), i),
+        "h.index_select(dim=0, index=i)": (lambda i: h.index_select(dim=0, index=i), i),
+        "h.gather(1, first)": (lambda first: h.gather(1, first), first),
+        "h.scatter_add(0, first, x)": (lambda given: h.scatter_add(0, *given), (first, x)),
+        "h.mm(w)": (lambda w: h.mm(w), w),
+        "h.matmul(w)": (lambda w: h.matmul(w), w),
+        "h @ w": (lambda w: h @ w, w),
+        "h.view_as(x)": (lambda x: h.view_as(x), x),
+        "h.type_as(x)": (lambda x: h.type_as(x), x),
+        "h.index_add_(0, i, x)": (lambda given: h.index_add_(0, *given), (i, x)),
+        "h[3] = x": (lambda x: operator.setitem(h, 3, x), b),
+        "torch.mm(h, w)": (lambda w: torch.mm(h, w), w),
+        "torch.mm(h, mat2=w)": (lambda w: torch.mm(h, mat2=w), w),
+        "torch.cat([h, x])": (lambda x: torch.cat([h, x]), x),
+        "torch.stack((h, x), 1)": (lambda x: torch.stack((h, x), 1), x),
+        "torch.conv2d": (lambda filters: torch.conv2d(image, filters), filters),
+        "torch.index_select": (lambda i: torch.index_select(h, 0, i), i),
+        "F.linear(h, w, b)": (lambda given: F.linear(h, *given), (w, b)),
+        "F.embedding(i, h)": (lambda i: F.embedding(i, h), i),
+        "F.layer_norm(h, ..., b)": (lambda b: F.layer_norm(h, (256,), b), b),
+        "F.cross_entropy(h, i)": (lambda i: F.cross_entropy(h, i), i),
+    }
+
+
+# which eager refuses of a leaf that requires grad, or whose graph grows with every call
+_WRITES = "x[:, 3] = 0.5", "x[3] = x[4]", "h.index_add_(0, i, x)", "h[3] = x"
 _OPS = 47  # of `program`
 
 
@@ -110,6 +149,7 @@ def plain_rows(device: str) -> dict[str, Row]:
     """Calls by name of a plain tensor of one element, where only the host counts."""
     t = torch.ones(1, device=device)
     t.requires_grad_(False)
+    m, i = t.view(1, 1), torch.zeros(1, dtype=torch.long, device=device)
     return {
         "t.add_(1)": lambda _: t.add_(1),
         "t[0] = 1": lambda _: operator.setitem(t, 0, 1),
@@ -117,7 +157,19 @@ def plain_rows(device: str) -> dict[str, Row]:
         "t.grad": lambda _: t.grad,
         "t.requires_grad": lambda _: t.requires_grad,
         "t.grad = None": lambda _: setattr(t, "grad", None),
+        "t[0]": lambda _: t[0],
+        "t[0:1]": lambda _: t[0:1],
+        "t[i]": lambda _: t[i],
+        "t[:, i]": lambda _: m[:, i],
+        "t.mm(t)": lambda _: m.mm(m),
+        "t.sum(0)": lambda _: t.sum(0),
+        "t.sum(dim=0)": lambda _: t.sum(dim=0),
+        "t.view(1)": lambda _: t.view(1),
+        "t.size(0)": lambda _: t.size(0),
+        "t.index_select(0, i)": lambda _: t.index_select(0, i),
+        "t.index_add(0, i, t)": lambda _: t.index_add(0, i, t),
         "torch.sigmoid(t)": lambda _: torch.sigmoid(t),
+        "torch.mm(t, t)": lambda _: torch.mm(m, m),
         "torch.add(t, t)": lambda _: torch.add(t, t),
         "torch.add(t, t, alpha=2)": lambda _: torch.add(t, t, alpha=2),
         "torch.sum(t, 0)": lambda _: torch.sum(t, 0),
@@ -127,6 +179,14 @@ def plain_rows(device: str) -> dict[str, Row]:
         "F.linear(t, t[None])": lambda _: F.linear(t, t[None]),
         "F.layer_norm(t, (1,))": lambda _: F.layer_norm(t, (1,)),
     }
+
+
+def leaves_of(x: Any, grad: bool, wrap: Callable[[torch.Tensor], Any] | None = None) -> Any:
+    """Concrete copies of a tensor or several, wrapped or not, which require grad where they can."""
+    if isinstance(x, tuple):
+        return tuple(leaves_of(item, grad, wrap) for item in x)
+    leaf = x.clone().requires_grad_(grad and x.is_floating_point())
+    return leaf if wrap is None else wrap(leaf)
 
 
 def us_of(call: Row, x: Any, iterations: int) -> float:
@@ -156,6 +216,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--only", default="", help="rows whose names have this in them")
     parser.add_argument("--grad", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -167,25 +228,31 @@ def main() -> None:
     torch.set_grad_enabled(given.grad)
     device, n = given.device, given.iterations
     plain = torch.randn(64, 256, device=device)
-    wrapped = autofuse.wrap(plain.clone().requires_grad_(given.grad))
-    plain.requires_grad_(given.grad)
-    autofuse.materialize(wrapped + 1)  # as after any chain
-    print(f"{'':26} plain us  wrapped, more  stays, more")
-    for name, call in {**rows(device), "a program, per op": program}.items():
-        if given.grad and name in _WRITES:
+
+    def wrapped(leaf: torch.Tensor) -> Any:
+        made = autofuse.wrap(leaf)
+        autofuse.materialize(made + 1)  # as after any chain
+        return made
+
+    calls = {name: (call, plain) for name, call in rows(device).items()}
+    calls |= {"a program, per op": (program, plain)} | beside(device)
+    print(f"{'':31} plain us  wrapped, more  stays, more")
+    for name, (call, x) in calls.items():
+        if given.only not in name or (given.grad and name in _WRITES):
             continue
+        operands, others = (leaves_of(x, given.grad, wrap) for wrap in (None, wrapped))
         times = []
         for _ in range(2 + given.rounds):
             autofuse.config.measure = False
-            here, there = us_of(call, plain, n), us_of(call, wrapped, n)
+            here, there = us_of(call, operands, n), us_of(call, others, n)
             synchronize(device)
             autofuse.config.measure = True
-            times.append((here, there - here, us_of(call, wrapped, n) - here))
+            times.append((here, there - here, us_of(call, others, n) - here))
             synchronize(device)
         ops = _OPS if call is program else 1
         columns = zip(*times[2:], strict=True)  # by then results stay plain
         without, more, stays = (statistics.median(column) / ops for column in columns)
-        print(f"{name:26} {without:8.2f} {more:+14.2f} {stays:+12.2f}", flush=True)
+        print(f"{name:31} {without:8.2f} {more:+14.2f} {stays:+12.2f}", flush=True)
     other = subprocess.Popen(
         [sys.executable, __file__, "--serve", "--device", device],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -193,6 +260,8 @@ def main() -> None:
     assert other.stdin is not None and other.stdout is not None
     print(f"\n{'':26}  process  with autofuse, more")
     for name, call in plain_rows(device).items():
+        if given.only not in name:
+            continue
         pairs = []
         for k in range(1 + 3 * given.rounds):
             other.stdin.write(f"{name}\t{n}\n")

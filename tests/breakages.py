@@ -99,7 +99,8 @@ def other_count_of_references():
 
 
 def other_getter():
-    give(LAYOUT_GETTER=lambda given: given["GRAD_GETTER"],
+    give(DENSE=lambda given: 0,  # or it would be asked about few
+         LAYOUT_GETTER=lambda given: given["GRAD_GETTER"],
          LAYOUT_CLOSURE=lambda given: given["GRAD_CLOSURE"])  # fmt: skip
 
 

@@ -1,8 +1,10 @@
-"""Machine code that stands before torch's builtins: who is asked, and that nobody can tell."""
+"""Machine code that stands before torch's C: who is asked, and that nobody can tell."""
 
 import copy
 import ctypes
 import functools
+import inspect
+import operator
 import pickle
 import random
 import threading
@@ -13,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import autofuse
 from autofuse.hot import native
+from autofuse.hot.places import vectorcall_of as runs
 from support import assert_same
 
 pytestmark = pytest.mark.skipif(
@@ -26,11 +29,17 @@ def builtins():
     return native._native.builtins.functions
 
 
-def runs(function):
-    """What CPython calls for `function`: its vectorcall."""
-    find = ctypes.pythonapi.PyVectorcall_Function
-    find.restype, find.argtypes = ctypes.c_void_p, (ctypes.py_object,)
-    return find(function)
+def methods():
+    """The methods of tensors in C that it stands before."""
+    assert native._native is not None, native.absent
+    return native._native.descriptors.functions
+
+
+def subscript_of(cls):
+    """What C indexes objects of `cls` by: mp_subscript, as typeslots.h numbers it."""
+    slot_of = ctypes.pythonapi.PyType_GetSlot
+    slot_of.restype, slot_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_int)
+    return slot_of(cls, 5)
 
 
 @pytest.fixture
@@ -65,30 +74,60 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+# of h [3, 4] plain, and beside it x [3, 4] and i [2], which are wrapped
+BESIDE = {
+    "an index": lambda h, x, i: h[i],
+    "an index of several": lambda h, x, i: h[:, i],
+    "a mask": lambda h, x, i: h[x > 0.5],
+    "of a parameter": lambda h, x, i: torch.nn.Parameter(h, requires_grad=False)[i],
+    "a method": lambda h, x, i: h.mm(x.t()),
+    "a method with numbers": lambda h, x, i: h.index_add(0, i, x[:2]),
+    "a method with keywords": lambda h, x, i: h.index_select(dim=0, index=i),
+    "a method of the table": lambda h, x, i: h.mul(x),
+    "a method of a list": lambda h, x, i: h.index_put([torch.tensor([0, 1]), i], x[0, :2]),
+    "a method of torch's class": lambda h, x, i: torch.Tensor.add(h, x, alpha=2),
+    "a plain one in place": lambda h, x, i: h.index_add_(0, i, x[:2]),
+    "a builtin": lambda h, x, i: torch.mm(h, x.t()),
+    "a builtin with a keyword": lambda h, x, i: torch.mm(h, mat2=x.t()),
+    "a list": lambda h, x, i: torch.cat([h, x]),
+    "a list with a keyword": lambda h, x, i: torch.stack((h, torch.ones(3, 4), x), dim=1),
+}
+
+
+@pytest.mark.parametrize("name", [*CALLS, *BESIDE])
 def test_torch_does_not_look_for_overrides(name, w, monkeypatch):
-    want = CALLS[name](autofuse.unwrap(w).clone())
+    def call(wrap):
+        plain = autofuse.unwrap(w).clone()
+        if name in CALLS:
+            return CALLS[name](wrap(plain))
+        return BESIDE[name](plain, wrap(plain * 0.5), wrap(torch.tensor([2, 0])))
 
     def asked(*args, **kwargs):
         raise AssertionError("torch has looked for overrides")
 
-    CALLS[name](w)
+    want = call(lambda x: x)
+    call(autofuse.wrap)
     monkeypatch.setattr(autofuse.Tensor, "__torch_function__", asked)
-    got = CALLS[name](w)
+    got = call(autofuse.wrap)
     monkeypatch.undo()
     for a, b in zip(*([x] if isinstance(x, torch.Tensor) else x for x in (got, want)), strict=True):
-        assert type(a) is autofuse.Tensor
+        assert type(a) is (torch.Tensor if name == "a plain one in place" else autofuse.Tensor)
         assert_same(a, b, 1e-6, name)
 
 
 def test_it_can_be_switched_off():
-    found = builtins()
+    found, others = builtins(), methods()
     assert torch.sigmoid in found and torch.sum in found and len(found) > 300
-    assert all(map(runs, found))
-    autofuse.config.native = False
-    assert not any(map(runs, found))
-    autofuse.config.native = True
-    assert all(map(runs, found))
+    assert torch.Tensor.mm in others and torch.Tensor.add in others and len(others) > 300
+    as_ever = runs(torch.Tensor.__add__)  # which Python asks a wrapped tensor for first
+    classes = torch.Tensor, torch.nn.Parameter
+    for on in (True, False, True):
+        autofuse.config.native = on
+        assert [bool(runs(f)) for f in found] == [on] * len(found)
+        assert [runs(f) != as_ever for f in others] == [on] * len(others)
+        assert [subscript_of(cls) != subscript_of(torch._C.TensorBase) for cls in classes] == [
+            on
+        ] * 2
 
 
 def test_functions_stay_what_they_are():
@@ -96,12 +135,51 @@ def test_functions_stay_what_they_are():
         return [
             (f, f.__name__, repr(f), hash(f), f.__self__, f.__doc__, copy.deepcopy(f) is f)
             for f in builtins()
-        ] + [pickle.dumps(torch.sigmoid), torch.overrides.is_tensor_method_or_property(torch.sum)]
+        ] + [
+            (f, f.__name__, repr(f), hash(f), f.__objclass__, f.__doc__, inspect.isroutine(f),
+             vars(torch._C.TensorBase)[f.__name__] is f)
+            for f in methods()
+        ] + [
+            pickle.dumps(torch.sigmoid), torch.overrides.is_tensor_method_or_property(torch.sum),
+            pickle.dumps(torch.Tensor.mm), torch.Tensor.__getitem__,
+            "__getitem__" in vars(torch.Tensor),
+        ]  # fmt: skip
 
     on = facts()
     autofuse.config.native = False
     assert on == facts()
     assert pickle.loads(pickle.dumps(torch.sigmoid)) is torch.sigmoid
+    assert pickle.loads(pickle.dumps(torch.Tensor.mm)) is torch.Tensor.mm
+
+
+def test_classes_of_others_are_indexed_by_torch(w):
+    class Later(torch.Tensor):
+        pass
+
+    class Counting(torch.Tensor):
+        def __getitem__(self, index):
+            return "counted", super().__getitem__(index)
+
+    plain, i = torch.arange(4.0), autofuse.wrap(torch.tensor([1, 1]))
+    assert subscript_of(Later) == subscript_of(Other) == subscript_of(torch._C.TensorBase)
+    assert plain.as_subclass(Later)[1].item() == 1.0
+    assert plain.as_subclass(Later)[i].tolist() == [1.0, 1.0]
+    said, got = plain.as_subclass(Counting)[i]
+    assert said == "counted" and got.tolist() == [1.0, 1.0]
+
+
+def test_what_somebody_sets_as_getitem_is_called(monkeypatch):
+    """And machine code neither stands before it nor takes it away."""
+    plain, i = torch.arange(4.0), autofuse.wrap(torch.tensor([1, 1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__getitem__", lambda self, index: ("theirs", index))
+        assert plain[i] == ("theirs", i)
+        for on in (False, True, False):
+            autofuse.config.native = on
+            assert plain[2] == ("theirs", 2)
+    for on in (False, True):
+        autofuse.config.native = on
+        assert plain[2].item() == 2.0 and plain[i].tolist() == [1.0, 1.0]
 
 
 # --- others who have a say --------------------------------------------------------------------
@@ -135,10 +213,20 @@ def test_another_class_is_asked(cls, w):
     assert torch.add(w, other=other) == (kind, "add")
     assert torch.where(w > 0.5, w, other) == (kind, "where")
     assert torch.sum(other) == (kind, "sum")
+    plain = torch.ones(3, 4)
+    for wrapped in (w, w * 2.0):
+        assert torch.cat([plain, wrapped, other]) == (kind, "cat")
+        assert plain.addmm(wrapped, other) == (kind, "addmm")
+        assert plain.addmm(mat1=wrapped, mat2=other) == (kind, "addmm")
+        assert plain[wrapped > 0.5, other] == (kind, "__getitem__")
+        assert plain[other, wrapped > 0.5] == (kind, "__getitem__")
 
 
 def test_a_mode_is_asked(w):
+    plain, mask = torch.ones(3, 4), autofuse.wrap(torch.ones(3, 4)) > 0.5
     with Mode():
+        assert plain.mul(w) == plain.mul(other=w) == ("mode", "mul")
+        assert plain[mask] == plain[0, mask] == ("mode", "__getitem__")
         assert torch.sigmoid(w) == ("mode", "sigmoid")
         assert torch.sum(w, dim=0) == ("mode", "sum")
         assert torch.cat([w, w]) == ("mode", "cat")
@@ -151,8 +239,9 @@ def test_a_mode_is_asked(w):
 def test_where_torch_functions_are_off_nothing_is_recorded(off, w):
     with off():
         y, total = torch.sigmoid(w), torch.sum(w)
-        assert type(y) is torch.Tensor
-        assert type(total) is torch.Tensor
+        plain = torch.ones(3, 4)
+        beside = plain.mul(w), plain.mm(w.t()), plain[w > 0.5], torch.cat([plain, w])
+        assert {type(x) for x in (y, total, *beside)} == {torch.Tensor}
     assert torch.equal(y, torch.sigmoid(autofuse.unwrap(w)))
 
 
@@ -180,6 +269,17 @@ def test_calls_by_way_of_others(w):
         lambda x: functools.reduce(torch.add, [x, x, x]),
         lambda x: torch.sigmoid.__call__(x),
         lambda x: torch.sigmoid(input=x),
+        lambda x: list(map(torch.Tensor.mul, [plain, x], [x, plain]))[0],
+        lambda x: functools.partial(torch.Tensor.mul, plain)(x),
+        lambda x: functools.partial(plain.mul)(x),
+        lambda x: operator.methodcaller("mul", x)(plain),
+        lambda x: torch.Tensor.mul(*(plain, x)),
+        lambda x: torch.Tensor.mul(plain, **{"other": x}),
+        lambda x: torch.Tensor.mul.__call__(plain, x),
+        lambda x: torch.Tensor.mul.__get__(plain)(x),
+        lambda x: operator.getitem(plain, x > 0.5),
+        lambda x: plain.__getitem__(x > 0.5),
+        lambda x: torch.Tensor.__getitem__(plain, (0, x[0] > 0.5)),
     ):
         assert torch.equal(autofuse.unwrap(call(w)), call(plain))
 
@@ -206,6 +306,22 @@ _SKIPPED = {
     "rand_like",
     "randn_like",
     "empty_like",
+    *(
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "resize_as_",
+        "resize",
+        "set_",
+    ),
 }  # fmt: skip - they draw numbers, or leave what is there
 
 
@@ -246,20 +362,39 @@ def _outcome(function, seed, leaves):
     try:
         result = function(*args, **kwargs)
     except Exception as error:
-        result = (type(error).__name__, str(error))
+        said, _, _ = str(error).partition("Exception raised from")  # where, in C++
+        result = (type(error).__name__, said)
     if isinstance(result, torch.Tensor):
         result = [result]
     told = []
     for x in (*result, *tensors) if isinstance(result, (list, tuple)) else (result, *tensors):
         if isinstance(x, torch.Tensor):
             x = autofuse.unwrap(x)
-            told.append((str(x.dtype), tuple(x.shape), x.layout, repr(x.tolist())))
+            values = repr(x.tolist()) if x.layout is torch.strided and x.is_cpu else x.device
+            told.append((str(x.dtype), tuple(x.shape), x.layout, values))
         else:
             told.append(x if isinstance(x, str) else repr(type(x)))
     return told
 
 
 _LEAVES = (torch.clone, lambda x: autofuse.wrap(x.clone()), lambda x: autofuse.wrap(x.clone()) * 1)
+
+
+def _different(calls, leaves, beside=None):
+    """Calls, as (function, seed), that give or say something else by machine code."""
+    outcomes = []
+    for on, kinds in ((True, leaves), (False, leaves), (False, _LEAVES[:1] * len(leaves))):
+        autofuse.config.native = on
+        outcomes.append([])
+        for f, seed in calls:
+            pending = beside * 2 if beside is not None else None
+            outcomes[-1].append(_outcome(f, f"{f.__name__} {seed}", kinds))
+            del pending
+    return [
+        (f.__name__, seed, here, there, eager)
+        for (f, seed), here, there, eager in zip(calls, *outcomes, strict=True)
+        if here not in (there, eager)  # eager's are better where torch's protocol says less
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")  # of functions that say once that they are deprecated
@@ -270,17 +405,49 @@ def test_any_call_gives_or_says_the_same(beside, leaves, w):
     if beside and len(leaves) == 1 and leaves[0] is not torch.clone:
         pytest.skip("one is pending before the call all the same")
     calls = [(f, seed) for f in builtins() if f.__name__ not in _SKIPPED for seed in range(12)]
-    outcomes = []
-    for on, kinds in ((True, leaves), (False, leaves), (False, _LEAVES[:1] * len(leaves))):
-        autofuse.config.native = on
-        outcomes.append([])
-        for f, seed in calls:
-            pending = w * 2 if beside else None
-            outcomes[-1].append(_outcome(f, f"{f.__name__} {seed}", kinds))
-            del pending
-    differ = [
-        (f.__name__, seed, here, there, eager)
-        for (f, seed), here, there, eager in zip(calls, *outcomes, strict=True)
-        if here not in (there, eager)  # eager's are better where torch's protocol says less
-    ]
+    differ = _different(calls, leaves, w if beside else None)
     assert not differ, (len(differ), differ[:5])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("leaves", [_LEAVES[:1], _LEAVES], ids=["plain", "some of each"])
+def test_any_method_gives_or_says_the_same(leaves, w):
+    calls = [(f, seed) for f in methods() if f.__name__ not in _SKIPPED for seed in range(8)]
+    differ = _different(calls, leaves, w)
+    assert not differ, (len(differ), differ[:5])
+
+
+def test_any_index_gives_or_says_the_same(w):
+    def index(rng, make):
+        kinds = [
+            lambda: rng.choice([0, 1, -1, 7]), lambda: slice(rng.choice([None, 1]), None),
+            lambda: None, lambda: ..., lambda: True, lambda: [0, 1], lambda: 0.5,
+            lambda: make().long().flatten() % 3, lambda: make() > 0, lambda: make()[0] > 0,
+            lambda: make(), lambda: [make() > 0], lambda: make().flatten()[0].long() % 3,
+        ]  # fmt: skip
+        if rng.random() < 0.5:
+            return rng.choice(kinds)()
+        return tuple(rng.choice(kinds)() for _ in range(rng.choice([0, 1, 2, 2, 3])))
+
+    differ, raised = [], 0
+    for seed in range(2000):
+        outcomes = []
+        for on, kinds in ((True, _LEAVES), (False, _LEAVES), (False, _LEAVES[:1])):
+            autofuse.config.native = on
+            rng = random.Random(seed)
+            plain = torch.linspace(-2, 2, 12).view(3, 4)
+            key = index(
+                rng, lambda rng=rng, kinds=kinds: rng.choice(kinds * (3 // len(kinds)))(plain)
+            )
+            pending = w * 2
+            try:
+                got = autofuse.unwrap(torch.linspace(0, 1, 12).view(3, 4)[key])
+                outcomes.append((got.shape, got.tolist()))
+            except Exception as error:
+                outcomes.append((type(error), str(error)))
+            del pending
+        raised += isinstance(outcomes[0][0], type)
+        if outcomes[0] not in outcomes[1:]:
+            differ.append((seed, *outcomes))
+    assert not differ, (len(differ), differ[:5])
+    assert 200 < raised < 1800

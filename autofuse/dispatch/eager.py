@@ -20,6 +20,7 @@ from ..chain.state import (
     announced,
     counts,
     is_alone,
+    make_current,
     recorder_for,
     this_thread,
     writing,
@@ -100,7 +101,7 @@ def _begin(args: Any) -> None:
     tensor = next((x for x in args if x.__class__ is Tensor), None)
     if tensor is not None and not this_thread.closed:
         with functions_off():
-            this_thread.current = recorder_for(tensor.device)
+            make_current(recorder_for(tensor.device))
 
 
 def _made_concrete(items: Any, known: Known) -> bool:

@@ -40,7 +40,7 @@ from .eager import (
     run_short,
 )
 from .protocol import HANDLERS, OPTIONS
-from .unrecorded import TARGETS, Known, known_of
+from .unrecorded import TARGETS, Known, known_of, reason_of
 
 # (function of `hot`, the one here that it stands for, what it is given of that)
 HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
@@ -298,7 +298,7 @@ def in_place(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
     plain: the op that it is without options, if that is one and the same.
     """
     known = Known(func)
-    known.reason = (known.name, "a write with nothing pending to fuse it with")
+    known.reason = reason_of(known.name, "a write with nothing pending to fuse it with")
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if looked_on():

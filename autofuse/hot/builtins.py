@@ -1,69 +1,143 @@
-"""Before torch's builtins, as machine code: what is called without asking torch for overrides."""
+"""Before torch's C, as machine code: what is called without asking torch for overrides.
+
+That is builtins, methods of plain tensors, and what indexes these.
+"""
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 from ..chain.shell import Tensor
 from .c import (
+    COUNT,
     FUNCTIONS_OFF,
+    GETITEM,
+    HANDLERS,
     ITEMS,
     LISTED,
+    METHOD,
+    OPTIONS,
+    SIZED,
     SKIPS_NEXT,
     TARGETS,
     Plain,
     PyDict_GetItemWithError,
-    PyErr_Occurred,
-    PyList_GetItem,
+    PyErr_Clear,
     PyList_Size,
     PyObject_Vectorcall,
     PyThreadState_Get,
     PyTuple_Size,
     _PyObject_MakeTpCall,
+    call_object,
     call_pointer,
+    indexed,
     load,
+    room,
 )
-from .values import class_of, has_target, is_number, is_simple, looked_on
+from .values import class_of, has_target, has_wrapped, is_number, is_ours, is_simple, looked_on
 from .write import is_quiet
 
 
-def builtin(entry, function, args, count, names) -> object:
-    """A builtin of torch; entry: handlers by torch function, and those that take keywords.
+def builtin(function, args, flags, names) -> object:
+    """A builtin of torch: its vectorcall.
 
     Torch itself would ask for overrides, 0.7 to 1.1 us, and find `Tensor.__torch_function__`; of
     `out` among plain tensors it would ask nobody.
     """
-    asks = count != 0 and is_number(args[0]) == 0  # else torch's parser knows who takes that
-    if asks != 0:
-        k = 0
-        while k < count and has_wrapped(args[k]) == 0:
-            k += 1
-        asks = k < count
-        if has_target(TARGETS, names, args + 8 * count) != 0:
-            # plain tensors alone: what is pending may have yet to read `out`
-            asks = k == count and is_quiet() == 0
-    if asks != 0:
-        table = entry[0]
-        values = count
-        if names != 0:
-            table = entry[1]
-            values += PyTuple_Size(names)
-        if are_ours_alone(args, values) != 0:
-            known = PyDict_GetItemWithError(table, function)
-            if known != 0:
-                return PyObject_Vectorcall(known, args, count, names)
-            if PyErr_Occurred() != 0:
-                return 0
+    count = flags & COUNT
+    values = count
+    if names != 0:
+        values += load(names + SIZED)
+        for k in range(count, values):
+            kind = class_of(args[k])
+            if kind is not int and kind is not float:  # nor is it what is written to
+                return builtin_beside(function, args, count, names)
+    for k in range(values):
+        kind = class_of(args[k])
+        if kind is Tensor or kind is list or kind is tuple:
+            return builtin_beside(function, args, count, names)
     return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
 
 
-def has_wrapped(x):
-    """Whether it is a wrapped tensor, or a list or tuple that begins with one."""
-    kind = class_of(x)
-    if kind is list:
-        return PyList_Size(x) != 0 and class_of(PyList_GetItem(x, 0)) is Tensor
+def builtin_beside(function, args, count, names) -> object:
+    """The same where one of the arguments may be wrapped, or written to."""
+    known = 0
+    if count != 0 and is_number(args[0]) == 0:  # else torch's parser knows who takes that
+        values = count
+        if names != 0:
+            values += PyTuple_Size(names)
+        if has_target(TARGETS, names, args + 8 * count) == 0:
+            if has_wrapped(args, values) != 0:
+                known = override(function, args, values, names)
+        elif has_wrapped(args, count) == 0 and is_quiet() == 0:
+            # plain tensors alone: what is pending may have yet to read `out`
+            known = override(function, args, values, names)
+    if known != 0:
+        return PyObject_Vectorcall(known, args, count, names)
+    return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
+
+
+def method(function, args, flags, names) -> object:
+    """A method of torch's tensors in C, mostly of a plain one: its vectorcall.
+
+    A wrapped one has its own, but beside a plain one torch looks for it: 2.5 us.
+    """
+    values = flags & COUNT
+    if names != 0:
+        values += load(names + SIZED)
+    for k in range(1, values):
+        kind = class_of(args[k])
+        if kind is Tensor or kind is list or kind is tuple:
+            return method_beside(function, args, flags, names)
+    return call_object(METHOD, function, args, flags, names)
+
+
+def method_beside(function, args, flags, names) -> object:
+    """The same where one of the arguments may be wrapped."""
+    count = flags & COUNT
+    values = count
+    if names != 0:
+        values += PyTuple_Size(names)
+    # of what is no tensor CPython says that it has no such method
+    if count != 0 and is_ours(args[0]) != 0 and has_wrapped(args, values) != 0:
+        known = override(function, args, values, names)
+        if known != 0:
+            return PyObject_Vectorcall(known, args, count, names)
+    return call_object(METHOD, function, args, flags, names)
+
+
+def subscript(x, index) -> object:
+    """`x[index]` of a plain tensor: the slot of its class. Of a wrapped index torch asks."""
+    kind = class_of(index)
+    if kind is Tensor:
+        return subscript_beside(x, index)
     if kind is tuple:
-        return PyTuple_Size(x) != 0 and class_of(load(x + ITEMS)) is Tensor
-    return kind is Tensor
+        for k in range(load(index + SIZED)):
+            if class_of(load(index + ITEMS + 8 * k)) is Tensor:
+                return subscript_beside(x, index)
+    return call_object(GETITEM, x, index)
+
+
+def subscript_beside(x, index) -> object:
+    """The same of a wrapped index, or several with one among them."""
+    args = room(2)
+    args[0] = x
+    args[1] = index
+    if are_ours_alone(args, 2) != 0:
+        return PyObject_Vectorcall(indexed, args, 2, 0)
+    return call_object(GETITEM, x, index)
+
+
+def override(function, args, count, names):
+    """The handler that torch would come to if it looked for overrides, borrowed; or 0."""
+    if are_ours_alone(args, count) == 0:
+        return 0
+    table = HANDLERS
+    if names != 0:
+        table = OPTIONS
+    known = PyDict_GetItemWithError(table, function)
+    if known == 0:
+        PyErr_Clear()
+    return known
 
 
 def are_ours_alone(values, count):

@@ -76,6 +76,7 @@ PyObject_Vectorcall = C("new", 4)
 PySet_Contains = C("int", 2)
 PyInterpreterState_ThreadHead = C("word", 1)
 PyThreadState_Get = C("word", 0)
+PyThreadState_GetDict = C("word", 0)  # borrowed
 PyThreadState_GetInterpreter = C("word", 1)
 PyThreadState_Next = C("word", 1)
 PyThread_get_thread_ident = C("word", 0)
@@ -89,12 +90,15 @@ _PyObject_MakeTpCall = C("new", 5)  # (thread, function, args, count, names)
 ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python 3.14 on 32
 TUPLES = 1 << 26  # the flag of tuple and its subclasses
 EQUAL = 2  # Py_EQ
+WITH_KEYWORDS = 3  # METH_VARARGS | METH_KEYWORDS, as torch has its functions called
 TELL = 1  # in place of a function: that it is to be called
 FAILED = (1 << 32) - 1  # the bits of a C int, which is not 0 where a setter fails
+SIZED = 16  # where a tuple has how many
+COUNT = (1 << 63) - 1  # of the flags of a vectorcall, how many arguments have no keyword
 LISTED = 24  # where a list has the address of its first item
 SLICED = 16  # where a slice has its start, stop and step
-AF, CURRENT, OBSERVER, WORDS, EAGER, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE = (
-    "_af", "current", "flushing", "words", "eager", "recorders", "",
+AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE = (
+    "_af", "autofuse_current", "flushing", "words", "recorders", "",
     "write", "inplace", "materialize",
 )  # fmt: skip
 
@@ -123,7 +127,11 @@ SLOTS: Any = GIVEN  # ~k for each position k that Inputs mostly have
 TARGETS: Any = GIVEN  # keywords by which a function may write
 getitem: Any = GIVEN  # `Tensor.__getitem__` of torch's
 GETITEM: Any = GIVEN  # (tensor, index): C's function behind it
+indexed: Any = GIVEN  # the handler of it
+METHOD: Any = GIVEN  # (function, args, flags, names): what runs methods with keywords in C
 strided: Any = GIVEN  # the layout
+HANDLERS: Any = GIVEN  # `protocol.HANDLERS`
+OPTIONS: Any = GIVEN
 known_functions: Any = GIVEN  # what is known of torch's functions, by these
 origins: Any = GIVEN  # Origins by their instructions
 between: Any = GIVEN  # code that calls ops for a program
@@ -158,6 +166,7 @@ DIM_OF: Any = GIVEN  # the same: how many dimensions there are
 SIZES_OF: Any = GIVEN  # the same: the address of its sizes
 STRIDES_OF: Any = GIVEN  # the same: that of its strides
 KEYS_AT: Any = GIVEN  # where what a tensor's first word leads to has its dispatch keys
+DENSE: Any = GIVEN  # that of them by which its memory is laid out by strides
 REQUIRES_GRAD: Any = GIVEN  # (that): whether it requires grad, in the lowest byte
 NUMBER_AT: Any = GIVEN  # where a dtype has its number, and a device those of its type and index
 

@@ -3,6 +3,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..run.words import Words
@@ -14,6 +15,7 @@ from .c import (
     PEEK,
     WEAKREFS,
     WORDS,
+    Plain,
     PyDict_Clear,
     PyDict_DelItem,
     PyDict_GetItemWithError,
@@ -59,10 +61,16 @@ def flush(entry, function, args, count, names) -> object:
     return True
 
 
-def materialize(entry, x: Tensor) -> object:
+def materialize(entry, x) -> object:
     """`api.materialize`, of one tensor."""
+    if class_of(x) is Plain:
+        return x
+    if class_of(x) is not Tensor:
+        return 0
     state: Node = state_of(x)
     if class_of(state) is not Node:
+        if class_of(state) is Meta or state is UNKNOWN:
+            return x
         return 0
     recorder = kept(state.recorder)
     if flush_now(recorder, MATERIALIZE) == 0:

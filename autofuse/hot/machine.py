@@ -1,6 +1,6 @@
 """Machine code: functions in the language of `body`, linked into this process.
 
-With a warm disk cache no LLVM compiles them: that takes 0.2 to 0.3 s, linking 5 ms.
+With a warm disk cache no LLVM compiles them: that takes a second or more, linking 5 ms.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ ANYWHERE = ir.ArrayType(ir.IntType(8), 0)
 # bytes of bytecode below which a function becomes a part of those that call it: a chain of 20
 # operators takes 7.1 us and not 7.5, the import 15 ms more (CPU, 3.12)
 _SMALL = 250
+# what stands beside a way of few instructions, which would save the registers that this needs
+_APART = "_beside"
 
 
 class Module:
@@ -38,7 +40,8 @@ class Module:
     def _declared(self, function: Callable[..., Any]) -> ir.Function:
         arity = function.__code__.co_argcount
         made = ir.Function(self.ir, ir.FunctionType(WORD, [WORD] * arity), function.__name__)
-        if len(function.__code__.co_code) < _SMALL:
+        apart = function.__name__.endswith(_APART)
+        if len(function.__code__.co_code) < _SMALL and not apart:
             made.attributes.add("alwaysinline")
         return made
 

@@ -14,7 +14,7 @@ C, as of operators and torch.*: C stands before methods there, too.
 
 from __future__ import annotations
 
-import builtins
+import builtins as _python
 import ctypes
 import functools
 import hashlib
@@ -37,7 +37,7 @@ from ..kernel.llvm import processor
 from ..record import flush, numbers, origins, ranges, record, writes
 from ..run import cuda, words
 from ..settings.config import config, watch
-from ..torch_private import DeviceContext, count_write, function_mode_at
+from ..torch_private import DeviceContext, TensorBase, count_write, function_mode_at
 from . import builtins as _builtins
 from . import c, call, inputs, lend, values, write
 from . import flush as _flush
@@ -45,7 +45,15 @@ from . import launch as _launch
 from . import record as _record
 from . import reduce as _reduce
 from .machine import Machine
-from .places import entry_of, of_functions, of_tensors, of_weakrefs, words_of
+from .places import (
+    entry_of,
+    field_of,
+    of_functions,
+    of_tensors,
+    of_weakrefs,
+    vectorcall_of,
+    words_of,
+)
 from .verdict import verdict
 
 _STAGES = (values, inputs, _record, _launch, _flush, call, _reduce, write, lend, _builtins)
@@ -94,32 +102,68 @@ class _Calls:
             raise NotImplementedError(f"{function!r} is not run by Python")
 
 
-class _Builtins:
-    """Builtins of torch, which CPython calls by their class, for their own field is empty.
+class _Fields:
+    """Objects of C's whose own field, their vectorcall, has what runs them, and what is set there.
 
-    It is honoured as soon as it is set; object, name and identity stay what they are.
+    Of torch's builtins it is empty, for CPython calls them by their class, and honoured as soon as
+    it is set; methods have a function of CPython's there. Object, name and identity stay.
     """
 
-    def __init__(self, functions: Iterable[Any]) -> None:
-        runs = ctypes.pythonapi.PyVectorcall_Function
-        runs.restype, runs.argtypes = ctypes.c_void_p, (ctypes.py_object,)
-        kind = type(len)
-        found = [k for k, word in enumerate(words_of(len)) if word == runs(len)]
-        self.functions = [f for f in functions if type(f) is kind and runs(f) is None]
-        if len(found) != 1 or not self.functions:
-            raise NotImplementedError("builtins keep what runs them elsewhere")
-        self.place, probe = found[0], self.functions[0]
-        before, mark = words_of(probe)[self.place], id(probe)
+    def __init__(self, functions: Sequence[Any], before: int) -> None:
+        """before: what they all have there."""
+        probe, mark = functions[0], id(functions)
+        self.functions, self.before = functions, before
+        self.place = field_of(type(probe))
         words_of(probe)[self.place] = mark  # which nobody calls
-        honoured = runs(probe) == mark
+        honoured = vectorcall_of(probe) == mark
         words_of(probe)[self.place] = before
-        if before or not honoured:
-            raise NotImplementedError("what is set to run builtins does not run them")
+        if not honoured or any(vectorcall_of(function) != before for function in functions):
+            raise NotImplementedError(f"{type(probe).__name__} is not run by what is set there")
 
     def set(self, address: int) -> None:
-        """Let `address` run them from now on; 0: Python."""
+        """Let `address` run them from now on; 0: what has run them."""
         for function in self.functions:
-            words_of(function)[self.place] = address
+            words_of(function)[self.place] = address or self.before
+
+
+class _Subscripts:
+    """What C indexes plain tensors by: a slot of their classes, of which subclasses get torch's.
+
+    Somebody who sets `__getitem__` of a class has CPython fill it; then it is let be.
+    """
+
+    def __init__(self, before: int) -> None:
+        """before: what is in it."""
+        self.places, self.before, self.now = [], before, before
+        for cls in (torch.Tensor, torch.nn.Parameter):
+            slots = words_of(cls)
+            found = [k for k, slot in enumerate(slots) if slot == before]
+            if len(found) != 1:
+                raise NotImplementedError("classes of tensors have their slots elsewhere")
+            self.places.append((slots, found[0]))
+
+    def set(self, address: int) -> None:
+        """Let `address` index them from now on; 0: torch."""
+        address = address or self.before
+        for slots, k in self.places:
+            if slots[k] == self.now:
+                slots[k] = address
+        self.now = address
+
+
+def _taken() -> tuple[list[Any], list[Any]]:
+    """The builtins of torch, and its methods that take tensors, that machine code stands before."""
+    builtins = [f for f in protocol.HANDLERS if type(f) is type(len) and not vectorcall_of(f)]
+    methods = [
+        f
+        for f in protocol.HANDLERS
+        if type(f) is types.MethodDescriptorType
+        and not f.__name__.startswith("_")  # of operators Python asks a wrapped tensor first
+        and entry_of(f, types.MethodDescriptorType, 3)[2] == c.WITH_KEYWORDS
+    ]
+    if not (builtins and methods):
+        raise NotImplementedError("torch's functions are called another way")
+    return builtins, methods
 
 
 def _methods(functions: Iterable[_Function]) -> dict[str, tuple[_Function, Any]]:
@@ -156,7 +200,8 @@ def _check_objects() -> None:
         raise NotImplementedError("Python counts references in another way")
     many = tuple(held)
     inside = (ctypes.c_uint64 * 3).from_address(id(many) + c.ITEMS)
-    if list(inside) != list(map(id, held)):
+    size = ctypes.c_int64.from_address(id(many) + c.SIZED).value
+    if size != len(many) or list(inside) != list(map(id, held)):
         raise NotImplementedError("tuples have their items elsewhere")
     cut = slice(*held)
     if list((ctypes.c_uint64 * 3).from_address(id(cut) + c.SLICED)) != list(map(id, held)):
@@ -205,6 +250,8 @@ def _given() -> dict[str, Any]:
         "lifted": eager.lifted, "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
         "SIMPLE": nested.SIMPLE_CLASSES, "TARGETS": unrecorded.TARGETS,
         "known_functions": unrecorded.known_functions,
+        "HANDLERS": protocol.HANDLERS, "OPTIONS": protocol.OPTIONS,
+        "indexed": protocol.HANDLERS[TensorBase.__getitem__],
         "SLOTS": tuple(~k for k in range(64)), "strided": torch.strided, "AT_ONCE": (False,),
         "origins": origins.origins, "trials": origins.trials, "STAY": origins.STAY,
         "between": origins.between, "measuring": origins.measuring, "wanted": verified.wanted,
@@ -222,7 +269,10 @@ class _Native:
         self.on = False
         _check_objects()
         self.hot, self.calls = _hot(), _Calls()
-        self.builtins = _Builtins(protocol.HANDLERS)
+        builtins, methods = _taken()
+        given = _given()
+        self.builtins, self.descriptors = _Fields(builtins, 0), _Fields(methods, given["METHOD"])
+        self.subscripts = _Subscripts(given["GETITEM"])
         self.methods = _methods(function for _, function, _ in self.hot)
         for _, function, _ in self.hot:
             self.calls.check(function)
@@ -230,10 +280,8 @@ class _Native:
         # takes 20 ns less and 0.2 ms more of every import
         shared = "passing", "running", "reducing", "viewing", "joining", "returning", "unread"
         tables: dict[str, dict[_Function, tuple[Any, ...]]] = {name: {} for name in shared}
-        entries: list[tuple[str, tuple[Any, ...]]] = [
-            ("builtin", (protocol.HANDLERS, protocol.OPTIONS))
-        ]
-        entries += [(name, (table,)) for name, table in tables.items()]
+        entries: list[tuple[str, tuple[Any, ...]]]
+        entries = [(name, (table,)) for name, table in tables.items()]
         self.runs: list[tuple[_Function, int]] = []  # and the number of the entry that runs it
         for name, function, data in self.hot:
             if name in _ATTRIBUTES:
@@ -241,15 +289,15 @@ class _Native:
                 data = (words[_ATTRIBUTES[name]], words[4], *data[1:])
             if name in tables:
                 tables[name][function] = data
-                self.runs.append((function, 1 + list(tables).index(name)))
+                self.runs.append((function, list(tables).index(name)))
             else:
                 self.runs.append((function, len(entries)))
                 entries.append((name, data))
         self._kept = [(name, data, _addresses(data)) for name, data in entries]
-        names = {**vars(builtins), **vars(c)}
+        names = {**vars(_python), **vars(c)}
         for stage in _STAGES:
             names |= vars(stage)
-        names |= {**_given(), "PYTHON": c.Address(self.calls.python)}
+        names |= {**given, "PYTHON": c.Address(self.calls.python)}
         begun = [(name, ctypes.addressof(words)) for name, _, words in self._kept]
         self.machine = Machine(_functions(), names, begun, "python", facts)
         if self.machine.is_new and _facts() == facts:  # nobody has replaced sources meanwhile
@@ -264,7 +312,9 @@ class _Native:
         self.on = on
         for function, k in self.runs:
             self.calls.set(function, self.machine.entry(k) if on else self.calls.python)
-        self.builtins.set(self.machine.entry(0) if on else 0)
+        taken = {"builtin": self.builtins, "method": self.descriptors, "subscript": self.subscripts}
+        for name, places in taken.items():
+            places.set(self.machine.address(name) if on else 0)
         for name, ways in self.methods.items():
             setattr(Tensor, name, ways[on])
 

@@ -25,6 +25,22 @@ def words_of(x: object) -> Any:
     return (ctypes.c_uint64 * (type(x).__basicsize__ // 8)).from_address(id(x))
 
 
+def vectorcall_of(function: object) -> int:
+    """What CPython runs for a function of C's: what its vectorcall leads to; 0 for its class's."""
+    find = ctypes.pythonapi.PyVectorcall_Function
+    find.restype, find.argtypes = ctypes.c_void_p, (ctypes.py_object,)
+    return find(function) or 0
+
+
+def field_of(kind: type) -> int:
+    """Where functions of C's of a class have that, in words."""
+    example = {type(len): len, types.MethodDescriptorType: list.append}[kind]
+    found = [k for k, word in enumerate(words_of(example)) if word == vectorcall_of(example)]
+    if len(found) != 1:
+        raise NotImplementedError(f"{kind.__name__} has what runs it elsewhere")
+    return found[0]
+
+
 def of_functions() -> dict[str, int]:
     """Where C keeps what the functions call: getters and methods of torch's tensors."""
     base = TensorBase
@@ -50,13 +66,14 @@ def of_functions() -> dict[str, int]:
     )
     if not (peek and take and mode and disabled and modes and switch and others and autocast):
         raise NotImplementedError("torch's C++ hides its modes or the numbers of autograd's nodes")
-    no_arguments = 0x0004
-    if users[2] != no_arguments:
+    method = vars(base)["mm"]
+    no_arguments, flags = 0x0004, entry_of(method, types.MethodDescriptorType, 3)[2]
+    if users[2] != no_arguments or flags != c.WITH_KEYWORDS:
         raise NotImplementedError("torch's methods are called another way")
     places = {
         "GRAD_GETTER": grad[1], "GRAD_CLOSURE": grad[4],
         "LAYOUT_GETTER": layout[1], "LAYOUT_CLOSURE": layout[4],
-        "USERS_METHOD": users[1],
+        "USERS_METHOD": users[1], "METHOD": vectorcall_of(method),
         "GRAD_MODE": mode, "AUTOCAST": autocast, "PEEK": peek, "TAKE": take,
         "FUNCTIONS_OFF": disabled, "SWITCH_OFF": switch, "FUNCTION_MODES": modes,
         "DISPATCH_MODES": others, "SKIPS_NEXT": skips,  # older ones skip nothing
@@ -136,6 +153,7 @@ def _contents(at: int) -> dict[str, int]:
         raise NotImplementedError("tensors have what they are elsewhere")
     places["REQUIRES_GRAD"] = requires
     at_words = {"KEYS_AT": 8 * found[0], "NUMBER_AT": object.__basicsize__}
+    at_words["DENSE"] = torch_private.DENSE
     return {name: c.Address(place) for name, place in places.items()} | at_words
 
 

@@ -7,12 +7,11 @@ from collections import Counter
 
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
-from ..chain.state import Chain, Node, Recorder
+from ..chain.state import Chain, Counts, Node, Recorder
 from ..record.origins import Origin, Trials
 from ..record.policy import SKIPS
 from .c import (
     AF,
-    EAGER,
     EMPTY,
     GETITEM,
     ITEMS,
@@ -23,7 +22,6 @@ from .c import (
     Builtin,
     Py_IncRef,
     PyDict_GetItemWithError,
-    PyErr_Clear,
     PyErr_Occurred,
     PyEval_GetFrame,
     PyFrame_GetBack,
@@ -33,7 +31,6 @@ from .c import (
     PyLong_FromLong,
     PyObject_CallOneArg,
     PyObject_GenericSetAttr,
-    PyObject_GetAttr,
     PyObject_Vectorcall,
     PyThread_get_thread_ident,
     PyThreadState_Get,
@@ -421,8 +418,8 @@ def handed(result, verdict) -> object:
 
 def are_watched():
     """Whether somebody is told of every eager op: Python does that."""
-    eager = tried(PyObject_GetAttr(counts, EAGER))
-    return eager == 0 or class_of(eager) is not Counter
+    own: Counts = counts
+    return class_of(own.eager) is not Counter
 
 
 def called(function, reason, args, count, names) -> object:
@@ -443,8 +440,5 @@ def called(function, reason, args, count, names) -> object:
 
 def count_eager(reason):
     """Count an op that has run eagerly."""
-    eager = tried(PyObject_GetAttr(counts, EAGER))
-    if eager == 0:
-        PyErr_Clear()
-    else:
-        count_one(eager, reason)
+    own: Counts = counts
+    count_one(own.eager, reason)

@@ -57,7 +57,7 @@ def reducing(table, function, args, count, names) -> object:
                 node: Node = result
                 reason = node.counted
     recorder: Recorder = current_recorder()
-    if recorder == 0 or recorder is None or known.in_c is not True:
+    if recorder == 0 or known.in_c is not True:
         return 0
     if is_everyday(recorder, known, args, count, names) == 0:
         return 0

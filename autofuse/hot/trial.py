@@ -168,6 +168,7 @@ class _State:
         self.w, self.v = map(api.wrap, plain[:2])
         self.row = api.wrap(torch.full((6,), 3.0))
         self.p = torch.nn.Parameter(torch.ones(6))
+        self.index = api.wrap(torch.tensor([2, 0]))
 
     def values(self) -> list[Any]:
         return _plain([self.w, self.v, self.row, self.p, self.plain])
@@ -196,6 +197,14 @@ def _eager(s: _State) -> Any:
     both = torch.cat([x, x * 2.0], dim=1)
     some = torch.add(x, both[:, 2:6], alpha=2), torch.topk(both, 2), torch.chunk(x, 2)
     return torch.mm(x, s.w), torch.sum(x), torch.sum(s.plain, dim=0), *some
+
+
+def _beside(s: _State) -> Any:
+    """Methods, indices and lists of plain tensors, beside which something is wrapped."""
+    h, across = s.plain, torch.t(s.v)
+    some = h[s.index], h[:, s.index], s.p[s.index], torch.cat([h, s.w]), torch.mm(h, mat2=across)
+    h.index_add_(0, s.index, s.w[:2])
+    return h.mm(across), h.mul(s.w), *some
 
 
 def _reductions(s: _State) -> Any:
@@ -320,6 +329,7 @@ _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_operators, "handler record flush"),
     (_by_hand, "record flush torch_function ask_overrides handler"),
     (_eager, "handler passing viewing flush"),
+    (_beside, "handler passing viewing joining writing flush"),
     (_reductions, "reducing handler flush"),
     (_views, "handler record viewing flush"),
     (_writes, "handler writing flush"),
@@ -398,6 +408,7 @@ def _references() -> Iterator[str]:
         torch.mm(s.w, torch.t(s.v))
         torch.layer_norm(s.w, (6,), s.p, s.row, 0.5)
         torch.sum(s.w, dim=-1, keepdim=True)
+        s.plain[s.index], s.plain.mm(torch.t(s.v)), torch.cat([s.plain, s.w])
         with torch.enable_grad():
             torch.sum(torch.sigmoid(s.w) * s.p).backward()
         s.p.grad = None

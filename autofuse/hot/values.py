@@ -17,6 +17,7 @@ from .c import (
     FUNCTION_MODES,
     FUNCTIONS_OFF,
     GRAD_MODE,
+    ITEMS,
     LISTED,
     PYTHON,
     SIMPLE,
@@ -44,6 +45,8 @@ from .c import (
     PyObject_GetAttr,
     PyObject_Vectorcall,
     PySet_Contains,
+    PyThreadState_GetDict,
+    PyTuple_Size,
     borrowed,
     call_object,
     call_pointer,
@@ -51,7 +54,6 @@ from .c import (
     is_foreign,
     load,
     load32,
-    local,
     room,
     tried,
 )
@@ -90,10 +92,16 @@ def switch_back(before):
 
 def looked_on():
     """Whether a mode is told of torch functions: `torch_private.looked_on`."""
-    count = call_pointer(FUNCTION_MODES)
-    if count == 0 or call_pointer(FUNCTIONS_OFF) & 255 == 2:
+    if call_pointer(FUNCTION_MODES) == 0:
         return 0
-    for k in range(count):
+    return looked_on_beside()
+
+
+def looked_on_beside():
+    """The same where there are modes."""
+    if call_pointer(FUNCTIONS_OFF) & 255 == 2:
+        return 0
+    for k in range(call_pointer(FUNCTION_MODES)):
         number = PyLong_FromLong(k)
         mode = tried(PyObject_CallOneArg(function_mode_at, number))
         if mode == 0:
@@ -109,7 +117,7 @@ def functions_off():
     if call_pointer(FUNCTION_MODES) == 0 or call_pointer(DISPATCH_MODES) != 0:
         return switch_off(1)
     recorder: Recorder = current_recorder()
-    if recorder == 0 or recorder is None or recorder.hooks is not None or looked_on() != 0:
+    if recorder == 0 or recorder.hooks is not None or looked_on() != 0:
         return switch_off(1)
     return switch_off(2)
 
@@ -156,6 +164,35 @@ def version_of(tensor):
     if counter == 0:  # of an inference tensor
         return -1
     return load32(counter + VERSION_AT)
+
+
+def has_wrapped(values, count):
+    """Whether one is a wrapped tensor, or a list or tuple that begins with tensors, one of these.
+
+    Few plain tensors stand before it: what begins with something else is not gone through.
+    """
+    for k in range(count):
+        x = values[k]
+        kind = class_of(x)
+        if kind is Tensor:
+            return 1
+        if kind is list:
+            if leads_to_wrapped(load(x + LISTED), PyList_Size(x)) != 0:
+                return 1
+        elif kind is tuple:
+            if leads_to_wrapped(x + ITEMS, PyTuple_Size(x)) != 0:
+                return 1
+    return 0
+
+
+def leads_to_wrapped(items, count):
+    for k in range(count):
+        kind = class_of(items[k])
+        if kind is Tensor:
+            return 1
+        if kind is not Plain and kind is not Parameter:
+            return 0
+    return 0
 
 
 def is_number(x):
@@ -206,7 +243,7 @@ def slot_of(chain: Chain, x):
 
 
 def recorder_of(operands, count):
-    """The recorder of the first pending operand, or the thread's current one; 0 or None if none."""
+    """The recorder of the first pending operand, or the thread's current one; 0 if none."""
     for k in range(count):
         if class_of(operands[k]) is Tensor:
             state: Node = state_of(operands[k])
@@ -216,8 +253,11 @@ def recorder_of(operands, count):
 
 
 def current_recorder():
-    """The recorder that this thread used last, or None; 0 after an error."""
-    return borrowed(PyObject_GetAttr(local, CURRENT))
+    """The recorder that this thread used last, or 0: `state.make_current`."""
+    own = PyThreadState_GetDict()
+    if own == 0:
+        return 0
+    return PyDict_GetItemWithError(own, CURRENT)
 
 
 def count_one(counter, key):

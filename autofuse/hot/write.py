@@ -182,7 +182,7 @@ def is_quiet():
 
 def is_free(recorder: Recorder):
     """Whether this thread may use it now, and may write without anybody else in its way."""
-    if recorder is None or recorder == 0 or are_watched() != 0:
+    if recorder == 0 or are_watched() != 0:
         return 0
     if looked_on() != 0:
         return 0
@@ -377,7 +377,7 @@ def is_pending(x):
 
 def destination(recorder: Recorder, target):
     """The Meta of `target`, borrowed, if the open chain may write to its memory; or 0."""
-    if recorder == 0 or recorder is None:
+    if recorder == 0:
         return 0
     if grad_mode() != (recorder.grad is True):
         return 0

@@ -9,7 +9,15 @@ import torch
 
 from .. import hooks
 from ..chain.liveness import DEAD, counts_of
-from ..chain.state import OwnRecorders, Recorder, all_recorders, begun, this_thread, writing
+from ..chain.state import (
+    OwnRecorders,
+    Recorder,
+    all_recorders,
+    begun,
+    make_current,
+    this_thread,
+    writing,
+)
 from ..inside import helping, inside, is_owned
 from ..settings.config import config, watch
 from ..supply import kernels as compiling
@@ -59,7 +67,7 @@ def regrade() -> None:
 
 def leave_thread() -> None:
     """End this thread's recorders now: it is about to end itself."""
-    this_thread.current = None
+    make_current(None)
     this_thread.recorders = OwnRecorders()
 
 

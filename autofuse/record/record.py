@@ -23,6 +23,7 @@ from ..chain.state import (
     Recorder,
     begun,
     counts,
+    make_current,
     recorder_for,
     this_thread,
     writing,
@@ -296,7 +297,7 @@ def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:
         return None
     if current is not None and current.hooks is not None and current.ident == ident:
         flush(current, "saved tensor hooks")  # they are told of one op after the other
-    this_thread.current = chosen
+    make_current(chosen)
     return record(op, operands)
 
 
