@@ -12,7 +12,6 @@ from .c import (
     DENSE,
     DISPATCH_MODES,
     FUNCTION_MODES,
-    FUNCTIONS_OFF,
     GETITEM,
     INPLACE,
     ITEMS,
@@ -31,12 +30,9 @@ from .c import (
     Py_DecRef,
     PyDict_GetItemWithError,
     PyDict_Next,
-    PyErr_Clear,
-    PyErr_Occurred,
     PyInterpreterState_ThreadHead,
     PyList_GetItem,
     PyList_Size,
-    PyObject_Call,
     PyObject_CallOneArg,
     PyObject_GenericSetAttr,
     PyObject_GetAttr,
@@ -53,7 +49,6 @@ from .c import (
     call_pointer,
     getitem,
     kept,
-    known_functions,
     lifted,
     load,
     load32,
@@ -79,7 +74,6 @@ from .values import (
     grad_mode,
     has_target,
     has_wrapped,
-    is_ours,
     is_simple,
     looked_on,
     set_class,
@@ -88,74 +82,6 @@ from .values import (
     switch_back,
     told,
 )
-
-
-def torch_function(entry, function, args, count, names) -> object:
-    """`Tensor.__torch_function__`; entry: the handlers by torch function."""
-    if names != 0 or count != 3 and (count != 4 or are_none(args[3]) == 0):
-        return 0
-    types: tuple = args[1]
-    if class_of(args[2]) is tuple and class_of(types) is tuple:
-        if len(types) == 1 and types[0] is Tensor and looked_on() == 0:  # or a mode has declined
-            known = PyDict_GetItemWithError(entry[0], args[0])
-            if known != 0:
-                return PyObject_Call(known, args[2], 0)
-    return 0
-
-
-def ask_overrides(entry, function, args, count, names) -> object:
-    """`dispatch.protocol.ask_overrides`; entry: handlers by torch function, those for keywords.
-
-    What is no function in Python, which torch would name, is somebody's patch.
-    """
-    if count < 3 or class_of(args[0]) is not Function:
-        return 0
-    if class_of(args[1]) is tuple and are_alone(args[1]) != 0:
-        table = entry[0]
-        given = 0
-        if names != 0 and is_silent(names, args + 8 * count) == 0:
-            table = entry[1]
-            given = names
-        known = PyDict_GetItemWithError(table, args[0])
-        if known != 0:
-            return PyObject_Vectorcall(known, args + 16, count - 2, given)
-        if PyErr_Occurred() == 0:
-            found = PyDict_GetItemWithError(known_functions, args[0])
-            if found != 0:
-                return run(args[0], found, args + 16, count - 2, given)
-    return 0
-
-
-def are_alone(tensors: tuple):
-    """Whether autofuse, and nobody else, has a say about a function of these."""
-    if call_pointer(FUNCTIONS_OFF) & 255 != 0 or looked_on() != 0:
-        return 0
-    wrapped = 0
-    for x in tensors:
-        if class_of(x) is Tensor:
-            wrapped = 1
-        elif x is not None and is_ours(x) == 0:  # an option that was not given
-            return 0
-    return wrapped
-
-
-def is_silent(names: tuple, values):
-    """Whether keywords say nothing, as `are_none`."""
-    return len(names) == 1 and names[0] is INPLACE and values[0] is False
-
-
-def are_none(options: dict):
-    """Whether keywords say nothing; torch.nn.functional always passes `inplace` on."""
-    if options is None:
-        return 1
-    if class_of(options) is not dict:
-        return 0
-    if len(options) != 1:
-        return len(options) == 0
-    value = PyDict_GetItemWithError(options, INPLACE)
-    if value == 0:
-        PyErr_Clear()  # of a key that is no ordinary string
-    return value is False
 
 
 def getting(entry, x: Tensor) -> object:

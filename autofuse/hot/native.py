@@ -39,7 +39,7 @@ from ..run import cuda, words
 from ..settings.config import config, watch
 from ..torch_private import DeviceContext, TensorBase, count_write, function_mode_at
 from . import builtins as _builtins
-from . import c, call, inputs, lend, values, write
+from . import c, call, inputs, lend, overrides, values, write
 from . import flush as _flush
 from . import launch as _launch
 from . import record as _record
@@ -56,7 +56,21 @@ from .places import (
 )
 from .verdict import verdict
 
-_STAGES = (values, inputs, _record, _launch, _flush, call, _reduce, write, lend, _builtins)
+_STAGES = (
+    values, inputs, _record, _launch, _flush, call, overrides, _reduce, write, lend, _builtins,
+)  # fmt: skip
+    values,
+    inputs,
+    _record,
+    _launch,
+    _flush,
+    call,
+    overrides,
+    _reduce,
+    write,
+    lend,
+    _builtins,
+)
 _Function = Callable[..., Any]
 
 
