@@ -408,7 +408,9 @@ def _references() -> Iterator[str]:
         torch.mm(s.w, torch.t(s.v))
         torch.layer_norm(s.w, (6,), s.p, s.row, 0.5)
         torch.sum(s.w, dim=-1, keepdim=True)
-        s.plain[s.index], s.plain.mm(torch.t(s.v)), torch.cat([s.plain, s.w])
+        operator.getitem(s.plain, s.index)
+        s.plain.mm(torch.t(s.v))
+        torch.cat([s.plain, s.w])
         with torch.enable_grad():
             torch.sum(torch.sigmoid(s.w) * s.p).backward()
         s.p.grad = None
