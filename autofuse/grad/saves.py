@@ -7,7 +7,8 @@ what saves nothing is recorded (`AT_ONCE`).
 
 Those of torch's own that only hold what they are given cannot tell (`LATER`): `save_on_cpu` and
 both of `torch.utils.checkpoint`, which counts tensors in its two runs and takes what the second
-saves for what the first has saved. Chains are recorded there. Their nodes save what eager's save,
+saves for what the first has saved. Of what that saved it reads shape, dtype and device: bare tensors
+are what it is told of, and nothing is computed or kept for it (`UNREAD`). Chains are recorded there. Their nodes save what eager's save,
 op by op, dead values too, whatever runs them: a kernel that stores these, or eager ops. When the
 flush is over the hook is told of them in eager's order (`record.flush`); what else is saved
 meanwhile, by an op that is not recorded, is told after what was recorded before it
@@ -26,6 +27,7 @@ from ..chain.state import Node
 from ..inside import in_another_thread
 from ..ops.reductions import Reduction
 from ..ops.row import Op
+from ..ops.views import JoinOp, ViewOp
 from ..program.program import CONST, Ref
 from ..supply.kernels import capturing
 from ..torch_private import pop_hooks, push_hooks
@@ -45,6 +47,8 @@ def saved_by(node: Node) -> tuple[Ref, ...] | None:
     assert node.op is not None
     if isinstance(node.op, Reduction):  # whose node is torch's own
         return None
+    if isinstance(node.op, (ViewOp, JoinOp)):  # sizes and strides
+        return ()
     nodes = node.path()
 
     def meta_of(ref: Ref) -> Meta:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..chain.state import TOLD_LATER
+from ..chain.state import TOLD_LATER, UNREAD
 from ..inside import inside, whatever_interrupts
 from ..record.flush import flush_all, flush_thread
 from ..record.modes import look_away, look_on, regrade, reopen, reopen_all
@@ -90,10 +90,8 @@ def _telling_in_order(init: Callable[..., None]) -> Callable[..., None]:
     """
     from torch.utils import checkpoint
 
-    own = (
-        torch.autograd.graph.save_on_cpu, checkpoint._checkpoint_hook,
-        checkpoint._recomputation_hook,
-    )  # fmt: skip
+    first_run = checkpoint._checkpoint_hook
+    own = torch.autograd.graph.save_on_cpu, first_run, checkpoint._recomputation_hook
 
     @wraps(init)
     def make(self: Any, pack_hook: Callable[..., Any], *args: Any) -> None:
@@ -108,6 +106,8 @@ def _telling_in_order(init: Callable[..., None]) -> Callable[..., None]:
             return pack_hook(tensor)
 
         setattr(pack, TOLD_LATER, pack_hook)
+        if type(self) is first_run:
+            setattr(pack, UNREAD, True)
         init(self, pack, *args)
 
     return make
