@@ -299,7 +299,9 @@ class Graph:
         self.backwards = [Backward(recorder, segment) for segment in outline.segments]
         self.views = [nodes[index] for index in outline.views]
         self.reduced = [(nodes[index], (index, *more)) for index, *more in outline.reduced]
-        self.bare = dict(zip(outline.bare, _bares([nodes[k].meta for k in outline.bare])))
+        self.bare = dict(
+            zip(outline.bare, _bares([nodes[k].meta for k in outline.bare]), strict=True)
+        )
         self.stored = outline.stored  # dead values that its kernel stores for them
         self.saved_bytes = outline.saved_bytes
         self.packs = [segment.pack for segment in outline.segments if segment.pack]

@@ -7,12 +7,15 @@ what saves nothing is recorded (`AT_ONCE`).
 
 Those of torch's own that only hold what they are given cannot tell (`LATER`): `save_on_cpu` and
 both of `torch.utils.checkpoint`, which counts tensors in its two runs and takes what the second
-saves for what the first has saved. Of what that saved it reads shape, dtype and device: bare tensors
-are what it is told of, and nothing is computed or kept for it (`UNREAD`). Chains are recorded there. Their nodes save what eager's save,
+saves for what the first has saved. Chains are recorded there. Their nodes save what eager's save,
 op by op, dead values too, whatever runs them: a kernel that stores these, or eager ops. When the
 flush is over the hook is told of them in eager's order (`record.flush`); what else is saved
 meanwhile, by an op that is not recorded, is told after what was recorded before it
 (`patches.modes`).
+
+Of what a checkpoint's first run saves its hook reads shape, dtype and device (`UNREAD`). It is told
+of bare tensors, and nothing is computed or kept for it. Views and joins save sizes; a chain ends
+where another op saves a view, which is torch's.
 """
 
 from __future__ import annotations

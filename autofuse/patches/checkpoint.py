@@ -14,8 +14,8 @@ from ..chain.shell import Tensor
 from ..chain.state import this_thread
 from ..dispatch.nested import mapped, tensors_in, wrapped_in
 from ..fused import call_again, call_plain
-from ..lending import is_lent, lent_here
 from ..inside import whatever_interrupts
+from ..lending import is_lent, lent_here
 from ..record.flush import flush_thread, value_of
 from ..record.modes import reopen
 
