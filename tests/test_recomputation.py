@@ -23,6 +23,7 @@ from autofuse.chain.state import all_recorders, counts, this_thread
 from autofuse.errors import StaleInputError
 from autofuse.fused import call_plain
 from autofuse.lending import loans
+from autofuse.record import modes
 from support import DEVICES, assert_same, elsewhere, needs_cuda, random_tensor, write_unseen
 
 pytestmark = pytest.mark.usefixtures("on")
@@ -227,6 +228,39 @@ def test_an_error_at_the_end_of_a_first_run_leaves_recording_as_it_was(always):
             checkpoint(stale, autofuse.wrap(w), use_reentrant=True)
         assert this_thread.closed == this_thread.applies == 0
         assert autofuse.is_pending(autofuse.wrap(torch.ones(4)) * 2.0)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2.0
+
+
+@pytest.mark.parametrize("place", ["begins", "ends"])
+def test_an_interrupt_where_apply_begins_or_ends_leaves_recording_as_it_was(
+    place, always, monkeypatch
+):
+    name = "close_thread" if place == "begins" else "reopen"
+    original, done = getattr(modes, name), []
+
+    def interrupted(reason):
+        original(reason)
+        if len(done) == (place == "ends"):  # the first closes the thread
+            done.append(reason)
+            raise KeyboardInterrupt
+        done.append(reason)
+
+    x = torch.ones(4, requires_grad=True)
+    monkeypatch.setattr(modes, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Double.apply(x)
+    monkeypatch.undo()
+    assert this_thread.closed == this_thread.applies == 0
+    assert autofuse.is_pending(autofuse.wrap(torch.ones(4)) * 2.0)
 
 
 def test_inside_disabled_nothing_is_recorded(always):

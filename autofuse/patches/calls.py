@@ -16,7 +16,7 @@ from ..dispatch.eager import lifted, run_default, run_eager
 from ..dispatch.nested import mapped, wrapped_in
 from ..dispatch.protocol import ask_overrides
 from ..record.flush import flush_thread, value_of
-from ..record.modes import close_thread, closed, regrade, reopen_thread
+from ..record.modes import close_thread, regrade, reopen_thread, run_closed
 from ..settings.config import config
 from ..torch_private import (
     function_modes,
@@ -166,14 +166,13 @@ def _close_during_apply(owner: Any) -> None:
 
     @wraps(getattr(original, "__func__", original))
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with closed("apply"):
-            before = this_thread.applies
-            try:
-                this_thread.applies = before + 1
-                bound = original.__get__(None, self) if of_class else original.__get__(self)
-                return bound(*args, **kwargs)
-            finally:
-                this_thread.applies = before
+        bound = original.__get__(None, self) if of_class else original.__get__(self)
+        before = this_thread.applies
+        try:
+            this_thread.applies = before + 1
+            return run_closed("apply", bound, args, kwargs)
+        finally:
+            this_thread.applies = before
 
     owner.apply = classmethod(apply) if of_class else apply
 

@@ -16,7 +16,7 @@ from ..dispatch.nested import mapped, tensors_in, wrapped_in
 from ..fused import call_again, call_plain
 from ..inside import whatever_interrupts
 from ..lending import is_lent, lent_here
-from ..record.flush import flush_thread, value_of
+from ..record.flush import value_of
 from ..record.modes import reopen
 
 
@@ -118,11 +118,8 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
             reopen("reopen")
             return mapped(function(*args), _settled)
         finally:
-            try:
-                flush_thread("apply")
-            finally:
-                this_thread.closed = this_thread.applies = applies
-                whatever_interrupts(partial(reopen, "apply"))
+            this_thread.closed = this_thread.applies = applies
+            whatever_interrupts(partial(reopen, "apply"))
 
     return call
 
