@@ -231,11 +231,7 @@ def _called(
     if way == FUSED:
         result = call_fused(function, args, kwargs, site)
     else:
-        this_thread.depth += 1  # fused calls inside are plain, too
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            this_thread.depth -= 1
+        result = call_plain(function, args, kwargs)
     if before is not None:
         contest.end(begun, way, way == PLAIN or is_settled(before))
     return _left_plain(result, args, kwargs, contest, passes) if way == PLAIN else result
@@ -305,11 +301,42 @@ def _main_device(tensors: list[torch.Tensor]) -> torch.device:
     return next((x.device for x in tensors if x.device.type != "cpu"), tensors[0].device)
 
 
-def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site) -> Any:
+def call_plain(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `function` as the plain way of a contest: fused calls inside are plain, too."""
+    mine = this_thread.__dict__
+    depth, plain = this_thread.depth, this_thread.plain
+    try:
+        mine["depth"], mine["plain"] = depth + 1, True
+        return function(*args, **kwargs)
+    finally:
+        mine["depth"], mine["plain"] = depth, plain
+
+
+def call_again(
+    function: Callable[..., Any], args: Any, kwargs: Any, others: tuple[torch.Tensor, ...]
+) -> Any:
+    """Call `function` fused, as the part of a fused call that it was, which had `others` lent, too.
+
+    Which call it is part of now does not matter.
+    """
+    mine, plain = this_thread.__dict__, this_thread.plain
+    call = (lambda _, *args, **kwargs: function(*args, **kwargs)) if others else function
+    try:
+        mine["plain"] = False
+        return call_fused(call, (others, *args) if others else args, kwargs, Site(), True)
+    finally:
+        mine["plain"] = plain
+
+
+def call_fused(
+    function: Callable[..., Any], args: Any, kwargs: Any, site: Site, again: bool = False
+) -> Any:
     """Call `function` with its tensors wrapped; plain tensors come back.
 
     The tensors stay the objects they are, so that whatever the function does to them is done;
     other threads may hold them too, and the last call to end makes them plain.
+
+    again: those that are plain are wrapped even where others are wrapped already.
     """
     # --- hot path: beside its ops a call with two tensors costs 1.5 us (CPU, Python 3.11) ---
     result: Any = None
@@ -328,7 +355,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
         if site.device is None and lent:
             with NoModes():
                 site.device = _main_device(lent)
-        if walk is None or not walk.passes:
+        if walk is None or not walk.passes or again:
             before = mine.get("depth", 0)
             if lent:  # with nothing wrapped, fused calls inside are outermost
                 mine["depth"] = before + 1
@@ -347,7 +374,7 @@ def call_fused(function: Callable[..., Any], args: Any, kwargs: Any, site: Site)
             walk.leave_arguments()
     cls = result.__class__
     if walk is not None and walk.passes:
-        return function(*args, **kwargs)
+        return result if again else function(*args, **kwargs)
     if cls is Tensor and not loans:
         return become_plain(result)
     if id(cls) in SIMPLE:

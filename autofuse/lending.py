@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from types import CodeType
+from collections import Counter
+from collections.abc import Iterator
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -116,6 +118,15 @@ def restore(lent: list[torch.Tensor]) -> None:
             del lent[-1]
 
 
+def lent_here() -> Iterator[torch.Tensor]:
+    """What this thread's calls lend at this moment, as often as they do."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in lending_codes:
+            yield from frame.f_locals.get("lent", ())
+        frame = frame.f_back
+
+
 def become_plain(tensor: Tensor) -> torch.Tensor:
     """A wrapped tensor as a plain one, the same object unless it stands beside its value."""
     if tensor._af.__class__ is not Meta:
@@ -137,13 +148,7 @@ def forget_threads() -> None:
     lenders.clear()
     if "lender" in this_thread.__dict__:
         lenders.add(this_thread.__dict__["lender"])
-    own: dict[int, int] = {}
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code in lending_codes:
-            for tensor in frame.f_locals.get("lent", ()):
-                own[id(tensor)] = own.get(id(tensor), 0) + 1
-        frame = frame.f_back
+    own = Counter(map(id, lent_here()))
     if loans.keys() - own:
         for value in gc.get_objects():
             if type(value) is Tensor and id(value) in loans and id(value) not in own:

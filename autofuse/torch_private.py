@@ -33,6 +33,7 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no patc
 # whether backward of this thread may run in others; the public class does it in 2 us
 is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
 set_multithreading_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # whether it stands for a batch, as the gradients that `is_grads_batched` of autograd hands on
@@ -52,6 +53,11 @@ top_hooks: Callable[[], Hooks | None] = partial(
 )
 push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def is_differentiating() -> bool:
+    """Whether this thread is inside a backward."""
+    return _graph_task() != -1
 
 
 def above_autograd(function: _F) -> _F:

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autofuse
 from autofuse.hot import native, trial
@@ -336,6 +337,21 @@ def saved(world: World) -> None:
 
 
 @autofuse.fuse
+def again(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda p: (v * p * 2.0).abs().sub(v), p, use_reentrant=True)
+
+
+def checkpoints(world: World) -> None:
+    """Both of their runs, of which either may end in the middle.
+
+    Not those that work by hooks: what a handler trains in the middle they take for their own.
+    """
+    p, v = torch.nn.Parameter(world.x.clone()), world.z.clone()
+    world.backward(again(p, v).sum())
+    check(p.grad, world.gradient, "gradient of a checkpoint")
+
+
+@autofuse.fuse
 def fused(x: torch.Tensor, z: torch.Tensor, *items: Any) -> Any:
     return (x * 2.0 + z).abs() - x, items
 
@@ -355,7 +371,7 @@ def passed(world: World) -> None:
         world.pass_on()
 
 
-PROGRAMS = [values, passed, sums, writes, gradients, saved, functions]
+PROGRAMS = [values, passed, sums, writes, gradients, saved, checkpoints, functions]
 
 
 def run(world: World, program) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -189,6 +189,16 @@ def _check(tensor: torch.Tensor, meta: Meta) -> Check | None:
         check = meta.checks[cls] = guards.check
         meta.keys = keys_of(tensor).raw_repr()
     return check
+
+
+def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """One test for as many tensors with the classes and Metas of these, in these modes."""
+    if TensorGuards is None:
+        return None
+    with NoModes():
+        sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return guards.check
 
 
 _READERS = tuple(

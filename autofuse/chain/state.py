@@ -48,7 +48,7 @@ class Node:
                  "key", "known_views", "likely", "limits", "long", "looked_on", "meta", "next",
                  "of", "offset", "op", "parent", "pinned_limit", "reason", "recent",
                  "recorder", "relaxed", "returns", "rows", "runners", "saves", "shell", "skips",
-                 "starts", "swept", "told", "usual", "viewed", "views", "writers")  # fmt: skip
+                 "starts", "swept", "told", "unread", "usual", "viewed", "views", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -60,6 +60,8 @@ class Node:
         self.autocast: bool = False if parent is None else parent.autocast  # recorded under it
         # when hooks are told what autograd saves, AT_ONCE or LATER; then, what eager's node does
         self.told: str = "" if parent is None else parent.told
+        # whether these hooks read no values of what they are told of
+        self.unread: bool = False if parent is None else parent.unread
         # under modes of torch functions: whoever is told of an op records it, and not before; keys
         # have the op in a tuple, where the hot path never looks
         self.looked_on: bool = False if parent is None else parent.looked_on
@@ -174,8 +176,8 @@ def statistics_of(path: list[Node]) -> list[Node]:
 
 
 # when hooks of saved tensors are told, see `grad.saves`; the second where the function that is has
-# the attribute TOLD_LATER, which is the hook itself
-AT_ONCE, LATER, TOLD_LATER = "at once", "later", "_autofuse_told_later"
+# the attribute TOLD_LATER, which is the hook itself, and UNREAD where that reads no values
+AT_ONCE, LATER, TOLD_LATER, UNREAD = "at once", "later", "_autofuse_told_later", "_autofuse_unread"
 
 
 class Untold:
@@ -292,16 +294,17 @@ class Recorder:
             autocast = torch.is_autocast_enabled(self.device.type)
             hooks = top_hooks()
             looked_on = this_thread.lookers > 0
-        told = ""
+        told, unread = "", False
         if hooks is not None:
             told = LATER if hasattr(hooks[0], TOLD_LATER) else AT_ONCE
-        modes = (grad, inference, autocast, told, looked_on, torch.get_default_dtype(),
+            unread = hasattr(hooks[0], UNREAD)
+        modes = (grad, inference, autocast, told, unread, looked_on, torch.get_default_dtype(),
                  config.recompute, config.always_fuse, config.relaxed, self.resting)  # fmt: skip
         root = self.roots.get(modes)
         if root is None:
             root = self.roots[modes] = Node(self, None, None, grad and not inference)
             root.autocast = autocast
-            root.told = told
+            root.told, root.unread = told, unread
             root.looked_on = looked_on
             root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
@@ -415,8 +418,10 @@ class _Local(threading.local):
 
     current: Recorder | None = None  # the one used last; see `make_current`
     closed = 0
+    applies = 0  # of these, the `apply`s of Functions
     lookers = 0  # modes of torch functions that have been entered
     depth = 0  # fused calls on the stack
+    plain = False  # the innermost of them records nothing, as its contest has it
     recorders = _Recorders()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import hooks
-from ..chain.meta import Meta, make_meta, plain_meta
+from ..chain.meta import Meta, guard_of, make_meta, plain_meta
 from ..chain.shell import Tensor
 from ..chain.state import TOLD_LATER, Node, Recorder, Untold
 from ..errors import ColdKernelError, NotReadyError, warn_once
@@ -74,6 +74,7 @@ class Backward:
         )
         self.answers: dict[tuple[Meta | None, ...], Answer | Expected | None] = {}
         self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient
+        self.guard: Callable[..., bool] | None = None  # of `saved`, where hooks may change that
 
     def gradients(
         self, grads: Sequence[Any], saved: Sequence[torch.Tensor], consts: list[Any]
@@ -95,9 +96,10 @@ class Backward:
             self.tip.swept += 1
             if self.tip.swept == MANY_SWEEPS:  # from now on these count for whether it pays
                 self.tip.forget_runners()
-        elif self.segment.told and not self._laid_out(saved):
-            pass
-        elif not (in_functorch() or dispatch_modes() or self.meets_autocast()):  # told of ops
+        elif (
+            not (in_functorch() or dispatch_modes() or self.meets_autocast())  # told of ops
+            and self.is_laid_out(saved)
+        ):
             with NoModes():
                 key = tuple([
                     plain_meta(g) if id(g.__class__) in _READ and not is_batched(g) else None
@@ -125,14 +127,17 @@ class Backward:
         """Whether autocast casts operands of its ops in this moment."""
         return self.is_cast and torch.is_autocast_enabled(self.recorder.device.type)
 
-    def _laid_out(self, saved: Sequence[torch.Tensor]) -> bool:
+    def is_laid_out(self, saved: Sequence[torch.Tensor]) -> bool:
         """Whether hooks give tensors back as they got them, but for the values."""
+        if not self.segment.told or not saved or (self.guard is not None and self.guard(*saved)):
+            return True
         with NoModes():
             metas = [plain_meta(x) if x.__class__ is torch.Tensor else None for x in saved]
         for ref, meta in zip(self.segment.saved, metas, strict=True):
             want = self.segment.meta_of(ref)
             if meta is None or meta.spec != want.spec or meta.device is not want.device:
                 return False
+        self.guard = guard_of(saved)
         return True
 
     def by_torch(
@@ -236,9 +241,12 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     # raises if they are freed or were written
     saved = ctx.saved_tensors if backward.segment.frees else ()
     g = grads[0]
-    # where hooks are told they may have given back another layout
-    plain = g.__class__ is torch.Tensor and not (backward.segment.told or torch.is_grad_enabled())
-    if plain and not in_functorch() and not dispatch_modes() and not backward.meets_autocast():
+    plain = g.__class__ is torch.Tensor and not torch.is_grad_enabled()
+    if (
+        plain
+        and not (in_functorch() or dispatch_modes() or backward.meets_autocast())
+        and backward.is_laid_out(saved)
+    ):
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---
         alone = True
         for more in grads[1:]:  # 0.3 us less than `all`
@@ -296,7 +304,9 @@ class Graph:
         self.backwards = [Backward(recorder, segment, nodes[-1]) for segment in outline.segments]
         self.views = [nodes[index] for index in outline.views]
         self.reduced = [(nodes[index], (index, *more)) for index, *more in outline.reduced]
-        self.bare = {index: _bare(nodes[index].meta) for index in outline.bare}
+        self.bare = dict(
+            zip(outline.bare, _bares([nodes[k].meta for k in outline.bare]), strict=True)
+        )
         self.stored = outline.stored  # dead values that its kernel stores for them
         self.saved_bytes = outline.saved_bytes
         self.packs = [segment.pack for segment in outline.segments if segment.pack]
@@ -312,22 +322,24 @@ class Graph:
         """Let `runner`, which also computes what is stored and has these packs, leave it behind."""
         runner.saved_bytes, runner.tells = self.saved_bytes, self.tells
         runner.attach_views = bool(runner.views)
+        seen = [node.index for node in runner.views]
+        attach = _attaching(self.backwards, runner.made, self.views, self.bare, seen, self.reduced)
         if self.tells:
-            attach = _telling(self.recorder, self.backwards, runner.made, self.told)
-        else:
-            seen = [node.index for node in runner.views]
-            attach = _attaching(
-                self.backwards, runner.made, self.views, self.bare, seen, self.reduced
-            )
+            attach = _telling(self.recorder, attach, runner, self.told)
         runner.attach = above_autograd(attach)
 
 
-def _bare(meta: Meta | None) -> torch.Tensor:
-    """What torch can make views of in place of a value that nobody reads."""
-    assert meta is not None
+def _bares(metas: Sequence[Meta | None]) -> list[torch.Tensor]:
+    """What torch can make views of in place of values that nobody reads; one for each Meta."""
+    made: dict[Meta | None, torch.Tensor] = {}
     with InferenceMode(False):
-        strides = (0,) * meta.ndim
-        return torch.empty_strided(meta.shape, strides, dtype=meta.dtype, device=meta.device)
+        for meta in metas:
+            if meta not in made:
+                assert meta is not None
+                made[meta] = torch.empty_strided(
+                    meta.shape, (0,) * meta.ndim, dtype=meta.dtype, device=meta.device
+                )
+    return [made[meta] for meta in metas]
 
 
 def _attaching(
@@ -366,7 +378,8 @@ def _attaching(
         calls.append((node.index, call))
     for k, backward in enumerate(backwards):
         segment = backward.segment
-        calls += _bared([segment.root, *segment.parts], bare, space, segment.root)
+        calls += _bared(segment.outs, bare, space, segment.root)
+        space |= {f"v{ref}": bare[ref] for ref in segment.saved if ref in bare}
         space[f"backward{k}"], space[f"apply{k}"] = backward, backward.apply
         outs = f"({listed(segment.outs)})" if len(segment.outs) > 1 else f"v{segment.root}"
         work = f"(backward{k}, consts)"
@@ -400,7 +413,7 @@ def _attaching(
 
 
 def _bared(
-    indices: list[int], bare: Mapping[int, torch.Tensor], space: dict[str, Any], root: int
+    indices: Sequence[int], bare: Mapping[int, torch.Tensor], space: dict[str, Any], root: int
 ) -> list[tuple[int, str]]:
     """The statements that make tensors for what is bare of `indices`, with the node of `root`."""
     found = [index for index in indices if index in bare]
@@ -410,44 +423,59 @@ def _bared(
 
 def _telling(
     recorder: Recorder,
-    backwards: list[Backward],
-    computed: list[int],
+    attach: Callable[..., Any],
+    runner: Runner,
     told: tuple[tuple[Ref, int], ...],
-) -> Callable[..., None]:
-    """The same where hooks are told of what the nodes save, once the flush is over.
+) -> Callable[..., Any]:
+    """`attach` where hooks are told of what the nodes save, once the flush is over.
 
     A node has a list for each tensor that it saves, into which then comes what the hook returns.
     """
-    attach = _attaching(backwards, computed)
-    places = {index: k for k, index in enumerate(computed)}
+    places = {index: k for k, index in enumerate(runner.made)}
+    stands = _stands(told, runner.tip) if runner.tip.unread else None
 
-    def attach_and_tell(inputs: Any, consts: Any, late: Any, *values: torch.Tensor) -> None:
+    def attach_and_tell(inputs: Any, consts: Any, late: Any, *values: torch.Tensor) -> Any:
         assert recorder.running is not None and recorder.running.hooks is not None
         pack, unpack = recorder.running.hooks
         untold = Untold(inputs, getattr(pack, TOLD_LATER), [])
         kept: list[list[Any]] = []
-        keep = partial(_keep, kept, attach.__code__, untold.pack)
+        keep = partial(_keep, kept, attach.__code__, untold.pack, stands)
         give_back = partial(_give_back, untold.pack, unpack)
         try:
             push_hooks(keep, give_back)
-            attach(inputs, consts, late, *values)
+            views = attach(inputs, consts, late, *values)
         finally:
             pop_hooks()
         for ref, place in reversed(told):
             if place >= 0:
                 untold.saved.append(kept[place])
+            elif stands is not None:
+                untold.saved.append([stands[place, ref], False])
             else:
                 value = inputs[~ref] if ref < 0 else values[places[ref]]
                 untold.saved.append([detach(value), False])
         kept.clear()  # each goes with the node that has it
         # an interrupt may have undone it, and what comes in the middle of flushes is told later
         recorder.untold = [x for x in recorder.untold if x.inputs is not inputs] + [untold]
+        return views
 
     return attach_and_tell
 
 
+def _stands(told: tuple[tuple[Ref, int], ...], tip: Node) -> dict[Any, torch.Tensor]:
+    """What hooks that read no values are told of, by its place, or -1 and the value."""
+    nodes = tip.path()
+    metas = [tip.inputs[~ref] if ref < 0 else nodes[ref].meta for ref, _ in told]
+    keys = [place if place >= 0 else (place, ref) for ref, place in told]
+    return dict(zip(keys, _bares(metas), strict=True))
+
+
 def _keep(
-    kept: list[list[Any]], attach: CodeType, pack: Callable[[Any], Any], tensor: torch.Tensor
+    kept: list[list[Any]],
+    attach: CodeType,
+    pack: Callable[[Any], Any],
+    stands: dict[Any, torch.Tensor] | None,
+    tensor: torch.Tensor,
 ) -> list[Any]:
     """What a node holds in place of `tensor`: detached, for shells may exchange it, as in a cycle.
 
@@ -456,7 +484,7 @@ def _keep(
     """
     if _getframe(1).f_code is not attach:
         return [pack(tensor), True]
-    kept.append([detach(tensor), False])
+    kept.append([detach(tensor) if stands is None else stands[len(kept)], False])
     return kept[-1]
 
 

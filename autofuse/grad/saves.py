@@ -12,6 +12,10 @@ op by op, dead values too, whatever runs them: a kernel that stores these, or ea
 flush is over the hook is told of them in eager's order (`record.flush`); what else is saved
 meanwhile, by an op that is not recorded, is told after what was recorded before it
 (`patches.modes`).
+
+Of what a checkpoint's first run saves its hook reads shape, dtype and device (`UNREAD`). It is told
+of bare tensors, and nothing is computed or kept for it. Views and joins save sizes; a chain ends
+where another op saves a view, which is torch's.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from ..chain.state import Node
 from ..inside import in_another_thread
 from ..ops.reductions import Reduction
 from ..ops.row import Op
+from ..ops.views import JoinOp, ViewOp
 from ..program.program import CONST, Ref
 from ..supply.kernels import capturing
 from ..torch_private import pop_hooks, push_hooks
@@ -45,6 +50,8 @@ def saved_by(node: Node) -> tuple[Ref, ...] | None:
     assert node.op is not None
     if isinstance(node.op, Reduction):  # whose node is torch's own
         return None
+    if isinstance(node.op, (ViewOp, JoinOp)):  # sizes and strides
+        return ()
     nodes = node.path()
 
     def meta_of(ref: Ref) -> Meta:

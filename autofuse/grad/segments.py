@@ -8,7 +8,7 @@ What is saved is what eager would save: of the values the rules read, the visibl
 Inputs; a dead one is computed again where it follows from these, and otherwise stored by the
 forward kernel. A stored one is a further output of its segment's node, so that second derivatives
 flow through it. Where hooks are told of what is saved (`saves`), that is what each op saves in
-eager, dead or not, and as often.
+eager, dead or not, and as often; where these read no values, bare tensors stand for all of that.
 
 A call that splits a value is a step of a Segment where nobody sees its parts and each of them is
 used by one Segment: of those the first, of which the parts that others use are further outputs.
@@ -407,8 +407,8 @@ def outline_of(
     else:
         if not told:
             return None
-        roots = sorted(owner)  # a node for each op, as in eager
-        owner = {index: index for index in roots}
+        owners = _Owners(nodes, uses, meta_of, sorted(owner), False)  # a node for each, as in eager
+        owner, roots = owners, sorted(owners)
     lent = owners.lent()
     members = Counter(owner.values())
     reduced = {index: [index, *statistics.get(index, {}).values()] for index in roots
@@ -450,6 +450,11 @@ def outline_of(
         for k, ref in enumerate(node.saves):
             order.append((ref, places.get((node.index, k), -1)))
             memory.update([ref] if ref >= 0 else ())
+    if told and nodes[-1].unread:  # what somebody sees is computed, and nothing is kept
+        seen = {*live, *(nodes[index].base for index in live if nodes[index].base >= 0)}
+        seen.update(nodes[index].base for index in views if nodes[index].op.name in COPYING)  # type: ignore[union-attr]
+        bare.update(memory - seen - views)
+        memory, saved_refs = seen, set()
     stored = tuple(sorted(memory - set(live) - views))
     nbytes = sum(meta_of(ref).nbytes for ref in saved_refs)
     bare.update(lent)

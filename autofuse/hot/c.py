@@ -116,6 +116,7 @@ flushes: Any = GIVEN  # counted by their reasons
 ranges: Any = GIVEN
 hook_names: Any = GIVEN  # the globals of `hooks`
 chain_flush: Any = GIVEN
+tell: Any = GIVEN  # `flush.tell`
 inside: Any = GIVEN
 is_foreign: Any = GIVEN
 others_writing: Any = GIVEN

@@ -43,6 +43,7 @@ from .c import (
     load32,
     ranges,
     room,
+    tell,
     tried,
 )
 from .launch import launched
@@ -166,6 +167,8 @@ def flushed(recorder: Recorder, reason, target, expected, last):
                     chain.late = chain.first
             done = ran(recorder, chain, size, program, reason, target)
         ended(recorder.release)
+    if done > 0 and PyList_Size(recorder.untold) != 0:
+        PyObject_CallOneArg(tell, recorder)
     if PyErr_Occurred() != 0:
         return 0
     if done < 0:  # an interrupt may come, and the next flush then does it
@@ -196,6 +199,7 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
     recorder.running = chain
     recorder.chain = spare
     recorder.spare = None
+    chain.hooks = hooks
     if target != 0:
         chain.into = target
     before = switch_off(2)
@@ -232,6 +236,7 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
             chain.consts = emptied(chain.consts)
             chain.values = None
             chain.bumps = None
+            chain.hooks = None
             PyList_SetSlice(chain.marks, 0, PyList_Size(chain.marks), 0)
             if PyDict_Size(chain.known) != 0:
                 PyDict_Clear(chain.known)

@@ -59,18 +59,6 @@ from .verdict import verdict
 _STAGES = (
     values, inputs, _record, _launch, _flush, call, overrides, _reduce, write, lend, _builtins,
 )  # fmt: skip
-    values,
-    inputs,
-    _record,
-    _launch,
-    _flush,
-    call,
-    overrides,
-    _reduce,
-    write,
-    lend,
-    _builtins,
-)
 _Function = Callable[..., Any]
 
 
@@ -258,7 +246,8 @@ def _given() -> dict[str, Any]:
         "function_mode_at": function_mode_at, "Builtin": type(len), "Function": types.FunctionType,
         "local": state.this_thread, "counts": state.counts, "flushes": state.counts.flushes,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
-        "chain_flush": flush.flush, "inside": flush.inside, "is_foreign": flush.is_foreign,
+        "chain_flush": flush.flush, "tell": flush.tell,
+        "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": state.writing, "BEGUN": c.Address(ctypes.addressof(state.begun)),
         "all_recorders": state.all_recorders.refs,
         "lifted": eager.lifted, "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,

@@ -280,6 +280,17 @@ def _gradients(s: _State) -> Any:
     return s.p.grad
 
 
+def _told(s: _State) -> Any:
+    """Hooks are told of what is saved once a flush is over; also of what nobody sees."""
+    s.p.grad = None
+    with torch.enable_grad():
+        with torch.autograd.graph.save_on_cpu():
+            t = torch.tanh(torch.sigmoid(s.w) * s.p + 1.0) * s.v
+            Called(flush.flush)(state.this_thread.current, "trial")
+        torch.sum(t).backward()
+    return s.p.grad
+
+
 def _errors(s: _State) -> Any:
     said = []
     for call in (
@@ -336,6 +347,7 @@ _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_writes_by_hand, "record_inplace record_write handler flush"),
     (_slices, "handler writing setting copying flush"),
     (_gradients, "answer"),
+    (_told, "flush answer"),
     (_weak, "flush"),
     (_errors, ""),
     (_stale, ""),

@@ -12,7 +12,7 @@ from ..api import unwrap
 from ..chain.shell import Tensor, set_class
 from ..dispatch.nested import mapped
 from ..lending import loans
-from ..record.modes import close_thread, closed, reopen_thread
+from ..record.modes import close_thread, reopen_thread, run_closed
 
 
 def around(
@@ -84,8 +84,7 @@ def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
             for leaf in leaves:
                 leaf.__dict__.pop("_af", None)  # it may have other contents afterwards
                 set_class(leaf, torch.Tensor)
-            with closed(reason):
-                return function(*args, **kwargs)
+            return run_closed(reason, function, args, kwargs)
         finally:
             for leaf in leaves:  # one that is lent stays plain: its lenders may be gone by now
                 if leaf.__class__ is torch.Tensor and id(leaf) not in lent:

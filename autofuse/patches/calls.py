@@ -11,16 +11,17 @@ import torch
 from torch.utils._device import _device_constructors
 
 from ..chain.shell import Tensor
-from ..chain.state import counts
+from ..chain.state import counts, this_thread
 from ..dispatch.eager import lifted, run_default, run_eager
 from ..dispatch.nested import mapped, wrapped_in
 from ..dispatch.protocol import ask_overrides
 from ..record.flush import flush_thread, value_of
-from ..record.modes import close_thread, closed, regrade, reopen_thread
+from ..record.modes import close_thread, regrade, reopen_thread, run_closed
 from ..settings.config import config
 from ..torch_private import (
     function_modes,
     gpus_in_use,
+    is_differentiating,
     is_multithreading_enabled,
     set_multithreading_enabled,
 )
@@ -130,7 +131,7 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        counts.backwards += 1
+        counts.backwards += not is_differentiating()  # or it is part of one
         place = config.backward_thread
         if place == "auto":
             makes_nodes = args[3] if len(args) > 3 else kwargs.get("create_graph")
@@ -165,9 +166,13 @@ def _close_during_apply(owner: Any) -> None:
 
     @wraps(getattr(original, "__func__", original))
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with closed("apply"):
-            bound = original.__get__(None, self) if of_class else original.__get__(self)
-            return bound(*args, **kwargs)
+        bound = original.__get__(None, self) if of_class else original.__get__(self)
+        before = this_thread.applies
+        try:
+            this_thread.applies = before + 1
+            return run_closed("apply", bound, args, kwargs)
+        finally:
+            this_thread.applies = before
 
     owner.apply = classmethod(apply) if of_class else apply
 

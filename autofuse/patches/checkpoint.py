@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
+from weakref import ref
 
 import torch
 
 from ..chain.meta import UNKNOWN
 from ..chain.shell import Tensor
 from ..chain.state import this_thread
-from ..dispatch.nested import mapped, wrapped_in
-from ..fused import Site, call_fused
+from ..dispatch.nested import mapped, tensors_in, wrapped_in
+from ..fused import call_again, call_plain
+from ..inside import whatever_interrupts
+from ..lending import is_lent, lent_here
 from ..record.flush import value_of
-from ..record.modes import close_thread, reopen_thread
+from ..record.modes import reopen
 
 
 def patch_checkpoints() -> None:
@@ -71,29 +74,52 @@ def _lending(generator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _again(function: Callable[..., Any], args: Any) -> Callable[..., Any]:
-    """`function` as its second run is to call it, where the first is called with `args` now."""
-    if this_thread.depth == 0 and not any(True for _ in wrapped_in(args)):
+    """`function` as its second run is to call it, where the first is called with `args` now.
+
+    It takes the way of the fused call that this is part of, and what that has lent is lent again:
+    the function may have more at hand than its arguments.
+    """
+    wrapped = any(True for _ in wrapped_in(args))
+    if this_thread.depth == 0 and not wrapped:
         return function
-    site = Site()
+    again = call_plain
+    if wrapped or not this_thread.plain:
+        given = set(map(id, tensors_in(args)))
+        lent = {id(x): ref(x) for x in lent_here() if id(x) not in given}
+        again = partial(_lending_again, tuple(lent.values()))
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return call_fused(function, args, kwargs, site)
+        return again(function, args, kwargs)
 
     return call
 
 
+def _lending_again(
+    lent: tuple[ref[torch.Tensor], ...], function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call `function` where `lent` are lent, those of them that there still are."""
+    others = tuple([x for known in lent if (x := known()) is not None and is_lent(x)])
+    return call_again(function, args, kwargs, others)
+
+
 def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, recorded inside a Function's `apply`, where nothing is for other reasons."""
+    """`function`, recorded inside the `apply`s of Functions, where nothing is for other reasons.
+
+    They are several where a checkpoint is part of another's second run.
+    """
 
     def call(*args: Any) -> Any:
-        if this_thread.closed != 1:
+        applies = this_thread.applies
+        if applies == 0 or this_thread.closed != applies:
             return function(*args)
-        reopen_thread()
         try:
+            this_thread.closed = this_thread.applies = 0
+            reopen("reopen")
             return mapped(function(*args), _settled)
         finally:
-            close_thread("apply")
+            this_thread.closed = this_thread.applies = applies
+            whatever_interrupts(partial(reopen, "apply"))
 
     return call
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..chain.state import TOLD_LATER
+from ..chain.state import TOLD_LATER, UNREAD
 from ..inside import inside, whatever_interrupts
 from ..record.flush import flush_all, flush_thread
 from ..record.modes import look_away, look_on, regrade, reopen, reopen_all
-from ..torch_private import set_grad_enabled
+from ..torch_private import function_modes, set_grad_enabled
 from .around import around, closed_between
 
 
@@ -47,7 +47,7 @@ def patch_modes() -> None:
         _regrade_after(torch.set_grad_enabled, name)  # which no_grad calls
     for name in ("__enter__", "__exit__"):
         _regrade_after(torch.enable_grad, name)
-    _flush_at_end_of_no_grad()
+    _patch_no_grad()
     _patch_saved_tensors_hooks()
 
 
@@ -90,10 +90,8 @@ def _telling_in_order(init: Callable[..., None]) -> Callable[..., None]:
     """
     from torch.utils import checkpoint
 
-    own = (
-        torch.autograd.graph.save_on_cpu, checkpoint._checkpoint_hook,
-        checkpoint._recomputation_hook,
-    )  # fmt: skip
+    first_run = checkpoint._checkpoint_hook
+    own = torch.autograd.graph.save_on_cpu, first_run, checkpoint._recomputation_hook
 
     @wraps(init)
     def make(self: Any, pack_hook: Callable[..., Any], *args: Any) -> None:
@@ -108,6 +106,8 @@ def _telling_in_order(init: Callable[..., None]) -> Callable[..., None]:
             return pack_hook(tensor)
 
         setattr(pack, TOLD_LATER, pack_hook)
+        if type(self) is first_run:
+            setattr(pack, UNREAD, True)
         init(self, pack, *args)
 
     return make
@@ -133,12 +133,25 @@ def _regrade_after(owner: Any, name: str) -> None:
     setattr(owner, name, call)
 
 
-def _flush_at_end_of_no_grad() -> None:
-    """Flush where the block ends with another grad mode; it ends also if that fails."""
-    original = torch.no_grad.__exit__
+def _patch_no_grad() -> None:
+    """Flush where the block ends with another grad mode; it ends also if that fails.
+
+    Where none begins and no mode is told it sets nothing: a checkpoint's hook, which is told of
+    tensors without grad, has one for each, of 4.8 us with our patches, otherwise of 2.3 (CPU).
+    """
+    begin, original = torch.no_grad.__enter__, torch.no_grad.__exit__
+
+    @wraps(begin)
+    def enter(self: Any) -> None:
+        if torch.is_grad_enabled() or function_modes():
+            begin(self)
+        else:
+            self.prev = False
 
     @wraps(original)
     def leave(self: Any, *args: Any) -> None:
+        if not (self.prev or torch.is_grad_enabled() or function_modes()):
+            return
         try:
             if self.prev is not torch.is_grad_enabled():
                 flush_thread("grad mode")
@@ -147,4 +160,4 @@ def _flush_at_end_of_no_grad() -> None:
             raise
         original(self, *args)
 
-    torch.no_grad.__exit__ = leave
+    torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave

@@ -10,7 +10,7 @@ import torch
 
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, plain_meta
 from ..chain.shell import Tensor
-from ..chain.state import Node, this_thread
+from ..chain.state import AT_ONCE, Node, this_thread
 from ..ops.row import OPS
 from ..ops.views import JoinOp, join_op
 from ..settings.config import config
@@ -35,7 +35,7 @@ def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
     if recorder is None or recorder.ident != get_ident():
         return None
     tip = recorder.chain.tip
-    if tip.told or tip.looked_on or tip.rows is not None:
+    if tip.told is AT_ONCE or tip.looked_on or tip.rows is not None:
         return None
     metas = [_meta_of(x) for x in tensors]
     first = metas[0]

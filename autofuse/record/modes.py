@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from threading import get_ident
+from typing import Any
 
 import torch
 
@@ -18,7 +21,7 @@ from ..chain.state import (
     this_thread,
     writing,
 )
-from ..inside import helping, inside, is_owned
+from ..inside import helping, inside, is_owned, whatever_interrupts
 from ..settings.config import config, watch
 from ..supply import kernels as compiling
 from .flush import flush, flush_all
@@ -83,6 +86,17 @@ def close_thread(reason: str) -> None:
                 recorder.off = this_thread.closed > 0
                 recorder.open()
         raise
+
+
+def run_closed(reason: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `run` where this thread records nothing; however that ends, it is as it was before."""
+    before = this_thread.closed
+    try:
+        close_thread(reason)
+        return run(*args, **kwargs)
+    finally:
+        this_thread.closed = before  # no Python runs before that
+        whatever_interrupts(partial(reopen, "reopen"))
 
 
 def reopen_thread() -> None:

@@ -375,6 +375,9 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
         saves = saved_by(node) if tip.told is LATER else None
         if saves is None:
             reason = "saved tensor hooks"  # which eager tells at once what its node saves
+        elif any(path[ref].base >= 0 for ref in saves if 0 <= ref < len(path)):
+            node = eager_node(recorder, tip, op, "")
+            node.cuts = "saved tensor hooks"  # which are told of torch's view
         else:
             node.saves = saves
     if reason and not node.reason:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..chain.shell import Tensor
-from ..chain.state import Node, this_thread
+from ..chain.state import AT_ONCE, Node, this_thread
 from ..ops.views import LIKE, SPLITS, SQUARE, ViewOp, view_op
 from ..settings.config import config
 from ..torch_private import InferenceMode, NoModes, looked_on
@@ -34,7 +34,7 @@ def record_view(name: str, func: Any, handler: Any, args: Any, kwargs: Any) -> A
     if recorder is None or recorder.ident != get_ident() or this_thread.closed or looked_on():
         return None
     tip = recorder.chain.tip
-    if tip.told or tip.looked_on or node.meta is None:
+    if tip.told is AT_ONCE or tip.looked_on or node.meta is None:
         return None
     if tip.holds_grad and config.recompute == "inputs":  # rules go through no views
         return None

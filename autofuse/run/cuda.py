@@ -170,7 +170,7 @@ class CudaRunner(Runner):
     def _programmed(self) -> Words | None:
         """`run` as Words."""
         outputs = [*self.made, *(node.index for node in self.views)]
-        if self.tells or self.attach_views:
+        if self.attach_views or (self.tells and not self.visible):
             return None
         if not {owner.index for owner in self.visible} <= {*outputs}:
             return None

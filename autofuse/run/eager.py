@@ -55,7 +55,9 @@ def run_ops(chain: Chain, runner: Runner) -> None:
         values = replayed(chain, nodes, live, chain.bumps, None, runner.ops, grad=False)
         with NoModes():
             made = [values[index] for index in runner.made]
-            runner.attach(chain.inputs, chain.consts, chain.late, *made)
+            views = runner.attach(chain.inputs, chain.consts, chain.late, *made)
+        if runner.attach_views:
+            values |= zip([node.index for node in runner.views], views, strict=True)
         publish(chain, values)
         settle(chain, runner.visible)
         return
