@@ -48,7 +48,8 @@ class Node:
                  "key", "known_views", "likely", "limits", "long", "looked_on", "meta", "next",
                  "of", "offset", "op", "parent", "pinned_limit", "reason", "recent",
                  "recorder", "relaxed", "returns", "rows", "runners", "saves", "shell", "skips",
-                 "starts", "swept", "told", "unread", "usual", "viewed", "views", "writers")  # fmt: skip
+                 "starts", "swept", "told", "unread", "usual", "viewed", "views",
+                 "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
