@@ -47,8 +47,9 @@ from ..torch_private import (
     top_hooks,
 )
 from .nodes import noder
-from .rules import Expected, Tape, Torch, UnfusedError, sweep
+from .rules import Expected, Torch, sweep
 from .segments import Outline, Segment
+from .tape import Tape, UnfusedError
 
 
 class Backward:

@@ -11,29 +11,30 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..chain.meta import Meta, make_meta
-from ..chain.state import Node, Recorder
-from ..chain.trie import extend
+from ..chain.meta import Meta
+from ..chain.state import Node
 from ..kernel.plan import completed
 from ..kernel.rows import make_pieces
 from ..ops.arithmetic import CASTS
 from ..ops.reductions import Reduction
 from ..ops.row import OPS, Op
-from ..ops.views import JoinOp, ViewOp, join_op, view_op
+from ..ops.views import JoinOp, ViewOp
 from ..program.program import CONST, Output, Ref
 from ..run.devices import runner_class
 from ..run.generated import defined, log_of, tuple_of
 from ..run.words import Answer
 from ..supply.kernels import Order
-from ..torch_private import AUTOCASTS, ExcludedKey, InferenceMode, NoModes
-from .reduced import ROWS, Later, Needs, Values, by_torch, on_tape
-from .segments import Segment, reads_of
+from ..torch_private import AUTOCASTS, ExcludedKey, NoModes
+from .reduced import Later, Needs, Values, by_torch
+from .segments import Segment
+from .strips import Striping, Strips
+from .tape import Seen, Tape
+from .uses import reads_of
 
 _ADD = OPS["add"]
 
@@ -68,10 +69,15 @@ def sweep(
     grads = {index: g for index, g in seeds.items() if g is not None}
     gathers = segment.inner | set(segment.summed)
     given: list[Any] = []
+    places: dict[Ref, int] = {}  # of the last sink of each
     parts: list[Any] = []  # gradients of those of a value that is split, the last first
     for index in reversed(segment.steps):
         g, named, op = grads.pop(index, None), segment.named(index), nodes[index].op
-        if isinstance(op, ViewOp):
+        if index in segment.striped:
+            if g is not None:
+                shape = segment.meta_of(nodes[index].base).shape
+                g = algebra.padded(*segment.striped[index], g, shape)
+        elif isinstance(op, ViewOp):
             parts.append(g)
             if op.part:
                 continue
@@ -86,9 +92,10 @@ def sweep(
             found = algebra.reduced(op, g, read, tuple(operands), needs)
         for use in segment.uses[index]:
             ref, meta = use.ref, segment.meta_of(use.ref)
+            if ref not in gathers and index not in segment.merged:
+                places[ref] = len(given)
+                given.append(None)
             if g is None:
-                if ref not in gathers:
-                    given.append(None)
                 continue
             if isinstance(op, JoinOp):
                 d = algebra.part(op.views[use.part], g)
@@ -100,7 +107,8 @@ def sweep(
             if algebra.dtype(d) is not meta.dtype and algebra.shape(d) == meta.shape:
                 d = algebra.apply(CASTS[meta.dtype], (d,))
             if ref not in gathers:
-                given.append(d)
+                before = given[places[ref]]
+                given[places[ref]] = d if before is None else algebra.apply(_ADD, (before, d))
             else:
                 grads[ref] = algebra.apply(_ADD, (grads[ref], d)) if ref in grads else d
     return given + [grads.get(ref) for ref in segment.summed]
@@ -181,6 +189,14 @@ class Torch:
         """A view of the value `base` of the chain."""
         return self.apply(op, (value,))
 
+    def padded(
+        self, striping: Striping, k: int, g: torch.Tensor, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A gradient of `shape` that is `g` in strip k and zero elsewhere."""
+        start = striping.begin(k)
+        end = start + striping.sizes[k]
+        return torch.ops.aten.slice_backward.default(g, shape, striping.dim, start, end, 1)
+
     def join(
         self, op: ViewOp, parts: Sequence[torch.Tensor | None], metas: Sequence[Meta]
     ) -> torch.Tensor | None:
@@ -214,186 +230,14 @@ class Torch:
     log = staticmethod(log_of)
 
 
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """A Python number that a backward computes from the chain's Consts `c`."""
-
-    cls: type
-    text: str
-
-    def _with(self, sign: str, other: _Number) -> _Number:
-        cls = float if float in (self.cls, other.cls) or sign == "/" else int
-        return _Number(cls, f"({self.text} {sign} {other.text})")
-
-    __add__, __sub__ = partialmethod(_with, "+"), partialmethod(_with, "-")
-    __mul__, __truediv__ = partialmethod(_with, "*"), partialmethod(_with, "/")
-
-    def __neg__(self) -> _Number:
-        return _Number(self.cls, f"(-{self.text})")
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A view of a value of a Tape: torch's own where it is a result, a step where a rule reads it.
-
-    view: of a stand-in without memory for the value.
-    """
-
-    ref: Ref
-    call: Callable[..., torch.Tensor]
-    view: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.view.shape)
-
-
-class UnfusedError(Exception):
-    """A rule that needs an op which is eager for these dtypes or shapes."""
-
-
-class Tape:
-    """Records rules as a program of its own; a value is a reference as in a program."""
-
-    def __init__(
-        self, recorder: Recorder, inputs: list[Meta], places: list[tuple[int, int]], last: Node
-    ) -> None:
-        """places: of each Input, the tensor it lies in and the byte at which it begins there.
-
-        last: the last node of the chain that is differentiated.
-        """
-        self.places = places
-        self.recorder, self.classes = recorder, last.consts
-        self.tip = Node(recorder, None, None)
-        self.tip.relaxed = last.relaxed
-        self.tip.inputs = tuple(inputs)
-        self.metas: list[Meta] = []
-        self.numbers: list[str] = []
-        self.known: dict[Any, int] = {}
-
-    def const(self, position: int) -> _Number:
-        return _Number(self.classes[position], f"c[{position}]")
-
-    def number(self, value: float) -> _Number:
-        return _Number(type(value), repr(value))
-
-    def is_number(self, value: Any) -> bool:
-        return isinstance(value, _Number)
-
-    def log(self, value: _Number) -> _Number:
-        return _Number(float, f"log({value.text})")
-
-    def apply(self, op: Op, operands: tuple[Any, ...]) -> int:
-        operands = tuple(map(self.step, operands))
-        key = (op, *operands)
-        if key not in self.known:
-            numbers = [x for x in operands if isinstance(x, _Number)]
-            edge = [x.cls if isinstance(x, _Number) else x for x in operands]
-            node = extend(self.recorder, self.tip, op, edge, self.metas)
-            if node.reason or node.cuts:
-                raise UnfusedError(node.reason or node.cuts)
-            assert node.meta is not None
-            self.tip = node
-            self.metas.append(node.meta)
-            self.numbers += [x.text for x in numbers]
-            self.known[key] = node.index
-        return self.known[key]
-
-    again = apply
-
-    def view(self, op: ViewOp, value: Ref, base: Meta) -> Ref:
-        """As `Torch.view`; of an Input it is another one, in the same memory."""
-        if self._meta(value).spec != base.spec:
-            raise UnfusedError("a view of another layout")
-        return self._seen(op, value)
-
-    def _seen(self, op: ViewOp, value: Ref) -> Ref:
-        if value >= 0:
-            return self.apply(op, (value,))
-        key = (op, value)
-        if key not in self.known:
-            place, begins = self.places[~value]
-            self.places.append((place, begins + op.offset * op.dtype.itemsize))
-            meta = make_meta(op.dtype, op.shape, op.stride, self.recorder.device)
-            self.tip.inputs = (*self.tip.inputs, meta)
-            self.known[key] = ~(len(self.places) - 1)
-        return self.known[key]
-
-    def part(self, view: Callable[..., torch.Tensor], value: Ref | Seen) -> Seen:
-        """As `Torch.part`; made where it is needed."""
-        if isinstance(value, Seen):
-            first = value.call
-            return Seen(value.ref, lambda x: view(first(x)), view(value.view))
-        meta = self._meta(value)
-        with NoModes(), InferenceMode(False):
-            base = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-            return Seen(value, view, view(base))
-
-    def step(self, seen: Any) -> Any:
-        """An operand, of which a view is a step of its own."""
-        if isinstance(seen, Later):
-            raise UnfusedError("a gradient that torch computes in the middle")
-        if not isinstance(seen, Seen):
-            return seen
-        key = (Seen, seen.ref, seen.shape, seen.view.stride(), seen.view.storage_offset())
-        if key not in self.known:
-            op = view_op("part", seen.call, None, 0, seen.view, None)
-            self.known[key] = self._seen(op, seen.ref)
-        return self.known[key]
-
-    def whole(self, value: Ref | Seen) -> Ref:
-        """A value that lies in memory as it is, row after row: of another, or of a view, a copy."""
-        if isinstance(value, Seen) or not self._meta(value).flat:
-            return self.apply(ROWS, (value,))
-        return value
-
-    def join(
-        self, op: ViewOp, parts: Sequence[Ref | Seen | None], metas: Sequence[Meta]
-    ) -> Ref | None:
-        """As `Torch.join`."""
-        steps: list[Ref] = []
-        if all(part is None for part in parts):
-            return None
-        for part in parts:
-            if part is None:
-                raise UnfusedError("a part without a gradient")
-            part = self.step(part)
-            own = part >= 0 and self.tip.path()[part].op.__class__ is Op
-            steps.append(part if own else self.apply(OPS["clone"], (part,)))
-        name = "stack" if op.name == "unbind" else "cat"
-        assert op.dim is not None
-        join = join_op(name, op.dim, [self.metas[step] for step in steps])
-        if join is None:
-            raise UnfusedError("a join that torch alone knows")
-        return self.apply(join, tuple(steps))
-
-    def _meta(self, ref: Ref) -> Meta:
-        return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]
-
-    def reduced(
-        self, op: Reduction, g: Ref | Seen, values: Values, metas: tuple[Meta, ...], needs: Needs
-    ) -> tuple[Ref | Seen | Later | None, ...]:
-        """As `Torch.reduced`."""
-        return on_tape(op, self, g, values, metas, needs)
-
-    def dtype(self, value: Ref | Seen | Later) -> torch.dtype:
-        if isinstance(value, Seen):
-            return value.view.dtype
-        return value.meta.dtype if isinstance(value, Later) else self._meta(value).dtype
-
-    def shape(self, value: Ref | Seen | Later) -> tuple[int, ...]:
-        if isinstance(value, Seen):
-            return value.shape
-        return (value.meta if isinstance(value, Later) else self._meta(value)).shape
-
-
 class Expected:
     """The Answer of a tape, as soon as its kernels are there."""
 
-    def __init__(self, tape: Tape, given: list[Ref | Seen | Later | None], gradients: int) -> None:
-        """given: of each sink a result, an incoming gradient as ~k, a view of one, what comes of
-        these later, or None. gradients: how many come in.
+    def __init__(self, tape: Tape, given: list[Any], gradients: int) -> None:
+        """given: of each sink a result, an incoming gradient as ~k, a view of one, strips, what
+        comes of these later, or None. gradients: how many come in.
         """
+        given = [tape.step(x) if isinstance(x, Strips) else x for x in given]
         self.tape, self.sinks, self.gradients = tape, given, gradients
         self.given: list[Ref | None] = []
         for x in given:

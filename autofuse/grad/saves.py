@@ -34,7 +34,7 @@ from ..ops.views import JoinOp, ViewOp
 from ..program.program import CONST, Ref
 from ..supply.kernels import capturing
 from ..torch_private import pop_hooks, push_hooks
-from .segments import uses_of
+from .uses import uses_of
 
 _OUT = -1
 # of an operand: its dtype, dimensions and whether it requires grad, or its class; which one is the

@@ -11,7 +11,8 @@ flow through it. Where hooks are told of what is saved (`saves`), that is what e
 eager, dead or not, and as often; where these read no values, bare tensors stand for all of that.
 
 A call that splits a value is a step of a Segment where nobody sees its parts and each of them is
-used by one Segment: of those the first, of which the parts that others use are further outputs.
+used by one Segment: of those the first, of which the parts that others use are further outputs. So
+is a slice that nobody sees and one Segment uses, where those of its base do not overlap (`strips`).
 Any other view has the nodes that torch gives it, between Segments. So has a reduction that no
 kernel differentiates, or alone; its node is given what the forward kernel has found (`nodes`).
 Torch makes them of the value that they lie in or reduce, or, where no rule, no such node and nobody
@@ -21,12 +22,9 @@ one element of memory.
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from types import MappingProxyType
 
 from ..chain.meta import Meta
 from ..chain.rowwise import GradientRows, gradient_rows
@@ -37,47 +35,8 @@ from ..ops.views import COPYING, JoinOp, ViewOp
 from ..program.program import CONST, Ref
 from ..program.walk import needed, sources
 from ..settings.config import config
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A differentiable operand of a step: the rule for its gradient, and what the rule reads."""
-
-    ref: Ref
-    rule: ast.expr
-    reads: frozenset[Ref]
-    part: int  # which operand it is: of a join, or of a reduction, whose rule gives all gradients
-
-
-_G = ast.parse("g", mode="eval").body
-
-
-def uses_of(
-    node: Node, meta_of: Callable[[Ref], Meta], statistics: Mapping[str, Ref] = MappingProxyType({})
-) -> Iterator[Use]:
-    """The operands of `node` that get a gradient, in order; statistics: its own, by name."""
-    assert node.op is not None
-    if isinstance(node.op, JoinOp):
-        for k, ref in enumerate(node.args):
-            if meta_of(ref).requires_grad:
-                yield Use(ref, _G, frozenset(), k)
-        return
-    if not node.op.grad:
-        return
-    for k, (ref, rule) in enumerate(zip(node.args, node.op.rules, strict=True)):
-        if ref < CONST and rule is not None and meta_of(ref).requires_grad:
-            named = {**node.named(), **statistics}
-            yield Use(ref, rule, frozenset(named[n] for n in reads_of(rule) if n in named), k)
-
-
-@cache
-def reads_of(rule: ast.expr) -> tuple[str, ...]:
-    """The names that a rule reads besides the gradient, in order; a called row is none."""
-    called = {id(tree.func) for tree in ast.walk(rule) if isinstance(tree, ast.Call)}
-    names = (
-        tree.id for tree in ast.walk(rule) if isinstance(tree, ast.Name) and id(tree) not in called
-    )
-    return tuple(name for name in dict.fromkeys(names) if name != "g")
+from .strips import Striping, striped_of
+from .uses import G, Use, uses_of
 
 
 def _is_split(node: Node) -> bool:
@@ -94,12 +53,16 @@ class _Owners(dict[int, int]):
 
     def __init__(
         self, nodes: list[Node], uses: list[list[Use]], meta_of: Callable[[Ref], Meta],
-        live: list[int], joined: bool,
+        live: list[int], joined: bool, striped: Mapping[int, tuple[Striping, int]],
     ) -> None:  # fmt: skip
-        """joined: whether reductions may be steps of segments with others."""
+        """joined: whether reductions may be steps of segments with others. striped: of the slices
+        that may be.
+        """
         super().__init__((index, index) for index in live)
-        self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
-        self.split: dict[int, int] = {}  # parts of values that are split inside of segments: whose
+        # who has one of these can write to it
+        self.shared = {nodes[index].base if nodes[index].base >= 0 else index for index in live}
+        self.nodes, self.uses, self.meta_of, self.striped = nodes, uses, meta_of, striped
+        self.split: dict[int, int] = {}  # parts and slices inside of segments: whose
         self.users: dict[int, list[int]] = {}  # of each view
         self.rows: dict[int, GradientRows] = {}  # of segments whose backward adds over rows
         # row kernels read no index maps
@@ -159,7 +122,10 @@ class _Owners(dict[int, int]):
         self.rows[root] = replace(rows, sums=sums)
 
     def _own_view(self, index: int) -> None:
-        parts = self._parts_until(index)
+        if index in self.striped:
+            parts = [] if self._is_named(index) else [index]
+        else:
+            parts = self._parts_until(index)
         owners = [{self[user] for user in self.users.get(part, ())} for part in parts]
         if parts and all(len(own) == 1 and part not in self
                          for own, part in zip(owners, parts, strict=True)):  # fmt: skip
@@ -174,9 +140,16 @@ class _Owners(dict[int, int]):
                 (base,) = self.nodes[index].args
                 self.update((part, first) for part in parts)
                 self.split.update((part, base) for part in parts)
-                self.uses[parts[0]] = [Use(base, _G, frozenset(), 0)]
+                self.uses[parts[0]] = [Use(base, G, frozenset(), 0)]
                 return
         self[index] = index
+
+    def _is_named(self, index: int) -> bool:
+        """Whether an error may name it: saved, in memory that somebody can write to."""
+        users = self.users.get(index, ())
+        read = {ref for user in users for use in self.uses[user] for ref in use.reads}
+        read.update(ref for user in users for ref in _kept(self.nodes[user]))
+        return self.nodes[index].base in self.shared and index in read
 
     def _parts_until(self, index: int) -> list[int]:
         """All parts of the value that is split where step `index` is the last; none if it is not.
@@ -297,15 +270,16 @@ class Segment:
         detours: bool,
         told: bool,
         statistics: Mapping[int, Mapping[str, Ref]],
+        striped: Mapping[int, tuple[Striping, int]],
         parts: Sequence[int] = (),
     ) -> None:
-        """statistics: of each reduction, by name. parts: dead values, besides, whose gradients come
-        from nodes of other segments.
+        """statistics: of each reduction, by name. striped: of slices. parts: dead values, besides,
+        whose gradients come from nodes of other segments.
         """
         self.detours = detours  # second derivatives would go past a live value's own node
         self.told = told  # hooks are, of all that is saved, and give it back as they like
         self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
-        self.statistics = statistics
+        self.statistics, self.striped = statistics, striped
         self.steps = steps  # node indices, ascending; the last is the root
         self.root = steps[-1]
         graphs = [index for index in extras if meta_of(index).requires_grad]
@@ -316,9 +290,11 @@ class Segment:
         self.parts = parts
         self.outs = [self.root, *(index for index in graphs if index not in packed), *parts]
         self.inner = set(steps[:-1])
+        self.merged = self._merged()
         outside = [
             (use.ref, meta_of(use.ref).shape == meta_of(index).shape)
-            for index in reversed(steps) for use in uses[index] if use.ref not in self.inner
+            for index in reversed(steps) if index not in self.merged
+            for use in uses[index] if use.ref not in self.inner
         ]  # fmt: skip
         # What gets a gradient, in the order of adding: one sink per use, so that the engine adds
         # them between those of uses elsewhere; to save memory, one per tensor.
@@ -332,6 +308,25 @@ class Segment:
             for index in steps
             for ref in (*_kept(nodes[index]), *_numbers_read(nodes[index], uses[index]))
         )
+
+    def _merged(self) -> set[int]:
+        """The slices whose gradients go to the sink of others': next to them, of other strips.
+
+        Whatever they are added to, each element meets one of them and zeros.
+        """
+        merged, strips = set[int](), dict[Ref, set[int]]()  # of the last sink of each value
+        for index in reversed(self.steps):
+            for use in self.uses[index]:
+                if index not in self.striped:
+                    strips.pop(use.ref, None)
+                    continue
+                _, k = self.striped[index]
+                if use.ref not in self.inner and k not in strips.get(use.ref, {k}):
+                    merged.add(index)
+                    strips[use.ref].add(k)
+                else:
+                    strips[use.ref] = {k}
+        return merged
 
     def named(self, index: int) -> dict[str, Ref]:
         """What the rules of a step read, by name."""
@@ -398,8 +393,11 @@ def outline_of(
             if meta_of(node.index).requires_grad else [] for node in nodes]  # fmt: skip
     told = nodes[-1].told is LATER
     graphs = [index for index in live if meta_of(index).requires_grad]
-    for joined in (True, False):
-        owners = _Owners(nodes, uses, meta_of, graphs, joined)
+    reduces = any(isinstance(node.op, Reduction) for node in nodes)
+    dead = [node for node in nodes if node.index not in graphs]
+    striped = {} if reduces else striped_of(dead, meta_of)  # row kernels read no index maps
+    for joined, inside in ((True, striped), (True, {}), (False, {})):
+        owners = _Owners(nodes, uses, meta_of, graphs, joined, inside)
         owner: dict[int, int] = owners
         roots = sorted(index for index, root in owner.items() if index == root)
         if _in_order(owners.edges, owner, roots):
@@ -443,7 +441,8 @@ def outline_of(
         saved_refs.update(saved)
         parts += bases
         segments.append(Segment(
-            nodes, uses, steps, meta_of, saved, extras, detours, told, statistics, parts
+            nodes, uses, steps, meta_of, saved, extras, detours, told, statistics,
+            owners.striped, parts,
         ))  # fmt: skip
     order = []
     for node in nodes if told else ():

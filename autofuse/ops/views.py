@@ -143,6 +143,35 @@ def join_op(name: str, dim: int, metas: Sequence[Laid]) -> JoinOp | None:
     )  # fmt: skip
 
 
+def side_by_side(dtype: torch.dtype, shape: Ints, stride: Ints, dim: int, sizes: Ints) -> JoinOp:
+    """The join along `dim`, in memory laid out like this, of tensors of these sizes there."""
+    begins = itertools.accumulate(sizes[:-1], initial=0)
+    return JoinOp(
+        "cat", " ".join(f"x{k}" for k in range(len(sizes))), "x0", accepts="fib",
+        dtype=dtype, shape=shape, stride=stride,
+        parts=tuple((start * stride[dim], stride) for start in begins),
+    )  # fmt: skip
+
+
+def slice_of(op: ViewOp, base: Laid) -> tuple[int, int, int] | None:
+    """Along which axis of a value like `base`, from where and to where `op` takes a slice of it.
+
+    None for any other view, and for one that is all of it. The gradient that torch has for a slice
+    is zero but for that part.
+    """
+    if op.part is not None or op.dtype is not base.dtype or op.stride != base.stride:
+        return None
+    axes = [k for k, size in enumerate(op.shape) if size != base.shape[k]]
+    if len(axes) != 1:
+        return None
+    (dim,) = axes
+    step, size = base.stride[dim], op.shape[dim]
+    if not step or op.offset % step:
+        return None
+    start = op.offset // step
+    return (dim, start, start + size) if 0 < size <= base.shape[dim] - start else None
+
+
 def view_op(
     name: str,
     call: Callable[..., Any],

@@ -242,6 +242,7 @@ def pays(nodes: list[Node], outline: Outline, first: int = 0) -> bool:
             kernels = 0
             for use in () if swept else segment.uses[index]:
                 here = sum(isinstance(tree, _KERNELS) for tree in ast.walk(use.rule))
+                here = 2 if index in segment.striped else here  # zeros, and a part of them
                 here = 0 if op.name == "sum" else here  # a view of torch's
                 kernels += here
                 eager += costs.gradient + costs.kernel * here

@@ -18,21 +18,19 @@ class Calls:
 
     def __init__(self, space: dict[str, Any]) -> None:
         self.space = space  # what the statements name
-        self.left: dict[tuple[int, int, int | None], str] = {}  # results that no node has yet
+        self.calls: dict[int, str] = {}  # that give several results: who, by the first one's step
 
     def lines_for(self, node: Node) -> list[str]:
         """Statements that make `v<index>` of the operand of `node`."""
         (operand,), op = node.args, node.op
         assert isinstance(op, ViewOp)
-        lines = []
-        name = self.left.pop((operand, id(op.call), op.part), "")
-        if not name:  # the same view again is another tensor
-            name = f"made{node.index}"
-            self.space[f"f_{name}"] = op.call
-            lines.append(f"{name} = f_{name}(v{operand})")
-            others = [k for k in range(op.parts) if k != op.part]
-            self.left.update(((operand, id(op.call), k), name) for k in others)
+        # the same view again is another tensor, and the same call again another node of autograd's
+        first = node.index - (op.part or 0)
+        known = first in self.calls
+        name = self.calls.setdefault(first, f"made{node.index}")
+        self.space[f"f_{name}"] = op.call
         part = "" if op.part is None else f"[{op.part}]"
+        lines = [] if known else [f"{name} = f_{name}(v{operand})"]
         return [*lines, f"v{node.index} = {name}{part}"]
 
 

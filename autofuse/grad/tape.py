@@ -1,0 +1,234 @@
+"""Tapes: programs that derivative rules record; what becomes the kernel of a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partialmethod
+from typing import Any
+
+import torch
+
+from ..chain.infer import Inferred, infer
+from ..chain.meta import Meta, make_meta
+from ..chain.state import Node, Recorder
+from ..chain.trie import extend
+from ..ops.reductions import Reduction
+from ..ops.row import OPS, Op
+from ..ops.views import ViewOp, join_op, view_op
+from ..program.program import Ref
+from ..torch_private import InferenceMode, NoModes
+from . import strips
+from .reduced import ROWS, Later, Needs, Values, on_tape
+from .strips import Striping, Strips
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A Python number that a backward computes from the chain's Consts `c`."""
+
+    cls: type
+    text: str
+
+    def _with(self, sign: str, other: Number) -> Number:
+        cls = float if float in (self.cls, other.cls) or sign == "/" else int
+        return Number(cls, f"({self.text} {sign} {other.text})")
+
+    __add__, __sub__ = partialmethod(_with, "+"), partialmethod(_with, "-")
+    __mul__, __truediv__ = partialmethod(_with, "*"), partialmethod(_with, "/")
+
+    def __neg__(self) -> Number:
+        return Number(self.cls, f"(-{self.text})")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A view of a value of a Tape: torch's own where it is a result, a step where a rule reads it.
+
+    view: of a stand-in without memory for the value.
+    """
+
+    ref: Ref
+    call: Callable[..., torch.Tensor]
+    view: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.view.shape)
+
+
+class UnfusedError(Exception):
+    """A rule that needs an op which is eager for these dtypes or shapes."""
+
+
+class Tape:
+    """Records rules as a program of its own; a value is a reference as in a program."""
+
+    def __init__(
+        self, recorder: Recorder, inputs: list[Meta], places: list[tuple[int, int]], last: Node
+    ) -> None:
+        """places: of each Input, the tensor it lies in and the byte at which it begins there.
+
+        last: the last node of the chain that is differentiated.
+        """
+        self.places = places
+        self.recorder, self.classes = recorder, last.consts
+        self.tip = Node(recorder, None, None)
+        self.tip.relaxed = last.relaxed
+        self.tip.inputs = tuple(inputs)
+        self.metas: list[Meta] = []
+        self.numbers: list[str] = []
+        self.known: dict[Any, int] = {}
+        self.unsigned: set[int] = set()  # sums with zeros, which are never -0.0
+
+    def const(self, position: int) -> Number:
+        return Number(self.classes[position], f"c[{position}]")
+
+    def number(self, value: float) -> Number:
+        return Number(type(value), repr(value))
+
+    def is_number(self, value: Any) -> bool:
+        return isinstance(value, Number)
+
+    def log(self, value: Number) -> Number:
+        return Number(float, f"log({value.text})")
+
+    def apply(self, op: Op, operands: tuple[Any, ...]) -> Any:
+        if any(isinstance(x, Strips) for x in operands):
+            return strips.apply(self, op, operands)
+        operands = tuple(map(self.step, operands))
+        key = (op, *operands)
+        if key not in self.known:
+            numbers = [x for x in operands if isinstance(x, Number)]
+            edge = [x.cls if isinstance(x, Number) else x for x in operands]
+            node = extend(self.recorder, self.tip, op, edge, self.metas)
+            if node.reason or node.cuts:
+                raise UnfusedError(node.reason or node.cuts)
+            assert node.meta is not None
+            self.tip = node
+            self.metas.append(node.meta)
+            self.numbers += [x.text for x in numbers]
+            self.known[key] = node.index
+        return self.known[key]
+
+    again = apply
+
+    def view(self, op: ViewOp, value: Ref, base: Meta) -> Ref:
+        """As `Torch.view`; of an Input it is another one, in the same memory."""
+        if self._meta(value).spec != base.spec:
+            raise UnfusedError("a view of another layout")
+        return self._seen(op, value)
+
+    def _seen(self, op: ViewOp, value: Ref) -> Ref:
+        if value >= 0:
+            return self.apply(op, (value,))
+        key = (op, value)
+        if key not in self.known:
+            place, begins = self.places[~value]
+            self.places.append((place, begins + op.offset * op.dtype.itemsize))
+            meta = make_meta(op.dtype, op.shape, op.stride, self.recorder.device)
+            self.tip.inputs = (*self.tip.inputs, meta)
+            self.known[key] = ~(len(self.places) - 1)
+        return self.known[key]
+
+    def part(self, view: Callable[..., torch.Tensor], value: Any) -> Seen:
+        """As `Torch.part`; made where it is needed."""
+        if isinstance(value, Strips):
+            value = self.step(value)
+        if isinstance(value, Seen):
+            first = value.call
+            return Seen(value.ref, lambda x: view(first(x)), view(value.view))
+        meta = self._meta(value)
+        node = self.tip.path()[value] if value >= 0 else None
+        base = meta if node is None or node.base < 0 else self.metas[node.base]
+        with NoModes(), InferenceMode(False):
+            x = torch.empty_strided(base.shape, base.stride, dtype=meta.dtype, device="meta")
+            if node is not None and node.base >= 0:  # whose own views are views of its base
+                x = x.as_strided(meta.shape, meta.stride, node.offset)
+            return Seen(value, view, view(x))
+
+    def step(self, seen: Any) -> Any:
+        """An operand, of which a view is a step of its own."""
+        if isinstance(seen, Later):
+            raise UnfusedError("a gradient that torch computes in the middle")
+        if isinstance(seen, Strips):
+            return strips.whole(self, seen)
+        if not isinstance(seen, Seen):
+            return seen
+        key = (Seen, seen.ref, seen.shape, seen.view.stride(), seen.view.storage_offset())
+        if key not in self.known:
+            op = view_op("part", seen.call, None, 0, seen.view, None)
+            self.known[key] = self._seen(op, seen.ref)
+        return self.known[key]
+
+    def computed(self, value: Ref | Seen) -> Ref:
+        """A value as a step that computes it, as those that are joined are."""
+        step = self.step(value)
+        own = step >= 0 and self.tip.path()[step].op.__class__ is Op
+        return step if own else self.apply(OPS["clone"], (step,))
+
+    def whole(self, value: Any) -> Ref:
+        """A value that lies in memory as it is, row after row: of another, or of a view, a copy."""
+        if isinstance(value, (Seen, Strips)) or not self._meta(value).flat:
+            return self.apply(ROWS, (self.step(value),))
+        return value
+
+    def padded(self, striping: Striping, k: int, g: Any, shape: tuple[int, ...]) -> Strips:
+        """As `Torch.padded`."""
+        return strips.padded(self, striping, k, g, shape)
+
+    def join(
+        self, op: ViewOp, parts: Sequence[Any], metas: Sequence[Meta]
+    ) -> Ref | Strips | None:  # fmt: skip
+        """As `Torch.join`."""
+        if all(part is None for part in parts):
+            return None
+        if None in parts:
+            raise UnfusedError("a part without a gradient")
+        steps = list(map(self.computed, parts))
+        name = "stack" if op.name == "unbind" else "cat"
+        assert op.dim is not None
+        join = join_op(name, op.dim, [self.metas[step] for step in steps])
+        if join is None:
+            raise UnfusedError("a join that torch alone knows")
+        if name == "stack":
+            return self.apply(join, tuple(steps))
+        dim = op.dim % len(join.shape)
+        striping = Striping(dim, tuple(meta.shape[dim] for meta in metas))
+        return Strips(striping, join.shape, join.stride, tuple(steps))
+
+    def meta_of(self, op: Op, operands: tuple[Any, ...]) -> Meta:
+        """What `op` makes of such operands, of which none is another's."""
+        given: list[Meta | type] = []
+        for x in operands:
+            if isinstance(x, (Seen, Strips)):
+                stride = x.view.stride() if isinstance(x, Seen) else x.stride
+                given.append(make_meta(self.dtype(x), x.shape, stride, self.recorder.device))
+            else:
+                given.append(x.cls if isinstance(x, Number) else self._meta(self.step(x)))
+        tip = self.tip
+        found = infer(op, given, (), (), (), self.recorder.device, False, tip.relaxed)
+        if not isinstance(found, Inferred):
+            raise UnfusedError(found)
+        return found.meta
+
+    def _meta(self, ref: Ref) -> Meta:
+        return self.metas[ref] if ref >= 0 else self.tip.inputs[~ref]
+
+    def reduced(
+        self, op: Reduction, g: Ref | Seen, values: Values, metas: tuple[Meta, ...], needs: Needs
+    ) -> tuple[Ref | Seen | Later | None, ...]:
+        """As `Torch.reduced`."""
+        return on_tape(op, self, g, values, metas, needs)
+
+    def dtype(self, value: Any) -> torch.dtype:
+        if isinstance(value, Strips):
+            value = next(x for x in value.values if x is not None)
+        if isinstance(value, Seen):
+            return value.view.dtype
+        return value.meta.dtype if isinstance(value, Later) else self._meta(value).dtype
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        if isinstance(value, (Seen, Strips)):
+            return value.shape
+        return (value.meta if isinstance(value, Later) else self._meta(value)).shape
