@@ -24,7 +24,7 @@ from ..inside import is_foreign
 from ..layout import contiguous
 from ..ops.autocast import casts_in
 from ..ops.reductions import NODES, Reduction
-from ..ops.row import Op, since
+from ..ops.row import since
 from ..program.program import CONST, Ref
 from ..run.eager import HOLDING
 from ..run.generated import defined, numbered, tuple_of
@@ -46,7 +46,7 @@ from ..torch_private import (
     set_grad_enabled,
     top_hooks,
 )
-from .nodes import noder
+from .nodes import noder, torch_name
 from .rules import Expected, Torch, sweep
 from .segments import Outline, Segment
 from .tape import Tape, UnfusedError
@@ -62,7 +62,7 @@ class Backward:
         assert op is not None
         # sums and means over dims are torch's second overloads
         overload = isinstance(op, Reduction) and "." in NODES[op.name]
-        self.apply = _function(_torch_name(op), int(overload))
+        self.apply = _function(torch_name(op), int(overload))
         # under autocast torch's ops do it, with the casts of eager's derivatives
         self.is_cast = any(
             casts_in(
@@ -275,16 +275,6 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
                 backward.direct[g.stride()] = answer
             return result
     return backward.gradients(grads, saved, consts)
-
-
-def _torch_name(op: Op) -> str:
-    """The torch function that an op stands for, as eager's node is named after it."""
-    if isinstance(op, Reduction):
-        return NODES[op.name].partition(".")[0]
-    name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
-    name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
-    names = {"square": "pow", "to": "to_copy", "concat": "cat", "concatenate": "cat"}
-    return names.get(name, name)
 
 
 @cache

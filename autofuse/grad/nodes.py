@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ops.reductions import NODES, Reduction
+from ..ops.row import Op
 from ..torch_private import (
     pop_mode,
     push_mode,
@@ -72,3 +73,13 @@ def noder(reduction: Reduction) -> Callable[..., None]:
 
     codes = call.__code__, attach.__code__  # type: ignore[attr-defined]
     return without_autocast(attach)
+
+
+def torch_name(op: Op) -> str:
+    """The torch function that an op stands for, as eager's node is named after it."""
+    if isinstance(op, Reduction):
+        return NODES[op.name].partition(".")[0]
+    name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
+    name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
+    names = {"square": "pow", "to": "to_copy", "concat": "cat", "concatenate": "cat"}
+    return names.get(name, name)
