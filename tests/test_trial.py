@@ -227,7 +227,7 @@ def test_a_trial_that_cannot_be_made_is_tried_again_by_the_next_process(where, m
     "what", ["Python", "torch", "llvmlite", "processor", "sources", "build of torch"]
 )
 def test_what_a_verdict_is_for(what, monkeypatch, tmp_path):
-    before = native._facts()
+    before = native.facts_here()
     if what == "Python":
         monkeypatch.setattr(sys, "version", "4.0")
     elif what == "torch":
@@ -243,7 +243,7 @@ def test_what_a_verdict_is_for(what, monkeypatch, tmp_path):
         file = tmp_path / "autofuse" / "hot" / "flush.py"
         file.write_text(file.read_text() + "#")
         monkeypatch.setattr(native, "__file__", str(file.with_name("native.py")))
-    assert native._facts() != before
+    assert native.facts_here() != before
 
 
 def test_sources_that_machine_code_is_made_of_are_among_its_facts():
@@ -260,14 +260,14 @@ def test_sources_that_machine_code_is_made_of_are_among_its_facts():
 
 @pytest.mark.parametrize("name", native._RELIED)
 def test_each_of_them_changes_the_facts(name, monkeypatch, tmp_path):
-    before = native._facts()
+    before = native.facts_here()
     package = tmp_path / "autofuse"
     shutil.copytree(Path(native.__file__).parents[1], package)
     monkeypatch.setattr(native, "__file__", str(package / "hot" / "native.py"))
-    assert native._facts() == before
+    assert native.facts_here() == before
     for file in sorted([*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py")])[-1:]:
         file.write_text(file.read_text() + "#")
-        assert native._facts() != before
+        assert native.facts_here() != before
         return
     raise AssertionError(f"there is no {name}")
 
@@ -310,6 +310,22 @@ def test_other_pythons_are_refused(name, value, why, monkeypatch):
 def test_pythons_without_a_global_lock_are_refused(monkeypatch):
     monkeypatch.setattr(native.sysconfig, "get_config_var", lambda name: 1)
     assert "global lock" in native._refusal()
+
+
+@pytest.mark.skipif(not native.active(), reason="there is no machine code here")
+def test_the_first_import_runs_what_was_tried(tmp_path):
+    """It takes seconds to compile, and is compiled once: by the process that tries it."""
+    text = """
+        import sys, autofuse
+        from autofuse.hot import native
+        print(native.active(), native.compiled(), "autofuse.hot.compiler" in sys.modules)
+    """
+    environment = {**os.environ, "AUTOFUSE_CACHE_DIR": str(tmp_path), "AUTOFUSE_NATIVE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)], env=environment, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.split() == ["True", "('',", "b'')", "False"], done.stderr
 
 
 def test_where_it_is_off_nothing_is_looked_at(tmp_path):

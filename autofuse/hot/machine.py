@@ -58,11 +58,11 @@ class Machine:
         """Whether it was looked for on disk, is not there, and was not kept since."""
         return bool(self._new)
 
-    def keep(self) -> None:
-        """Let other processes find it on disk."""
-        about = {"name": "machine code", "target": "object file", "source": ""}
-        DiskCache().put(self._key, self._new, about)
-        self._new = b""
+    def keep(self) -> tuple[str, bytes]:
+        """Let other processes find it on disk: what they find, and under which key."""
+        key, data, self._new = self._key, self._new, b""
+        keep(key, data)
+        return key, data
 
     def address(self, name: str) -> int:
         """Where the function called `name` begins."""
@@ -71,6 +71,11 @@ class Machine:
     def entry(self, k: int) -> int:
         """Where the k-th entry begins."""
         return self.address(entry_symbol(k))
+
+
+def keep(key: str, data: bytes) -> None:
+    """Let every process find this code on disk."""
+    DiskCache().put(key, data, {"name": "machine code", "target": "object file", "source": ""})
 
 
 def _kept(key: str, names: Mapping[str, Any]) -> Code | None:

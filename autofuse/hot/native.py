@@ -303,8 +303,10 @@ class _Native:
         names |= {**given, "PYTHON": c.Address(self.calls.python)}
         begun = [(name, ctypes.addressof(words)) for name, _, words in self._kept]
         self.machine = Machine(_functions(), names, begun, "python", facts)
-        if self.machine.is_new and _facts() == facts:  # nobody has replaced sources meanwhile
-            self.machine.keep()
+        # (key, code) where this process has compiled it
+        self.compiled: tuple[str, bytes] = "", b""
+        if self.machine.is_new and facts_here() == facts:  # nobody has replaced sources meanwhile
+            self.compiled = self.machine.keep()
         # for ever: whoever reloads a module still holds functions that lead into it
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
@@ -352,7 +354,7 @@ def _follow(*reason: object) -> None:
         if absent:
             return
         try:
-            facts = _facts()
+            facts = facts_here()
             absent = verdict(facts)
             if not absent:
                 make(facts)
@@ -372,6 +374,12 @@ def make(facts: Sequence[str] = ()) -> None:
     global _native
     if _native is None:
         _native = _Native(facts)
+
+
+def compiled() -> tuple[str, bytes]:
+    """The code that this process has compiled, and its key on disk; empty where it was there."""
+    assert _native is not None
+    return _native.compiled
 
 
 def switch(on: bool) -> None:
@@ -397,7 +405,7 @@ def _refusal() -> str:
     return ""
 
 
-def _facts() -> list[str]:
+def facts_here() -> list[str]:
     """All that decides whether machine code does what Python does."""
     sources = hashlib.sha256()
     package = Path(__file__).parents[1]

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..progress import progress
 from ..supply.disk import DiskCache
 from ..supply.service import HungError, LostError, Worker, packages
+from .machine import keep
 
 SECONDS = 120.0  # for the process; it takes 0.5 besides the imports
 # what a process dies of that reads or calls what is not there
@@ -73,7 +74,7 @@ def _tried() -> tuple[str, bool]:
     except OSError as error:
         return f"no process can be started that would try it: {error}", False
     try:
-        header, _ = worker.ask({}, SECONDS)
+        header, code = worker.ask({}, SECONDS)
     except LostError as error:
         # one that was interrupted, or had no memory, may do better the next time
         status = worker.process.poll() or 0
@@ -81,4 +82,6 @@ def _tried() -> tuple[str, bool]:
         return f"the process that tried it gave no answer: {error}", decided
     finally:
         worker.drop()
+    if code:  # what was tried is what will run: nobody has to compile it again, for seconds
+        keep(header["key"], code)
     return str(header["reason"]), True
