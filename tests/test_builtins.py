@@ -259,6 +259,17 @@ def test_another_thread_has_a_state_of_its_own(w):
     assert seen == [True, 3.0]
 
 
+@pytest.mark.parametrize("x", [3, None, [1.0]])
+def test_what_is_no_tensor_is_not_indexed_as_one(x):
+    """Whoever calls the protocol by hand may pass anything; C behind `getitem` looks at nothing."""
+    index = autofuse.wrap(torch.tensor([1, 0]))
+    getitem = torch.Tensor.__getitem__
+    with torch.no_grad():
+        torch.ones(3)[index]
+        with pytest.raises(TypeError, match="requires a 'torch._C.TensorBase' object"):
+            autofuse.Tensor.__torch_function__(getitem, (autofuse.Tensor,), (x, index))
+
+
 def test_calls_by_way_of_others(w):
     plain = autofuse.unwrap(w).clone()
     for call in (

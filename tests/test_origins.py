@@ -533,6 +533,20 @@ def test_a_caller_has_one_part_of_a_trial(monkeypatch):
     assert len({first, second, other}) == 3
 
 
+def test_a_caller_is_found_while_a_write_makes_callers_one():
+    """By `out`, in another thread or a finalizer: nobody is told apart any more."""
+
+    class Parts(dict):
+        def get(self, caller):
+            origin.parts = None  # as `keep`
+            return super().get(caller)
+
+    origin = origins.Origin()
+    for parts in (Parts(), Parts({7: origins.Origin()}), None):
+        origin.parts = parts
+        assert not origin.of(7).plain
+
+
 @pytest.mark.parametrize("others_pay", [False, True])
 def test_callers_beyond_that_number_share_a_verdict(others_pay, monkeypatch, on):
     """New ones too; each of those that are told apart keeps its own, whenever it calls."""

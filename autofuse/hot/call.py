@@ -74,6 +74,7 @@ from .values import (
     grad_mode,
     has_target,
     has_wrapped,
+    is_ours,
     is_simple,
     looked_on,
     set_class,
@@ -338,7 +339,7 @@ def called_plain(function, reason, args, count) -> object:
         return called(function, reason, args, count, 0)
     if class_of(function) is Builtin:
         result = tried(_PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, 0))
-    elif function is getitem and count == 2:
+    elif function is getitem and count == 2 and is_ours(args[0]) != 0:
         result = tried(call_object(GETITEM, args[0], args[1]))
     else:
         result = tried(PyObject_Vectorcall(function, args, count, 0))

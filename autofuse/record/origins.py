@@ -78,15 +78,17 @@ class Origin:
 
     def of(self, caller: int) -> Origin:
         """What is known of the results for `caller`, as of any that was in no trial."""
-        assert self.parts is not None
-        part = self.parts.get(caller)
+        parts = self.parts
+        if parts is None:  # `keep` has come in the middle
+            return self
+        part = parts.get(caller)
         if part is None:
-            part = self.parts.get(0)
+            part = parts.get(0)
             if part is None:
-                part = self.parts[0] = Origin(self)
+                part = parts[0] = Origin(self)
                 part.plain, part.once = self.plain, self.once
-            if len(self.parts) < _FEW:  # so that machine code finds it
-                self.parts[caller] = part
+            if len(parts) < _FEW:  # so that machine code finds it
+                parts[caller] = part
         return part
 
     def judge(self) -> None:
