@@ -267,6 +267,40 @@ def names_of(tensor):
     return found
 
 
+VIEWS_OF_PARTS = {
+    "transposed": lambda x: x.t(),
+    "in front": lambda x: x.unsqueeze(0),
+    "a row": lambda x: x[0],
+    "a part": lambda x: x.chunk(3, 1)[1],
+    "of a view": lambda x: x.unsqueeze(0).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
+@pytest.mark.parametrize("held", [False, True], ids=["read", "held"])
+@pytest.mark.parametrize("name", VIEWS_OF_PARTS)
+def test_views_of_parts_of_which_another_is_used_before(device, on, name, held, first):
+    """Nobody sees the parts themselves, or what they are parts of."""
+    view = VIEWS_OF_PARTS[name]
+
+    def run(x, weight):
+        a, b = (x * 3.0).chunk(2, 1)
+        used = None if first else a * 2.0
+        seen = view(b)
+        result = seen * 0.5 if held else seen * view(weight)  # whose gradient reads the view
+        used = a * 2.0 if used is None else used
+        del a, b
+        return [used, result, *([seen] if held else [])]
+
+    leaves = [
+        random_tensor((3, 6), torch.float32, device),
+        random_tensor((3, 3), torch.float32, device, 2),
+    ]
+    if not held:
+        return assert_differentiated_alike(run, leaves)
+    assert_differentiated_alike(lambda x: run(x, None), leaves[:1])
+
+
 def test_a_held_view_has_eagers_node_and_base(device, on):
     x = random_tensor(SHAPE, torch.float32, device).requires_grad_()
 

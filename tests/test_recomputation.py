@@ -186,6 +186,29 @@ def test_what_was_lent_is_not_kept(always):
     assert_nothing_is_left()
 
 
+def test_what_was_lent_goes_while_it_is_lent_again(always, recwarn):
+    """A node that has saved it is all that holds it, and goes in the middle of the second run."""
+    (w,) = leaves("cpu", 1)
+    saving, runs = [], []
+
+    def region(w):
+        if runs:
+            saving.clear()
+        runs.append(w)
+        return block(w, w, w)
+
+    @autofuse.fuse
+    def program(x, w):
+        saving.append(torch.matmul(x, torch.ones(6, 2, requires_grad=True)))
+        return checkpoint(region, w, use_reentrant=False)
+
+    y = program(torch.ones(4, 6), w)
+    gradients(y, (w,))
+    assert len(runs) == 2
+    assert not [str(one.message) for one in recwarn], "a tensor went that Python still had"
+    assert_nothing_is_left()
+
+
 # --- inside the `apply` of a Function -------------------------------------------------------------
 
 

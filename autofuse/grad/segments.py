@@ -136,7 +136,12 @@ class _Owners(dict[int, int]):
                 or self.meta_of(user).shape == self.meta_of(part).shape
                 for part in inner for user in self.users[part]
             )  # fmt: skip
-            if same and self.nodes[first].base < 0:
+            # torch's own views of a part are made of it: of one with values, if these are needed
+            viewed = any(
+                self.nodes[user].base >= 0 and user not in self.split
+                for part in parts for user in self.users[part]
+            )  # fmt: skip
+            if same and not viewed:
                 (base,) = self.nodes[index].args
                 self.update((part, first) for part in parts)
                 self.split.update((part, base) for part in parts)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
-from weakref import ref
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from ..chain.meta import UNKNOWN
 from ..chain.shell import Tensor
@@ -85,7 +85,7 @@ def _again(function: Callable[..., Any], args: Any) -> Callable[..., Any]:
     again = call_plain
     if wrapped or not this_thread.plain:
         given = set(map(id, tensors_in(args)))
-        lent = {id(x): ref(x) for x in lent_here() if id(x) not in given}
+        lent = {id(x): TensorWeakRef(x) for x in lent_here() if id(x) not in given}
         again = partial(_lending_again, tuple(lent.values()))
 
     @wraps(function)
@@ -96,7 +96,7 @@ def _again(function: Callable[..., Any], args: Any) -> Callable[..., Any]:
 
 
 def _lending_again(
-    lent: tuple[ref[torch.Tensor], ...], function: Callable[..., Any], args: Any, kwargs: Any
+    lent: tuple[TensorWeakRef, ...], function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Call `function` where `lent` are lent, those of them that there still are."""
     others = tuple([x for known in lent if (x := known()) is not None and is_lent(x)])
