@@ -112,6 +112,30 @@ def test_hooks_are_told_what_eager_tells_them(change, way, device, tier):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", ["save_on_cpu", "checkpoint"])
+def test_where_nodes_would_add_gradients_in_another_order_each_op_has_one(how, way, device, tier):
+    """What is used first leads to what is seen last, and the other way round."""
+
+    def block(x, w, b):
+        base, part = x * w, x[:, :3] * 2.0
+        early, late = base * base, base * b
+        seen = late * 0.3
+        del base, late
+        return seen, early * 0.7, part
+
+    def program(*xs):
+        if how == "checkpoint":
+            a, b, c = checkpoint(block, *xs, use_reentrant=False)
+        else:
+            with save_on_cpu():
+                a, b, c = block(*xs)
+        return torch.cat((a + b, c), 1), a, b, c
+
+    compared(program, way, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_saves_nothing_is_fused_under_hooks(device, always):
     x, y = leaves(device, 2)
     x, packed = autofuse.wrap(x.detach()), []

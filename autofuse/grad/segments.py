@@ -410,7 +410,7 @@ def outline_of(
     else:
         if not told:
             return None
-        owners = _Owners(nodes, uses, meta_of, sorted(owner), False)  # a node for each, as in eager
+        owners = _Owners(nodes, uses, meta_of, sorted(owner), False, {})  # a node for each op
         owner, roots = owners, sorted(owners)
     lent = owners.lent()
     members = Counter(owner.values())
