@@ -161,6 +161,7 @@ ENTERED = {
     "joining": ("call", lambda o: from_c(torch.cat)((o.x, o.x))),
     "reducing": ("call", lambda o: from_c(autofuse.Tensor.sum)(o.x)),
     "viewing": ("call", lambda o: from_c(autofuse.Tensor.t)(o.x)),
+    "returning": ("call", lambda o: from_c(autofuse.Tensor.contiguous)(o.x)),
     "getting": ("get", lambda o: from_c(vars(autofuse.Tensor)["shape"].fget)(o.x)),
     "asking": ("read", lambda o: from_c(autofuse.Tensor.size)(o.x, 0)),
     "setting": ("call", lambda o: from_c(autofuse.Tensor.__setitem__)(o.w, 0, 1.0)),

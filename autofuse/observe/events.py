@@ -238,7 +238,7 @@ def _why_eager(runner: Runner) -> str:
     if isinstance(runner, WaitingRunner):
         return REFUSED if runner.order.refused else WAITS
     if isinstance(runner, ShortRunner):
-        return runner.reason
+        return runner.short
     return "gradients would add up in another order"
 
 

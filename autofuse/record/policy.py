@@ -187,7 +187,8 @@ def skipped(eager: Node) -> None:
                 del table[key]
             else:
                 table[key] = node
-        eager.recorder.home.recent = None
+        for root in [*eager.recorder.roots.values()]:
+            root.recent = None
 
 
 def rest(recorder: Recorder) -> None:
