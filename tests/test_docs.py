@@ -241,6 +241,7 @@ def test_the_table_of_versions_is_what_ci_runs():
     machine_code = {
         "": "all that C calls",  # as it is by itself, on 3.11
         " AUTOFUSE_NATIVE=1 AUTOFUSE_NATIVE=0": "on, then off",
+        " AUTOFUSE_NATIVE=1": "on",
         " AUTOFUSE_NATIVE=0": "none",
     }
     rows = ["| Python | torch | tests | machine code |", "|---|---|---|---|"]
