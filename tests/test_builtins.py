@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import autofuse
+from autofuse.dispatch.methods import made_no_sequence
 from autofuse.hot import native
 from autofuse.hot.places import vectorcall_of as runs
 from support import assert_same
@@ -177,6 +178,8 @@ def test_what_somebody_sets_as_getitem_is_called(monkeypatch):
         for on in (False, True, False):
             autofuse.config.native = on
             assert plain[2] == ("theirs", 2)
+    for cls in (torch.Tensor, torch.nn.Parameter):  # which CPython leaves sequences in C's eyes
+        assert made_no_sequence(cls)
     for on in (False, True):
         autofuse.config.native = on
         assert plain[2].item() == 2.0 and plain[i].tolist() == [1.0, 1.0]
