@@ -237,18 +237,17 @@ def test_the_table_of_versions_is_what_ci_runs():
     (oldest,) = re.findall(r'"torch>=([\d.]+)"', project)
     (numba_cuda,) = {*re.findall(r"numba-cuda\[cu\d+\]>=([\d.]+),", project)}
     ci = (ROOT / ".ci" / "run").read_text()
-    jobs = re.findall(r"(?:^|\s)(3\.\d+) torch(?:==(\S+))?((?: AUTOFUSE_NATIVE=[01])*)", ci)
-    machine_code = {
-        "": "all that C calls",  # as it is by itself, on 3.11
-        " AUTOFUSE_NATIVE=1 AUTOFUSE_NATIVE=0": "on, then off",
-        " AUTOFUSE_NATIVE=1": "on",
-        " AUTOFUSE_NATIVE=0": "none",
+    jobs = re.findall(r"(?:^|\s)(3\.\d+) torch(?:==(\S+))?((?: [01]:[A-Z]+)*)", ci)
+    said = {
+        "": "all | all that C calls",  # as it is by itself, on 3.11
+        " 1:HOT 0:PYTHON": "of the hot path; of references, threads, interrupts | on; off",
+        " 1:HOT 1:OPS": "of the hot path, of ops | on",
+        " 0:HOT": "of the hot path | none",
     }
     rows = ["| Python | torch | tests | machine code |", "|---|---|---|---|"]
     for python, pinned, ways in jobs:
         torch_ = pinned.replace("$oldest", oldest) or "the newest"
-        tests = f"of the hot path{'' if pinned else ', of ops'}" if ways else "all"
-        rows.append(f"| {python} | {torch_} | {tests} | {machine_code[ways]} |")
+        rows.append(f"| {python} | {torch_} | {said[ways]} |")
     text, table = PAGES["install.md"].partition("\n## Versions\n\n")[2].split("\n\n")[:2]
     assert len(jobs) >= 4 and table == "\n".join(rows)
     assert f" numba-cuda {numba_cuda}," in text

@@ -1,6 +1,7 @@
 """Views of pending values: index maps of a kernel where only a chain reads them, torch's own views
 of their base where somebody holds them; and writes to what they share."""
 
+import os
 import random
 import sys
 import time
@@ -27,6 +28,7 @@ from support import (
     same_bits,
 )
 
+COUNT = int(os.environ.get("AUTOFUSE_TEST_VIEWS", "12"))  # of random programs, of ten blocks each
 W = autofuse.wrap
 WAYS = viewing.WAYS
 SHAPE = 4, 6, 2
@@ -788,7 +790,7 @@ class Programs:
 @pytest.mark.parametrize("block", range(10))
 def test_random_programs(device, on, tier, block):
     seeds = random.Random(f"{block} {on} {tier}")
-    for _ in range(12):
+    for _ in range(COUNT):
         seed = seeds.randrange(1 << 40)
         shape = seeds.choice([(4, 6), (2, 3, 4), (8,), (1, 4, 1, 2)])
         x = random_tensor(shape, torch.float32, device)
