@@ -67,7 +67,7 @@ NAMES = {**vars(builtins), **globals()}
 # --- what it is kept under -----------------------------------------------------------------------
 
 
-def key(functions=FUNCTIONS, entries=("is_marker",), facts=("LLVM 1",), **names):
+def key(functions=FUNCTIONS, entries=(("is_marker", 8),), facts=("LLVM 1",), **names):
     return key_of(functions, {**NAMES, **names}, entries, facts)
 
 
@@ -89,7 +89,8 @@ def test_other_objects_of_the_next_process_have_the_same_key():
         {"functions": [is_first, is_marker_too, times]},
         {"functions": [is_first, again(), times]},  # another line of another text
         {"entries": ()},
-        {"entries": ("times",)},
+        {"entries": (("times", 8),)},
+        {"entries": (("is_marker", 16),)},
         {"facts": ("LLVM 2",)},
         {"facts": ("LLVM 1", "x86-64")},
         {"FACTOR": 4},
@@ -132,9 +133,10 @@ def compiles(monkeypatch, tmp_path):
     return seen
 
 
-def make(entry=8, facts=("LLVM 1",), **names):
+def make(data=8, facts=("LLVM 1",), **names):
     """A Machine, with what it may keep kept."""
-    machine = Machine(FUNCTIONS, {**NAMES, **names}, [("asked", entry)], "otherwise", facts)
+    namespace = {**NAMES, **names}
+    machine = Machine(FUNCTIONS, namespace, [("asked", 0)], "otherwise", facts, data)
     if machine.is_new:
         machine.keep()
     return machine
@@ -148,8 +150,8 @@ def call(machine, name, *words):
 def test_the_second_finds_it_and_links_its_own_objects(compiles):
     word, pair = ctypes.c_int64(5), Pair()
     pair.first = word
-    for marker, where, entry in ((MARKER, WHERE, id(MARKER)), (OTHER, Address(2), id(MARKER))):
-        machine = make(entry, MARKER=marker, WHERE=where)
+    for marker, where, data in ((MARKER, WHERE, id(MARKER)), (OTHER, Address(2), id(MARKER))):
+        machine = make(data, MARKER=marker, WHERE=where)
         found = [call(machine, "is_marker", id(x)) for x in (MARKER, OTHER)]
         assert found == [marker is MARKER, marker is OTHER]
         assert call(machine, "times", ctypes.addressof(word)) == 15 + where

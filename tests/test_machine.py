@@ -253,13 +253,14 @@ FUNCTIONS = [arithmetic, ladder, gcd, turns, recursive, swapped, is_listed, appe
              is_between, written, called, second_of, squares, place_of, sizes, reversed_tuple,
              rotated, total, chosen, asked, asked_often, asked_in_any_case, replaced, by_pointer,
              any_call, two_arguments, failing, otherwise]  # fmt: skip
-ENTRIES = [("any_call", 5), ("any_call", 7), ("two_arguments", 5), ("two_arguments", 7),
-           ("failing", 9)]  # fmt: skip
+DATA = 5
+ENTRIES = [("any_call", 0), ("any_call", 2), ("two_arguments", 0), ("two_arguments", 2),
+           ("failing", 4)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def machine():
-    return Machine(FUNCTIONS, {**vars(builtins), **globals()}, ENTRIES, "otherwise")
+    return Machine(FUNCTIONS, {**vars(builtins), **globals()}, ENTRIES, "otherwise", data=DATA)
 
 
 @pytest.fixture

@@ -16,6 +16,9 @@ from typing import Any
 
 from .c import Address, C
 
+# symbols: from where the words are that entries get, and the addresses of functions and entries
+DATA, ADDRESSES = "data", "addresses"
+
 
 @dataclass(frozen=True, slots=True)
 class Code:
@@ -42,14 +45,14 @@ class Code:
 def key_of(
     functions: Sequence[Callable[..., Any]],
     names: Mapping[str, Any],
-    entries: Sequence[str],
+    entries: Sequence[tuple[str, int]],
     facts: Sequence[str],
 ) -> str:
     """Under what Code stays on disk; `facts` decide what a compiler makes of a source text.
 
     Of functions that is what runs here: their text may have been written anew since.
     """
-    parts, used = [*facts, *entries], {"None", "True", "False"}
+    parts, used = [*facts, *map(str, entries)], {"None", "True", "False"}
     for function in functions:
         code = function.__code__
         used.update(code.co_names)
@@ -75,16 +78,6 @@ def address_of(value: object) -> int:
 def name_symbol(name: str) -> str:
     """What the object file calls the address of what a name stands for."""
     return f"name.{name}"
-
-
-def data_symbol(k: int) -> str:
-    """What it calls the word that the k-th entry passes on."""
-    return f"data.{k}"
-
-
-def entry_symbol(k: int) -> str:
-    """What it calls the k-th entry."""
-    return f"entry.{k}"
 
 
 def offset_of(cls: type, slot: str) -> int:

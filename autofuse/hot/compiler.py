@@ -14,7 +14,7 @@ from llvmlite import ir
 from ..kernel.llvm import parsed, target_machine
 from .body import write
 from .c import C
-from .code import Code, data_symbol, entry_symbol
+from .code import ADDRESSES, DATA, Code
 from .module import ANYWHERE, WORD, Module
 
 _Function = Callable[..., Any]
@@ -25,7 +25,10 @@ _CALL = ("function", "args", "count", "names")
 
 
 def compiled(
-    functions: Sequence[_Function], names: Mapping[str, Any], entries: Sequence[str], otherwise: str
+    functions: Sequence[_Function],
+    names: Mapping[str, Any],
+    entries: Sequence[tuple[str, int]],
+    otherwise: str,
 ) -> Code:
     """The object code of `functions`, and of `entries`, as `machine.Machine` has them."""
     module = Module(functions, names)
@@ -34,16 +37,19 @@ def compiled(
     # all takes 1.8 times what it does with 0, 2.9 s of a slow core and not 1.6, once for the
     # versions of all; of the instructions between C's calls a quarter goes
     machine = target_machine(opt=1)
+    entered = {name for name, _ in entries}
     for function in functions:
-        if function.__name__ in entries:
+        if function.__name__ in entered:
             _enter(module, function, otherwise)
-    text = [str(module.ir)]
-    for k, name in enumerate(entries):
-        first = f"i64 ptrtoint (ptr @{data_symbol(k)} to i64)"
+    text = [str(module.ir), f"@{DATA} = external global {ANYWHERE}\n"]
+    for k, (name, offset) in enumerate(entries):
+        first = f"i64 add (i64 ptrtoint (ptr @{DATA} to i64), i64 {offset})"
         call = f"%r = tail call i64 @enter.{name}({first}, i64 %0, i64 %1, i64 %2, i64 %3)"
-        text.append(f"@{data_symbol(k)} = external global {ANYWHERE}\n")
-        text.append(f"define i64 @{entry_symbol(k)}(i64, i64, i64, i64) {{\n")
+        text.append(f"define internal i64 @entry.{k}(i64, i64, i64, i64) {{\n")
         text.append(f"  {call}\n  ret i64 %r\n}}\n")
+    made = [f.__name__ for f in functions] + [f"entry.{k}" for k in range(len(entries))]
+    listed = ", ".join(f'ptr @"{name}"' for name in made)
+    text.append(f"@{ADDRESSES} = constant [{len(made)} x ptr] [{listed}]\n")
     optimized = parsed("".join(text), machine)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(1))
     passes = llvm.create_new_module_pass_manager()

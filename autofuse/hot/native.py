@@ -296,13 +296,14 @@ class _Native:
             else:
                 self.runs.append((function, len(entries)))
                 entries.append((name, data))
-        self._kept = [(name, data, _addresses(data)) for name, data in entries]
+        self._kept = [data for _, data in entries]
+        self._words, begun = _laid_out(entries)
         names = {**vars(_python), **vars(c)}
         for stage in _STAGES:
             names |= vars(stage)
         names |= {**given, "PYTHON": c.Address(self.calls.python)}
-        begun = [(name, ctypes.addressof(words)) for name, _, words in self._kept]
-        self.machine = Machine(_functions(), names, begun, "python", facts)
+        data = ctypes.addressof(self._words)
+        self.machine = Machine(_functions(), names, begun, "python", facts, data)
         # (key, code) where this process has compiled it
         self.compiled: tuple[str, bytes] = "", b""
         if self.machine.is_new and facts_here() == facts:  # nobody has replaced sources meanwhile
@@ -324,10 +325,16 @@ class _Native:
             setattr(Tensor, name, ways[on])
 
 
-def _addresses(data: tuple[Any, ...]) -> Any:
-    """An array of the addresses of objects, and of numbers as they are."""
-    words = [item if type(item) is int else id(item) for item in data]
-    return (ctypes.c_int64 * (len(words) + 1))(*words)
+def _laid_out(entries: Sequence[tuple[str, tuple[Any, ...]]]) -> tuple[Any, list[tuple[str, int]]]:
+    """(array, entries): the data of all one after another, of each with a 0 behind: the addresses
+    of objects, and numbers as they are; and how far behind the array's address that of each is."""
+    words: list[int] = []
+    begun = []
+    for name, data in entries:
+        begun.append((name, 8 * len(words)))
+        words += [item if type(item) is int else id(item) for item in data]
+        words.append(0)
+    return (ctypes.c_int64 * len(words))(*words), begun
 
 
 def _functions() -> list[_Function]:

@@ -5,7 +5,6 @@ No values: what is kept of a tensor is its dtype, shape and who held it.
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +121,9 @@ class Findings:
     @property
     def median_chain(self) -> float:
         """Median of `chains`; 0 if there is none."""
-        return statistics.median(self.chains or [0])
+        from statistics import median  # 3 ms, of every import
+
+        return median(self.chains or [0])
 
     @property
     def longest_chain(self) -> int:
