@@ -203,7 +203,7 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
     if target != 0:
         chain.into = target
     before = switch_off(2)
-    done = launched(recorder, chain, program)
+    done = launched(chain, program)
     switch_back(before)
     PyDict_DelItem(inside, recorder.thread)
     if done == 0 and chain.values is not None:

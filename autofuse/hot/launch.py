@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..chain.shell import Tensor
-from ..chain.state import Chain, Node, Recorder
+from ..chain.state import Chain, Node
 from ..run.settle import WRITING
 from ..run.words import (
     ARGUMENTS,
@@ -157,7 +157,7 @@ def sent(words, at, consts, stream):
     return 1
 
 
-def launched(recorder: Recorder, chain: Chain, program: Words):
+def launched(chain: Chain, program: Words):
     """Launch the kernels and give the live shells their values, as `CudaRunner` does in Python.
 
     1 if that is done without a kernel, 2 with one; 0 where Python has to do it or is interrupted.

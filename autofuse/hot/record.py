@@ -397,17 +397,20 @@ def are_watched():
 def called(function, reason, args, count, names) -> object:
     """What an eager function returns, with torch functions off; 0 after an error."""
     before = functions_off()
-    if class_of(function) is Builtin:  # what stands before it would find torch functions off
-        result = tried(_PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names))
-    elif function is getitem and count == 2 and names == 0 and is_ours(args[0]) != 0:
-        # 60 ns less than by a tuple
-        result = tried(call_object(GETITEM, args[0], args[1]))
-    else:
-        result = tried(PyObject_Vectorcall(function, args, count, names))
+    result = result_of(function, args, count, names)
     switch_back(before)
     if result != 0:
         count_eager(reason)
     return result
+
+
+def result_of(function, args, count, names) -> object:
+    """What a function of torch's returns, as `called`, of what torch asks nobody about."""
+    if class_of(function) is Builtin:  # what stands before it would find torch functions off
+        return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
+    if function is getitem and count == 2 and names == 0 and is_ours(args[0]) != 0:
+        return call_object(GETITEM, args[0], args[1])  # 60 ns less than by a tuple
+    return PyObject_Vectorcall(function, args, count, names)
 
 
 def count_eager(reason):

@@ -38,6 +38,7 @@ from .c import (
     PyErr_Occurred,
     PyErr_Restore,
     PyException_SetTraceback,
+    PyList_GetItem,
     PyList_Size,
     PyLong_FromLong,
     PyObject_CallNoArgs,
@@ -164,6 +165,16 @@ def version_of(tensor):
     if counter == 0:  # of an inference tensor
         return -1
     return load32(counter + VERSION_AT)
+
+
+def item_at(items, k):
+    """Item k of a tuple or a list, borrowed; 0 where it has fewer by now."""
+    if class_of(items) is tuple:
+        if k < PyTuple_Size(items):
+            return load(items + ITEMS + 8 * k)
+    elif k < PyList_Size(items):
+        return PyList_GetItem(items, k)
+    return 0
 
 
 def has_wrapped(values, count):

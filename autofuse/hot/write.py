@@ -80,7 +80,7 @@ def writing(entry, function, args, count, names) -> object:
         if flush_now(recorder, known.name) == 0:
             return 0
         if is_empty(recorder) != 0:
-            written = write_now(recorder, entry[0], known, args, count, names)
+            written = write_now(entry[0], known, args, count, names)
     elif names == 0 and entry[2] is not None and count == entry[3]:
         if class_of(state_of(target)) is Node:
             written = renamed(entry[2], target, args, count)
@@ -113,7 +113,7 @@ def setting(entry, x: Tensor, index, value) -> object:
         return 0
     if flush_now(recorder, known.name) == 0 or is_empty(recorder) == 0:
         return 0
-    if write_now(recorder, entry[0], known, args, 3, 0) == 0:
+    if write_now(entry[0], known, args, 3, 0) == 0:
         return 0
     return None
 
@@ -211,7 +211,7 @@ def are_settled(args, count):
     return 1
 
 
-def write_now(recorder: Recorder, function, known: Known, args, count, names):
+def write_now(function, known: Known, args, count, names):
     """Run an in-place op as eager PyTorch; 1, or 0 after an error."""
     BEGUN[0] = BEGUN[0] + 1
     result = tried(called(function, known.reason, args, count, names))
