@@ -6,32 +6,7 @@ from __future__ import annotations
 from ..chain.meta import UNKNOWN
 from ..chain.shell import Tensor
 from ..chain.state import Recorder
-from .c import (
-    AF,
-    KEYS_AT,
-    RECORDERS,
-    TENSOR_AT,
-    Plain,
-    PyDict_DelItem,
-    PyDict_GetItemWithError,
-    PyDict_Next,
-    PyDict_SetItem,
-    PyErr_Clear,
-    PyErr_Occurred,
-    PyList_Append,
-    PyList_New,
-    PyList_SetSlice,
-    PyList_Size,
-    PyLong_FromLong,
-    PyObject_CallOneArg,
-    PyObject_GenericSetAttr,
-    PyObject_GetAttr,
-    borrowed,
-    kept,
-    load,
-    local,
-    room,
-)
+from .c import *
 from .flush import flush_now
 from .values import class_of, is_simple, item_at, set_class, state_of
 

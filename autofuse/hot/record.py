@@ -10,51 +10,8 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Counts, Node, Recorder
 from ..record.origins import Origin, Trials
 from ..record.policy import SKIPS
-from .c import (
-    AF,
-    EMPTY,
-    GETITEM,
-    ITEMS,
-    SLICED,
-    STAY,
-    TAKE,
-    TELL,
-    Builtin,
-    Py_IncRef,
-    PyDict_GetItemWithError,
-    PyErr_Occurred,
-    PyEval_GetFrame,
-    PyFrame_GetBack,
-    PyFrame_GetCode,
-    PyFrame_GetLasti,
-    PyList_Append,
-    PyLong_FromLong,
-    PyObject_CallOneArg,
-    PyObject_GenericSetAttr,
-    PyObject_Vectorcall,
-    PyThread_get_thread_ident,
-    PyThreadState_Get,
-    PyTuple_New,
-    PyTuple_Size,
-    Size,
-    _PyObject_MakeTpCall,
-    ask_origin,
-    between,
-    borrowed,
-    call_object,
-    call_pointer,
-    counts,
-    getitem,
-    kept,
-    lifted,
-    load,
-    measuring,
-    origins,
-    relieve,
-    room,
-    trials,
-    tried,
-)
+from .c import *
+from .c import _PyObject_MakeTpCall
 from .inputs import added, fits, item_of
 from .values import (
     ask2,

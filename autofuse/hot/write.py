@@ -7,43 +7,7 @@ from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
-from .c import (
-    AF,
-    BEGUN,
-    EQUAL,
-    FAILED,
-    GETITEM,
-    ITEMS,
-    RECORDERS,
-    SLICED,
-    WRITE,
-    Parameter,
-    Plain,
-    PyDict_DelItem,
-    PyDict_GetItemWithError,
-    PyDict_New,
-    PyDict_Next,
-    PyDict_SetItem,
-    PyErr_Clear,
-    PyErr_Occurred,
-    PyList_Size,
-    PyLong_FromLong,
-    PyObject_GenericSetAttr,
-    PyObject_GetAttr,
-    PyObject_RichCompareBool,
-    PyObject_Vectorcall,
-    PyThread_get_thread_ident,
-    PyTuple_Size,
-    all_recorders,
-    call_object,
-    call_pointer,
-    exactly,
-    kept,
-    load,
-    local,
-    room,
-    tried,
-)
+from .c import *
 from .call import are_modes_off, is_everyday, is_pending_elsewhere
 from .flush import flush_into, flush_now
 from .inputs import is_as, item_of, likely_meta
