@@ -13,6 +13,7 @@ import torch
 from .cli.attempt import attempt
 from .cli.diagnose import OPS, SHAPE, facts, self_test
 from .cli.verify import verify
+from .observe.spelling import plural
 from .ops.coverage import coverage, look_up
 from .settings.config import SETTINGS, Setting, config, nearest
 from .settings.sizes import parse_size
@@ -44,10 +45,6 @@ def _word(entry: Entry, fact: str) -> str:
     return "".join(c if c.isprintable() and c.isascii() else "?" for c in text)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def show_path(cache: DiskCache, args: argparse.Namespace) -> None:
     if cache.directory is not None:
         print(cache.directory)
@@ -66,15 +63,15 @@ def show_entries(cache: DiskCache, args: argparse.Namespace) -> None:
             print(f"{row[0]:{name}}  {row[1]:{target}}  {row[2]:>{size}}  {row[3]}")
     total = show_size(sum(entry.nbytes for entry in entries))
     limit = f"of {show_size(cache.maxsize)}" if cache.maxsize else "(the cache is switched off)"
-    print(f"{_count(len(entries), 'kernel')}, {total} bytes {limit}")
+    print(f"{plural(len(entries), 'kernel')}, {total} bytes {limit}")
 
 
 def clear(cache: DiskCache, args: argparse.Namespace) -> None:
-    print(f"removed {_count(cache.clear(), 'file')}")
+    print(f"removed {plural(cache.clear(), 'file')}")
 
 
 def prune(cache: DiskCache, args: argparse.Namespace) -> None:
-    print(f"removed {_count(cache.prune(args.maxsize), 'file')}")
+    print(f"removed {plural(cache.prune(args.maxsize), 'file')}")
 
 
 def on_cache(

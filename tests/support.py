@@ -157,6 +157,22 @@ def outcome(fn: Callable[..., Any], args: Any) -> tuple[Any, BaseException | Non
         return None, error
 
 
+def assert_told_alike(program: Callable[..., Any], x: torch.Tensor) -> None:
+    """`program`, given a leaf as itself and wrapped, says what eager's says, or raises as that."""
+
+    def told(wrap: Callable[[Any], Any]) -> Any:
+        leaf = x.detach().clone().requires_grad_()
+        try:
+            said = program(wrap(leaf), leaf)
+        except RuntimeError as error:
+            return str(error)
+        return [autofuse.unwrap(one) if isinstance(one, torch.Tensor) else one for one in said]
+
+    want = told(lambda leaf: leaf)
+    for _ in range(2):
+        assert_same(told(autofuse.wrap), want, None)
+
+
 def judge_results_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of eager ops become plain and wrapped again every few, whatever bits that changes."""
     for name, count in {"FIRST": 3, "ENOUGH": 1, "PAUSE": 1, "GROWTH": 1}.items():

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import autofuse
 from autofuse.grad import segments
-from support import DEVICES, FLOATS, assert_same, random_tensor
+from support import DEVICES, FLOATS, assert_same, assert_told_alike, random_tensor
 
 W = autofuse.wrap
 COUNT = int(os.environ.get("AUTOFUSE_TEST_SLICES", "40"))
@@ -442,34 +442,22 @@ def written_slice(x, leaf):
     return result, base, a, base._version, leaf.grad
 
 
-def saved_and_written(x, leaf):
-    base = x * 2.0
-    result = base[:, :3] * base[:, 3:]
-    autofuse.materialize((base, result))
-    base.add_(1.0)
-    result.sum().backward()
-    return [leaf.grad]
+def saved_and_written(name):
+    """What is saved is written before backward: the memory of both parts, of one, across them."""
 
+    def run(x, leaf):
+        base = x * 2.0
+        a, other = base[:, :3], base[:1]
+        result = a * base[:, 3:]
+        held = {"base": [base], "slice": [a, base], "other slice": [other]}[name]
+        del base, a, other
+        autofuse.materialize((held[0], result))
+        held[0].add_(1.0)
+        result.sum().backward()
+        return [leaf.grad]
 
-def saved_and_written_slice(x, leaf):
-    base = x * 2.0
-    a = base[:, :3]
-    result = a * base[:, 3:]
-    autofuse.materialize((a, result))
-    a.add_(1.0)
-    result.sum().backward()
-    return [leaf.grad]
-
-
-def saved_and_written_beside(x, leaf):
-    base = x * 2.0
-    other = base[:1]
-    result = base[:, :3] * base[:, 3:]
-    del base
-    autofuse.materialize((other, result))
-    other.add_(1.0)
-    result.sum().backward()
-    return [leaf.grad]
+    run.__name__ = f"saved_and_written, {name}"
+    return run
 
 
 def backward_twice(x, leaf):
@@ -562,31 +550,14 @@ def two_calls(x, leaf):
     return [a.grad_fn is b.grad_fn, c.grad_fn is d.grad_fn, a.grad_fn is c.grad_fn, leaf.grad]
 
 
-PROGRAMS = [retained, hooked, held, one_held, written_base, written_slice, saved_and_written,
-            saved_and_written_slice, saved_and_written_beside, backward_twice, told, told_between,
-            on_cpu, checkpointed, mute, autocast, between, elsewhere, two_calls]  # fmt: skip
-
-
-def outcome(run, x, wrap):
-    """What `run` gives, which is an error where eager's is one."""
-    leaf = x.detach().clone().requires_grad_()
-    try:
-        return [autofuse.unwrap(one) if isinstance(one, torch.Tensor) else one
-                for one in run(wrap(leaf), leaf)]  # fmt: skip
-    except RuntimeError as error:
-        return str(error)
+PROGRAMS = [retained, hooked, held, one_held, written_base, written_slice, backward_twice, told,
+            told_between, on_cpu, checkpointed, mute, autocast, between, elsewhere, two_calls,
+            *map(saved_and_written, ("base", "slice", "other slice"))]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda run: run.__name__)
 def test_whatever_is_done_with_them(device, on, tier, program):
-    x = random_tensor((4, 6), torch.float32, device)
-    want = outcome(program, x, lambda x: x)
-    for _ in range(2):
-        got = outcome(program, x, W)
-        if isinstance(want, str):
-            assert got == want
-        else:
-            assert_same(got, want, None)
+    assert_told_alike(program, random_tensor((4, 6), torch.float32, device))
 
 
 def test_in_check_mode(device, monkeypatch):

@@ -12,7 +12,15 @@ import autofuse
 from autofuse.record import flush
 from autofuse.record import views as viewing
 from autofuse.record.modes import forget_all
-from support import DEVICES, FLOATS, WIDE, assert_same, random_tensor, skip_unless_wide
+from support import (
+    DEVICES,
+    FLOATS,
+    WIDE,
+    assert_same,
+    assert_told_alike,
+    random_tensor,
+    skip_unless_wide,
+)
 
 W = autofuse.wrap
 
@@ -316,16 +324,6 @@ def test_a_held_view_has_eagers_node_and_base(device, on):
     assert got[1].data_ptr() - got[0].data_ptr() == want[1].data_ptr() - want[0].data_ptr()
 
 
-def told(run, x, wrap):
-    """What `run` says, which is an error where eager's is one."""
-    x = x.detach().clone().requires_grad_()
-    try:
-        said = run(wrap(x), x)
-    except RuntimeError as error:
-        return str(error)
-    return [autofuse.unwrap(one) if isinstance(one, torch.Tensor) else one for one in said]
-
-
 def hooks(x, leaf):
     seen = []
     base = x * 3.0
@@ -458,14 +456,7 @@ PROGRAMS = [hooks, retained, detached, mute_views, written_base, written_view, w
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda run: run.__name__)
 def test_whatever_is_done_with_them(device, on, tier, program):
-    x = random_tensor((4, 6, 2), torch.float32, device)
-    want = told(program, x, lambda x: x)
-    for _ in range(2):
-        got = told(program, x, W)
-        if isinstance(want, str):
-            assert got == want
-        else:
-            assert_same(got, want, None)
+    assert_told_alike(program, random_tensor((4, 6, 2), torch.float32, device))
 
 
 @pytest.mark.parametrize("several", [False, True])

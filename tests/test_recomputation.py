@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from test_autograd_order import Doubled
 from test_checkpoints import REENTRANT, WAYS, leaves, patient
 from test_contest import contest_of, exact, rigged, sites_of  # noqa: F401 - fixtures
 from test_views import CASES, SHAPE, parts_of
@@ -253,16 +254,6 @@ def test_an_error_at_the_end_of_a_first_run_leaves_recording_as_it_was(always):
         assert autofuse.is_pending(autofuse.wrap(torch.ones(4)) * 2.0)
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2.0
-
-
 @pytest.mark.parametrize("place", ["begins", "ends"])
 def test_an_interrupt_where_apply_begins_or_ends_leaves_recording_as_it_was(
     place, always, monkeypatch
@@ -280,7 +271,7 @@ def test_an_interrupt_where_apply_begins_or_ends_leaves_recording_as_it_was(
     x = torch.ones(4, requires_grad=True)
     monkeypatch.setattr(modes, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Double.apply(x)
+        Doubled.apply(x)
     monkeypatch.undo()
     assert this_thread.closed == this_thread.applies == 0
     assert autofuse.is_pending(autofuse.wrap(torch.ones(4)) * 2.0)

@@ -21,6 +21,7 @@ import torch
 
 import autofuse
 from autofuse import config
+from autofuse.chain.state import this_thread, writing
 from autofuse.grad.backward import Backward
 from autofuse.kernel.source import Source
 from autofuse.kernel.text import source_of
@@ -1092,6 +1093,46 @@ class TestShortChains:
         for _ in range(24):
             z = z * 1.0
         assert_same(autofuse.unwrap(autofuse.materialize(z)), x + x, None)
+
+    def told_apart(self):
+        """A wrapped tensor, and the chains that begin at the same op of it, by their starts."""
+        autofuse.record.policy.FLUSH_US.update(cpu=6.0)
+        w = autofuse.wrap(torch.randn(4, 4))
+        for k in range(300):
+            z = w + w
+            for _ in range(24 if k % 2 else 0):
+                z = z * 1.0
+            autofuse.materialize(z)
+        (stand,) = [node for node in this_thread.current.home.next.values() if node.starts]
+        return w, stand.starts
+
+    def test_what_is_not_recorded_after_all_begins_no_chain(self):
+        """Or the verdict on another one would be of that instruction."""
+        w, starts = self.told_apart()
+        writing[0] = True  # another thread is in the middle of a write
+        try:
+            assert not autofuse.is_pending(w + w)
+        finally:
+            writing.clear()
+        assert this_thread.current.chain.start is None
+        known = len(starts)
+        z = w + w
+        assert autofuse.is_pending(z) and this_thread.current.chain.start is not None
+        for _ in range(24):
+            z = z * 1.0
+        autofuse.materialize(z)
+        assert len(starts) == known + 1
+
+    def test_a_start_is_known_where_eager_ops_run_the_chain(self, monkeypatch):
+        """Not because they cost less: Python would be asked about it again and again."""
+        w, starts = self.told_apart()
+        ways = autofuse.record.ways
+        monkeypatch.setattr(ways, "_build_runner", lambda _, node, out: ways.EagerRunner(node, out))
+        known = len(starts)
+        for _ in range(2):
+            z = (w + w) * 0.25
+            autofuse.materialize(z)
+            assert len(starts) == known + 1
 
     @pytest.mark.parametrize("create_graph", [False, True])
     def test_second_derivatives_count_for_whether_it_pays(self, create_graph, monkeypatch):

@@ -83,6 +83,35 @@ class Inferred:
     limits: tuple[float, float] | None  # of Consts that have to fit a dtype
 
 
+def referred(
+    operands: Sequence[int | Meta | type],
+    metas: Sequence[Meta],
+    inputs: list[Meta],
+    consts: list[type],
+) -> tuple[list[Ref], list[Meta | type]]:
+    """What a step's operands refer to, and what they are; as `infer` has them.
+
+    inputs, consts: of the program before, to which those are added that are new.
+    """
+    args: list[Ref] = []
+    kinds: list[Meta | type] = []
+    for operand in operands:
+        kind: Meta | type
+        if isinstance(operand, int):
+            args.append(operand)
+            kind = metas[operand] if operand >= 0 else inputs[~operand]
+        elif isinstance(operand, Meta):
+            args.append(~len(inputs))
+            inputs.append(operand)
+            kind = operand
+        else:
+            args.append(CONST + len(consts))
+            consts.append(int if operand is Wide else operand)
+            kind = operand
+        kinds.append(kind)
+    return args, kinds
+
+
 def infer(
     op: Op,
     operands: Sequence[int | Meta | type],
@@ -100,21 +129,8 @@ def infer(
     consts: the program's. grad_mode: whether it is recorded in grad mode. autocast: whether under
     autocast, which may have to cast operands first: then this gives the dtype.
     """
-    args: list[Ref] = []
     reads, numbers = list(inputs), list(consts)
-    views: list[Meta | type] = []
-    for operand in operands:
-        if isinstance(operand, int):
-            args.append(operand)
-            views.append(metas[operand] if operand >= 0 else reads[~operand])
-        elif isinstance(operand, Meta):
-            args.append(~len(reads))
-            reads.append(operand)
-            views.append(operand)
-        else:
-            args.append(CONST + len(numbers))
-            numbers.append(int if operand is Wide else operand)
-            views.append(operand)
+    args, views = referred(operands, metas, reads, numbers)
     tensors = [view for view in views if isinstance(view, Meta)]
     if any(meta.device is not device for meta in tensors):
         return "operands on several devices"

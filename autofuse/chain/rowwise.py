@@ -17,9 +17,8 @@ from ..dtypes import CODES
 from ..kernel.division import NORM_SUMS, SOFT_SUM, Scheme, scheme_of
 from ..layout import Ints, contiguous
 from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
-from ..program.program import CONST, Ref
 from ..settings.config import config
-from .infer import Inferred
+from .infer import Inferred, referred
 from .meta import Meta, make_meta
 from .state import Node
 
@@ -39,20 +38,9 @@ def infer_rows(
 
     As `infer` says it.
     """
-    args: list[Ref] = []
     reads, numbers = list(tip.inputs), list(tip.consts)
-    views: list[Meta] = []
-    for operand in operands:
-        if isinstance(operand, int):
-            args.append(operand)
-            views.append(metas[operand] if operand >= 0 else reads[~operand])
-        elif isinstance(operand, Meta):
-            args.append(~len(reads))
-            reads.append(operand)
-            views.append(operand)
-        else:
-            args.append(CONST + len(numbers))
-            numbers.append(operand)
+    args, kinds = referred(operands, metas, reads, numbers)
+    views = [kind for kind in kinds if isinstance(kind, Meta)]
     x, *affine = views
     cast = cast_of(op, device.type, [meta.dtype for meta in views]) if tip.autocast else None
     if cast is not None:

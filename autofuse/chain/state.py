@@ -103,8 +103,9 @@ class Node:
         self.writers: dict[tuple[int, ...], Any] = {}  # ...where the last value goes to memory
         # that is there; and by outputs, also those that wait for kernels
         self.by_outputs: dict[tuple[Output, ...], Any] = {}
-        # of `policy.make_eager`: where it stands for what, at a start for nothing...
-        self.returns: tuple[dict[Any, Node], Any, Node | None] | None = None
+        # of `policy.make_eager`: after which node it stands, by which edge, in place of what; at a
+        # start: of which, by which instruction, in place of nothing...
+        self.returns: tuple[Node, Any, Node | None] | None = None
         # ...or the nodes to take by instructions, where chains that begin so pay at some of them
         self.starts: dict[int, Node] | None = None
         self.swept = 0  # backwards of the chain that ends here under `create_graph`

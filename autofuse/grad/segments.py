@@ -53,7 +53,7 @@ class _Owners(dict[int, int]):
 
     def __init__(
         self, nodes: list[Node], uses: list[list[Use]], meta_of: Callable[[Ref], Meta],
-        live: list[int], joined: bool, striped: Mapping[int, tuple[Striping, int]],
+        live: list[int], *, joined: bool, striped: Mapping[int, tuple[Striping, int]],
     ) -> None:  # fmt: skip
         """joined: whether reductions may be steps of segments with others. striped: of the slices
         that may be.
@@ -402,7 +402,7 @@ def outline_of(
     dead = [node for node in nodes if node.index not in graphs]
     striped = {} if reduces else striped_of(dead, meta_of)  # row kernels read no index maps
     for joined, inside in ((True, striped), (True, {}), (False, {})):
-        owners = _Owners(nodes, uses, meta_of, graphs, joined, inside)
+        owners = _Owners(nodes, uses, meta_of, graphs, joined=joined, striped=inside)
         owner: dict[int, int] = owners
         roots = sorted(index for index, root in owner.items() if index == root)
         if _in_order(owners.edges, owner, roots):
@@ -410,7 +410,8 @@ def outline_of(
     else:
         if not told:
             return None
-        owners = _Owners(nodes, uses, meta_of, sorted(owner), False, {})  # a node for each op
+        every_op = sorted(owner)  # gets a node
+        owners = _Owners(nodes, uses, meta_of, every_op, joined=False, striped={})
         owner, roots = owners, sorted(owners)
     lent = owners.lent()
     members = Counter(owner.values())

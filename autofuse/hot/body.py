@@ -223,7 +223,7 @@ class _Body:
             raise NotImplementedError(ast.unparse(target))
         elif issubclass(self._class(target.value) or object, list):
             args = [self._word(target.value), self._word(target.slice), self._owned(node)]
-            self._c("PyList_SetItem", C("int", 3), args)
+            self._c("PyList_SetItem", args)
         else:
             own = self._class(target.value) is tuple  # a new one, whose items nothing was before
             value = self._owned(node) if own or self._is_new(node) else self._word(node)
@@ -268,7 +268,7 @@ class _Body:
 
     def _tuple(self, items: list[ast.expr]) -> Any:
         assert not any(map(self._is_new, items)), "they would be lost without memory"
-        made = self._c("PyTuple_New", C("new", 1), [WORD(len(items))])
+        made = self._c("PyTuple_New", [WORD(len(items))])
         self._end_without(made)
         for k, item in enumerate(items):
             place = self.builder.add(made, WORD(ITEMS + 8 * k))
@@ -287,7 +287,7 @@ class _Body:
             return self._new(node, failing)
         value = self._word(node)
         if not _is_zero(node):
-            self._c("Py_IncRef", C("void", 1), [value])
+            self._c("Py_IncRef", [value])
         return value
 
     def _keep(self, name: str, value: Any) -> None:
@@ -299,7 +299,7 @@ class _Body:
             self._drop(before)
 
     def _drop(self, value: Any) -> None:
-        self._c("Py_DecRef", C("void", 1), [value])
+        self._c("Py_DecRef", [value])
 
     def _place(self) -> Any:
         """Room for a word, which is 0 when the function begins."""
@@ -361,7 +361,7 @@ class _Body:
             case ast.Subscript(value=items, slice=index):
                 if issubclass(self._class(items) or object, list):
                     args = [self._word(items), self._word(index)]
-                    return self._c("PyList_GetItem", C("word", 2), args)
+                    return self._c("PyList_GetItem", args)
                 return builder.load(self._item(items, self._word(index)))
             case _ if self._is_new(node):  # held until the function returns, or comes here again
                 value = self._new(node)
@@ -423,11 +423,12 @@ class _Body:
         known = self.module.functions.get(name)
         if known is not None:
             return builder.call(known, [self._word(arg) for arg in args])
-        return self._c(name, self.module.names[name], [self._word(arg) for arg in args])
+        return self._c(name, [self._word(arg) for arg in args])
 
-    def _c(self, name: str, kind: C, args: list[Any]) -> Any:
-        assert len(args) == kind.arity, name
-        return self.builder.call(self.module.c(name, kind), args)
+    def _c(self, name: str, args: list[Any]) -> Any:
+        function = self.module.c(name)
+        assert len(args) == len(function.args), name
+        return self.builder.call(function, args)
 
     def _pointer(self, address: ast.expr, kind: ir.Type = WORD) -> Any:
         return self.builder.inttoptr(self._word(address), kind.as_pointer())
@@ -461,13 +462,13 @@ class _Body:
     def _len(self, items: ast.expr) -> Any:
         kind = self._class(items)
         (name,) = (name for base, name in _SIZES.items() if issubclass(kind or object, base))
-        return self._c(name, C("word", 1), [self._word(items)])
+        return self._c(name, [self._word(items)])
 
     def _int(self, number: ast.expr) -> Any:
-        return self._c("PyLong_AsLong", C("word", 1), [self._word(number)])
+        return self._c("PyLong_AsLong", [self._word(number)])
 
     def _float(self, number: ast.expr) -> Any:
-        return self._c("PyFloat_AsDouble", C("double", 1), [self._word(number)])
+        return self._c("PyFloat_AsDouble", [self._word(number)])
 
     def _room(self, count: ast.expr) -> Any:
         """The address of some words that live until the function returns."""

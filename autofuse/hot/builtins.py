@@ -7,32 +7,8 @@ That is builtins, methods of plain tensors, and what indexes these.
 from __future__ import annotations
 
 from ..chain.shell import Tensor
-from .c import (
-    COUNT,
-    FUNCTIONS_OFF,
-    GETITEM,
-    HANDLERS,
-    ITEMS,
-    LISTED,
-    METHOD,
-    OPTIONS,
-    SIZED,
-    SKIPS_NEXT,
-    TARGETS,
-    Plain,
-    PyDict_GetItemWithError,
-    PyErr_Clear,
-    PyList_Size,
-    PyObject_Vectorcall,
-    PyThreadState_Get,
-    PyTuple_Size,
-    _PyObject_MakeTpCall,
-    call_object,
-    call_pointer,
-    indexed,
-    load,
-    room,
-)
+from .c import *
+from .c import _PyObject_MakeTpCall
 from .values import class_of, has_target, has_wrapped, is_number, is_ours, is_simple, looked_on
 from .write import is_quiet
 

@@ -7,56 +7,7 @@ from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
-from .c import (
-    AF,
-    DENSE,
-    DISPATCH_MODES,
-    FUNCTION_MODES,
-    GETITEM,
-    INPLACE,
-    ITEMS,
-    KEYS_AT,
-    LAYOUT_CLOSURE,
-    LAYOUT_GETTER,
-    LISTED,
-    PEEK,
-    RECORDERS,
-    TARGETS,
-    TENSOR_AT,
-    TUPLES,
-    Builtin,
-    Function,
-    Plain,
-    Py_DecRef,
-    PyDict_GetItemWithError,
-    PyDict_Next,
-    PyInterpreterState_ThreadHead,
-    PyList_GetItem,
-    PyList_Size,
-    PyObject_CallOneArg,
-    PyObject_GenericSetAttr,
-    PyObject_GetAttr,
-    PyObject_Vectorcall,
-    PyThread_get_thread_ident,
-    PyThreadState_Get,
-    PyThreadState_GetInterpreter,
-    PyThreadState_Next,
-    PyTuple_Size,
-    PyType_GetFlags,
-    _PyObject_MakeTpCall,
-    all_recorders,
-    call_object,
-    call_pointer,
-    getitem,
-    kept,
-    lifted,
-    load,
-    load32,
-    local,
-    room,
-    strided,
-    tried,
-)
+from .c import *
 from .flush import flush_now
 from .record import (
     are_watched,
@@ -65,6 +16,7 @@ from .record import (
     handed,
     number_chain,
     recorded_views,
+    result_of,
     verdict_on,
 )
 from .values import (
@@ -74,8 +26,8 @@ from .values import (
     grad_mode,
     has_target,
     has_wrapped,
-    is_ours,
     is_simple,
+    item_at,
     looked_on,
     set_class,
     slot_of,
@@ -278,14 +230,9 @@ def are_concrete(recorder: Recorder, known: Known, items):
     """`is_concrete` for what is in a tuple or a list, which a flush may change."""
     k = 0
     while 1:
-        if class_of(items) is tuple:
-            if k >= PyTuple_Size(items):
-                return 1
-            x = load(items + ITEMS + 8 * k)
-        else:
-            if k >= PyList_Size(items):
-                return 1
-            x = PyList_GetItem(items, k)
+        x = item_at(items, k)
+        if x == 0:
+            return 1
         if is_concrete(recorder, known, x) == 0:
             return 0
         k += 1
@@ -337,12 +284,7 @@ def called_plain(function, reason, args, count) -> object:
     """`called` of plain tensors alone: torch finds nobody to ask; 30 ns less."""
     if call_pointer(FUNCTION_MODES) != 0:  # for a default device it would ask that
         return called(function, reason, args, count, 0)
-    if class_of(function) is Builtin:
-        result = tried(_PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, 0))
-    elif function is getitem and count == 2 and is_ours(args[0]) != 0:
-        result = tried(call_object(GETITEM, args[0], args[1]))
-    else:
-        result = tried(PyObject_Vectorcall(function, args, count, 0))
+    result = result_of(function, args, count, 0)
     if result != 0:
         count_eager(reason)
     return result

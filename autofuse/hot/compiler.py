@@ -13,7 +13,6 @@ from llvmlite import ir
 
 from ..kernel.llvm import parsed, target_machine
 from .body import write
-from .c import C
 from .code import ADDRESSES, DATA, Code
 from .module import ANYWHERE, WORD, Module
 
@@ -95,7 +94,7 @@ def _enter(module: Module, source: _Function, otherwise: str) -> None:
     result = builder.call(module.functions[source.__name__], [first, *passed])
     with builder.if_then(builder.icmp_signed("!=", result, WORD(0))):
         builder.ret(result)
-    expect(builder.call(module.c("PyErr_Occurred", C("word", 0)), []), WORD(0), failed)
+    expect(builder.call(module.c("PyErr_Occurred"), []), WORD(0), failed)
     builder.branch(leave)
     builder.position_at_end(leave)
     builder.ret(builder.call(module.functions[otherwise], [function, args, flags, names]))

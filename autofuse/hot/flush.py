@@ -7,45 +7,7 @@ from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..run.words import Words
-from .c import (
-    AT_ONCE,
-    COUNTED,
-    MATERIALIZE,
-    OBSERVER,
-    PEEK,
-    WEAKREFS,
-    WORDS,
-    Plain,
-    PyDict_Clear,
-    PyDict_DelItem,
-    PyDict_GetItemWithError,
-    PyDict_SetItem,
-    PyDict_Size,
-    PyErr_Clear,
-    PyErr_Occurred,
-    PyList_New,
-    PyList_SetSlice,
-    PyList_Size,
-    PyLong_FromLong,
-    PyObject_Call,
-    PyObject_CallOneArg,
-    PyObject_GetAttr,
-    PyThread_get_thread_ident,
-    PyTuple_New,
-    borrowed,
-    call_pointer,
-    chain_flush,
-    flushes,
-    hook_names,
-    inside,
-    kept,
-    load,
-    load32,
-    ranges,
-    room,
-    tell,
-    tried,
-)
+from .c import *
 from .launch import launched
 from .values import class_of, count_one, ended, python, state_of, switch_back, switch_off
 
@@ -203,7 +165,7 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
     if target != 0:
         chain.into = target
     before = switch_off(2)
-    done = launched(recorder, chain, program)
+    done = launched(chain, program)
     switch_back(before)
     PyDict_DelItem(inside, recorder.thread)
     if done == 0 and chain.values is not None:

@@ -7,41 +7,7 @@ from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dtypes import EXACT
-from .c import (
-    AF,
-    BEGUN,
-    DIM_OF,
-    DTYPE_OF,
-    FAILED,
-    GRAD_CLOSURE,
-    GRAD_GETTER,
-    INDEX_OF,
-    KEYS_AT,
-    NUMBER_AT,
-    REQUIRES_GRAD,
-    SIZES_OF,
-    STRIDES_OF,
-    TENSOR_AT,
-    Parameter,
-    Plain,
-    Py_DecRef,
-    PyDict_Size,
-    PyErr_Clear,
-    PyErr_Occurred,
-    PyList_Append,
-    PyLong_FromLong,
-    PyObject_CallNoArgs,
-    PyObject_GenericSetAttr,
-    PyTuple_Size,
-    borrowed,
-    call_object,
-    call_pointer,
-    kept,
-    load,
-    load32,
-    others_writing,
-    room,
-)
+from .c import *
 from .values import (
     address_of,
     class_of,

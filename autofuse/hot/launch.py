@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..chain.shell import Tensor
-from ..chain.state import Chain, Node, Recorder
+from ..chain.state import Chain, Node
 from ..run.settle import WRITING
 from ..run.words import (
     ARGUMENTS,
@@ -21,44 +21,7 @@ from ..run.words import (
     Words,
 )
 from ..torch_private import swap
-from .c import (
-    AF,
-    ITEMS,
-    LISTED,
-    USERS_METHOD,
-    Plain,
-    Py_DecRef,
-    PyDict_GetItemWithError,
-    PyDict_New,
-    PyDict_SetItem,
-    PyErr_Clear,
-    PyErr_Occurred,
-    PyEval_RestoreThread,
-    PyEval_SaveThread,
-    PyList_GetItem,
-    PyLong_AsVoidPtr,
-    PyLong_FromLong,
-    PyObject_Call,
-    PyObject_CallNoArgs,
-    PyObject_CallOneArg,
-    PyObject_GenericSetAttr,
-    PyObject_Vectorcall,
-    PySet_Contains,
-    PyThread_get_thread_ident,
-    PyTuple_New,
-    borrowed,
-    call_object,
-    call_pointer,
-    entered,
-    get_device,
-    increment_version,
-    kept,
-    load,
-    reciprocal,
-    store_double,
-    store_float,
-    tried,
-)
+from .c import *
 from .values import (
     address_of,
     forget_error,
@@ -157,7 +120,7 @@ def sent(words, at, consts, stream):
     return 1
 
 
-def launched(recorder: Recorder, chain: Chain, program: Words):
+def launched(chain: Chain, program: Words):
     """Launch the kernels and give the live shells their values, as `CudaRunner` does in Python.
 
     1 if that is done without a kernel, 2 with one; 0 where Python has to do it or is interrupted.

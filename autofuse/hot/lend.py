@@ -6,37 +6,9 @@ from __future__ import annotations
 from ..chain.meta import UNKNOWN
 from ..chain.shell import Tensor
 from ..chain.state import Recorder
-from .c import (
-    AF,
-    ITEMS,
-    KEYS_AT,
-    RECORDERS,
-    TENSOR_AT,
-    Plain,
-    PyDict_DelItem,
-    PyDict_GetItemWithError,
-    PyDict_Next,
-    PyDict_SetItem,
-    PyErr_Clear,
-    PyErr_Occurred,
-    PyList_Append,
-    PyList_GetItem,
-    PyList_New,
-    PyList_SetSlice,
-    PyList_Size,
-    PyLong_FromLong,
-    PyObject_CallOneArg,
-    PyObject_GenericSetAttr,
-    PyObject_GetAttr,
-    PyTuple_Size,
-    borrowed,
-    kept,
-    load,
-    local,
-    room,
-)
+from .c import *
 from .flush import flush_now
-from .values import class_of, is_simple, set_class, state_of
+from .values import class_of, is_simple, item_at, set_class, state_of
 
 
 def lending(entry, values, lent: list) -> object:
@@ -49,14 +21,9 @@ def lending(entry, values, lent: list) -> object:
     others = PyList_New(0)
     k = 0
     while 1:
-        if class_of(values) is tuple:
-            if k >= PyTuple_Size(values):
-                return others
-            x = kept(load(values + ITEMS + 8 * k))
-        else:
-            if k >= PyList_Size(values):
-                return others
-            x = kept(PyList_GetItem(values, k))
+        x = kept(item_at(values, k))
+        if x == 0:
+            return others
         k += 1
         if class_of(x) is Plain:
             if is_lendable(entry, x) != 0:

@@ -47,7 +47,7 @@ class Machine:
             self._new = code.to_bytes() if facts else b""
         self._objects = [names[name] for name in code.names]  # whose addresses stand in the code
         symbols = {name_symbol(name): address_of(names[name]) for name in code.names}
-        # one symbol for the data of all entries, one for all addresses: 10 ms less than one for each
+        # one symbol for the data of all entries, one for all addresses: 10 ms less than with more
         (table,), self._linked = link(code.binary, [ADDRESSES], {**symbols, DATA: data})
         addresses = (ctypes.c_int64 * (len(functions) + len(entries))).from_address(table)
         named = zip((f.__name__ for f in functions), addresses, strict=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from . import c
 from .c import GIVEN, C
 from .code import address_of, name_symbol, offset_of
 
@@ -45,12 +46,13 @@ class Module:
             made.attributes.add("alwaysinline")
         return made
 
-    def c(self, name: str, kind: C) -> ir.Function:
-        """The C function of that name."""
+    def c(self, name: str) -> ir.Function:
+        """The C function of that name, as `c` lists it."""
         function = self.ir.globals.get(name)
         if function is None:
             if not hasattr(ctypes.pythonapi, name):
                 raise NotImplementedError(f"Python has no function {name}")
+            kind: C = vars(c)[name]
             signature = ir.FunctionType(_KINDS[kind.result], [WORD] * kind.arity)
             function = ir.Function(self.ir, signature, name)
         return function

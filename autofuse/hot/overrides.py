@@ -4,18 +4,7 @@
 from __future__ import annotations
 
 from ..chain.shell import Tensor
-from .c import (
-    FUNCTIONS_OFF,
-    INPLACE,
-    Function,
-    PyDict_GetItemWithError,
-    PyErr_Clear,
-    PyErr_Occurred,
-    PyObject_Call,
-    PyObject_Vectorcall,
-    call_pointer,
-    known_functions,
-)
+from .c import *
 from .call import run
 from .values import class_of, is_ours, looked_on
 

@@ -10,51 +10,8 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Counts, Node, Recorder
 from ..record.origins import Origin, Trials
 from ..record.policy import SKIPS
-from .c import (
-    AF,
-    EMPTY,
-    GETITEM,
-    ITEMS,
-    SLICED,
-    STAY,
-    TAKE,
-    TELL,
-    Builtin,
-    Py_IncRef,
-    PyDict_GetItemWithError,
-    PyErr_Occurred,
-    PyEval_GetFrame,
-    PyFrame_GetBack,
-    PyFrame_GetCode,
-    PyFrame_GetLasti,
-    PyList_Append,
-    PyLong_FromLong,
-    PyObject_CallOneArg,
-    PyObject_GenericSetAttr,
-    PyObject_Vectorcall,
-    PyThread_get_thread_ident,
-    PyThreadState_Get,
-    PyTuple_New,
-    PyTuple_Size,
-    Size,
-    _PyObject_MakeTpCall,
-    ask_origin,
-    between,
-    borrowed,
-    call_object,
-    call_pointer,
-    counts,
-    getitem,
-    kept,
-    lifted,
-    load,
-    measuring,
-    origins,
-    relieve,
-    room,
-    trials,
-    tried,
-)
+from .c import *
+from .c import _PyObject_MakeTpCall
 from .inputs import added, fits, item_of
 from .values import (
     ask2,
@@ -142,9 +99,10 @@ def recorded(func, op, operands, count, wanted) -> object:
     if autocast_mode(recorder) != (recorder.autocast is True):
         return 0
     if node.starts is not None:
-        node = at_start(node)
-        if node == 0:
+        begun: Node = known_here(node.starts, 0)
+        if begun == 0:
             return 0
+        node = begun
     shell = node.shell
     if shell is None:
         if func == 0 or node.reason is EMPTY or len(chain) != 0:
@@ -300,23 +258,6 @@ def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
     return node
 
 
-def at_start(stand: Node):
-    """The node for what would begin where the program is, borrowed; 0 where `starts` has to say."""
-    starts: dict = kept(stand.starts)
-    frame = kept(PyEval_GetFrame())
-    while frame != 0:
-        code = PyFrame_GetCode(frame)
-        number = PyLong_FromLong(code + PyFrame_GetLasti(frame))
-        node = PyDict_GetItemWithError(starts, number)
-        if node != 0:
-            return node
-        number = PyLong_FromLong(code)
-        if PyDict_GetItemWithError(between, number) == 0:
-            return 0
-        frame = tried(PyFrame_GetBack(frame))
-    return 0
-
-
 def run_short(recorder: Recorder, func, node: Node, operands, count) -> object:
     """Run an op that the trie has found better off eager: `dispatch.eager.run_short`."""
     if are_watched() != 0 or looked_on() != 0:
@@ -348,7 +289,7 @@ def verdict_on(recorder: Recorder, result) -> object:
     """
     if len(measuring) == 0 or recorder.off is True:
         return None
-    origin: Origin = judged_here()
+    origin: Origin = known_here(origins, 0)
     now: Trials = trials
     if origin == 0:
         if PyErr_Occurred() != 0:
@@ -358,8 +299,12 @@ def verdict_on(recorder: Recorder, result) -> object:
             return PyObject_CallOneArg(ask_origin, result)
         now.new = PyLong_FromLong(new)
         return None
-    if origin.parts is not None:  # a frame of torch may be new; others pay 0.9 us of 4 for that
-        return PyObject_CallOneArg(ask_origin, result)
+    if origin.parts is not None:
+        origin = known_here(kept(origin.parts), 1)
+        if origin == 0:  # a frame of torch may be new; others pay 0.9 us of 4 for that
+            if PyErr_Occurred() != 0:
+                return 0
+            return PyObject_CallOneArg(ask_origin, result)
     if origin.once is not True:
         left = int(now.left) - 1
         if left <= 0:
@@ -371,42 +316,26 @@ def verdict_on(recorder: Recorder, result) -> object:
     return None
 
 
-def judged_here():
-    """The Origin of the instruction that the program is at, borrowed; 0 if it is not judged.
+def known_here(table: dict, calls) -> object:
+    """What `table` has of the instruction that the program is at; 0 where Python has to find that.
 
-    The part for its caller where there are parts, unless Python has to find that.
+    calls: 1 for the instruction by which the function was called that has this one, else 0.
     """
     frame = kept(PyEval_GetFrame())
     while frame != 0:
         code = PyFrame_GetCode(frame)
-        number = PyLong_FromLong(code + PyFrame_GetLasti(frame))
-        origin: Origin = PyDict_GetItemWithError(origins, number)
-        if origin != 0:
-            if origin.parts is None:
-                return origin
-            return part_of(origin, frame)
-        number = PyLong_FromLong(code)
-        if PyDict_GetItemWithError(between, number) == 0:
-            return 0
+        if calls == 0:
+            key = PyLong_FromLong(code + PyFrame_GetLasti(frame))
+            known = PyDict_GetItemWithError(table, key)
+            if known != 0:
+                return known
+        key = PyLong_FromLong(code)
+        if PyDict_GetItemWithError(between, key) == 0:
+            if calls == 0:
+                return 0
+            calls -= 1
         frame = tried(PyFrame_GetBack(frame))
     return 0
-
-
-def part_of(origin: Origin, frame):
-    """The part of `origin` for who has called the function of `frame`; `origin` if unknown."""
-    parts: dict = kept(origin.parts)
-    caller = tried(PyFrame_GetBack(frame))
-    while caller != 0:
-        code = PyFrame_GetCode(caller)
-        number = PyLong_FromLong(code)
-        if PyDict_GetItemWithError(between, number) == 0:
-            number = PyLong_FromLong(code + PyFrame_GetLasti(caller))
-            part = PyDict_GetItemWithError(parts, number)
-            if part != 0:
-                return part
-            return origin
-        caller = tried(PyFrame_GetBack(caller))
-    return origin
 
 
 def handed(result, verdict) -> object:
@@ -425,17 +354,20 @@ def are_watched():
 def called(function, reason, args, count, names) -> object:
     """What an eager function returns, with torch functions off; 0 after an error."""
     before = functions_off()
-    if class_of(function) is Builtin:  # what stands before it would find torch functions off
-        result = tried(_PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names))
-    elif function is getitem and count == 2 and names == 0 and is_ours(args[0]) != 0:
-        # 60 ns less than by a tuple
-        result = tried(call_object(GETITEM, args[0], args[1]))
-    else:
-        result = tried(PyObject_Vectorcall(function, args, count, names))
+    result = result_of(function, args, count, names)
     switch_back(before)
     if result != 0:
         count_eager(reason)
     return result
+
+
+def result_of(function, args, count, names) -> object:
+    """What a function of torch's returns, as `called`, of what torch asks nobody about."""
+    if class_of(function) is Builtin:  # what stands before it would find torch functions off
+        return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
+    if function is getitem and count == 2 and names == 0 and is_ours(args[0]) != 0:
+        return call_object(GETITEM, args[0], args[1])  # 60 ns less than by a tuple
+    return PyObject_Vectorcall(function, args, count, names)
 
 
 def count_eager(reason):

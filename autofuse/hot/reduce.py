@@ -7,29 +7,7 @@ from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node, Recorder
 from ..dispatch.unrecorded import Known
-from .c import (
-    DIM_OF,
-    DTYPE_OF,
-    FAILED,
-    INDEX_OF,
-    ITEMS,
-    LISTED,
-    SIZES_OF,
-    TELL,
-    TENSOR_AT,
-    PyDict_GetItemWithError,
-    PyList_Size,
-    PyLong_FromLong,
-    PyObject_Vectorcall,
-    PyTuple_Size,
-    Size,
-    call_pointer,
-    kept,
-    load,
-    load32,
-    room,
-    wanted,
-)
+from .c import *
 from .call import is_everyday, passed
 from .record import flattened, recorded, tupled
 from .values import class_of, current_recorder, is_ours, looked_on, state_of

@@ -5,58 +5,7 @@ from __future__ import annotations
 
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
-from .c import (
-    ADDRESS_OF,
-    AF,
-    AUTOCAST,
-    COUNTER_OF,
-    CURRENT,
-    DISPATCH_MODES,
-    EMPTY,
-    FAILED,
-    FUNCTION_MODES,
-    FUNCTIONS_OFF,
-    GRAD_MODE,
-    ITEMS,
-    LISTED,
-    PYTHON,
-    SIMPLE,
-    SLOTS,
-    SWITCH_OFF,
-    TENSOR_AT,
-    VERSION_AT,
-    DeviceContext,
-    Parameter,
-    Plain,
-    Py_DecRef,
-    Py_IncRef,
-    PyDict_GetItemWithError,
-    PyDict_SetItem,
-    PyErr_Clear,
-    PyErr_Fetch,
-    PyErr_NormalizeException,
-    PyErr_Occurred,
-    PyErr_Restore,
-    PyException_SetTraceback,
-    PyList_Size,
-    PyLong_FromLong,
-    PyObject_CallNoArgs,
-    PyObject_CallOneArg,
-    PyObject_GetAttr,
-    PyObject_Vectorcall,
-    PySet_Contains,
-    PyThreadState_GetDict,
-    PyTuple_Size,
-    borrowed,
-    call_object,
-    call_pointer,
-    function_mode_at,
-    is_foreign,
-    load,
-    load32,
-    room,
-    tried,
-)
+from .c import *
 
 
 def python(function, args, flags, names) -> object:
@@ -164,6 +113,16 @@ def version_of(tensor):
     if counter == 0:  # of an inference tensor
         return -1
     return load32(counter + VERSION_AT)
+
+
+def item_at(items, k):
+    """Item k of a tuple or a list, borrowed; 0 where it has fewer by now."""
+    if class_of(items) is tuple:
+        if k < PyTuple_Size(items):
+            return load(items + ITEMS + 8 * k)
+    elif k < PyList_Size(items):
+        return PyList_GetItem(items, k)
+    return 0
 
 
 def has_wrapped(values, count):

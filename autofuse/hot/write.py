@@ -7,43 +7,7 @@ from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
-from .c import (
-    AF,
-    BEGUN,
-    EQUAL,
-    FAILED,
-    GETITEM,
-    ITEMS,
-    RECORDERS,
-    SLICED,
-    WRITE,
-    Parameter,
-    Plain,
-    PyDict_DelItem,
-    PyDict_GetItemWithError,
-    PyDict_New,
-    PyDict_Next,
-    PyDict_SetItem,
-    PyErr_Clear,
-    PyErr_Occurred,
-    PyList_Size,
-    PyLong_FromLong,
-    PyObject_GenericSetAttr,
-    PyObject_GetAttr,
-    PyObject_RichCompareBool,
-    PyObject_Vectorcall,
-    PyThread_get_thread_ident,
-    PyTuple_Size,
-    all_recorders,
-    call_object,
-    call_pointer,
-    exactly,
-    kept,
-    load,
-    local,
-    room,
-    tried,
-)
+from .c import *
 from .call import are_modes_off, is_everyday, is_pending_elsewhere
 from .flush import flush_into, flush_now
 from .inputs import is_as, item_of, likely_meta
@@ -80,7 +44,7 @@ def writing(entry, function, args, count, names) -> object:
         if flush_now(recorder, known.name) == 0:
             return 0
         if is_empty(recorder) != 0:
-            written = write_now(recorder, entry[0], known, args, count, names)
+            written = write_now(entry[0], known, args, count, names)
     elif names == 0 and entry[2] is not None and count == entry[3]:
         if class_of(state_of(target)) is Node:
             written = renamed(entry[2], target, args, count)
@@ -113,7 +77,7 @@ def setting(entry, x: Tensor, index, value) -> object:
         return 0
     if flush_now(recorder, known.name) == 0 or is_empty(recorder) == 0:
         return 0
-    if write_now(recorder, entry[0], known, args, 3, 0) == 0:
+    if write_now(entry[0], known, args, 3, 0) == 0:
         return 0
     return None
 
@@ -211,7 +175,7 @@ def are_settled(args, count):
     return 1
 
 
-def write_now(recorder: Recorder, function, known: Known, args, count, names):
+def write_now(function, known: Known, args, count, names):
     """Run an in-place op as eager PyTorch; 1, or 0 after an error."""
     BEGUN[0] = BEGUN[0] + 1
     result = tried(called(function, known.reason, args, count, names))

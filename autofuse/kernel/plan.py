@@ -44,6 +44,12 @@ class Line:
     result: str
 
 
+def named(lines: Sequence[Line]) -> str:
+    """What a kernel of these lines is called after."""
+    ops = [line.op.name for line in lines]
+    return "_".join(ops[:8]) + (f"_and_{len(ops) - 8}" if len(ops) > 8 else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The structure of one kernel; hashable, and equal for equal kernels."""
@@ -61,9 +67,7 @@ class Plan:
     @property
     def name(self) -> str:
         """The kernel's name as profilers show it."""
-        ops = [line.op.name for line in self.lines]
-        text = "_".join(ops[:8]) + (f"_and_{len(ops) - 8}" if len(ops) > 8 else "")
-        return f"af_{text}"
+        return f"af_{named(self.lines)}"
 
     @property
     def inverted(self) -> tuple[bool, ...]:

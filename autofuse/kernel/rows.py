@@ -61,9 +61,7 @@ class RowPlan:
     @property
     def name(self) -> str:
         """The kernel's name as profilers show it."""
-        ops = [line.op.name for line in self.lines]
-        text = "_".join(ops[:8]) + (f"_and_{len(ops) - 8}" if len(ops) > 8 else "")
-        return f"af_rows_{text}"
+        return f"af_rows_{pointwise.named(self.lines)}"
 
     @property
     def vectors(self) -> tuple[bool, ...]:
@@ -160,7 +158,7 @@ class _RowPiece:
         self, program: Program, shape: Ints, following: set[int], processors: tuple[int, int]
     ) -> None:
         self.program, self.steps, self.shape = program, program.steps, shape
-        self.following, self.processors = following, processors
+        self.processors = processors
         self.args = [step.args for step in program.steps]
         # what a number of a row is computed from once its row is reduced: from statistics alone
         self.finishing = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -172,7 +173,7 @@ def make_eager(nodes: list[Node], reason: str) -> None:
         stand = eager_node(root.recorder, root, node.op, reason, node.meta)
         if known is not None and known.long:
             stand.reason, stand.starts = "", {}
-        stand.key, stand.returns = key, (root.next, key, known)
+        stand.key, stand.returns = key, (root, key, known)
         root.next[key], root.recent = stand, None
 
 
@@ -180,15 +181,15 @@ def skipped(eager: Node) -> None:
     """Count that its op was not recorded, and end what `make_eager` has begun if that is time."""
     eager.skips += 1
     if eager.skips > SKIPS and eager.returns is not None:
-        table, key, node = eager.returns
+        before, key, node = eager.returns
         eager.returns = None
+        table: dict[Any, Node] = before.next if before.starts is None else before.starts
         if table.get(key) is eager:
             if node is None:
                 del table[key]
             else:
                 table[key] = node
-        for root in [*eager.recorder.roots.values()]:
-            root.recent = None
+        before.recent = None
 
 
 def rest(recorder: Recorder) -> None:

@@ -83,6 +83,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     metas: list[Meta] = []
     consts: list[Any] = []
     tried: list[Origin] | None = None
+    start: int | None = None
     on_host = False
     for x in operands:
         cls = x.__class__
@@ -139,7 +140,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
         if node is None:  # the chain had to be cut first
             return record(op, operands)
     if node.starts is not None:
-        node = at_start(chain, node)
+        node, start = at_start(node)
     shell = node.shell
     if shell is None:
         if node.reason:
@@ -169,6 +170,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
             return record(op, operands)
         if tried is not None:
             chain.tried = [*(chain.tried or ()), *tried]
+        if start is not None:
+            chain.start = start
         if chain.pinned > node.pinned_limit:
             relieve(recorder, chain)
         return shell

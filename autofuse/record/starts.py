@@ -16,17 +16,19 @@ from .policy import TRIES
 _MOST = 256  # of an op that are told apart
 
 
-def at_start(chain: Chain, stand: Node) -> Node:
-    """What an op is recorded as that would begin `chain` where the program is: `stand.starts`."""
+def at_start(stand: Node) -> tuple[Node, int | None]:
+    """What an op is recorded as that would begin a chain where the program is: `stand.starts`.
+
+    And that instruction, if it is not known yet whether chains pay there.
+    """
     assert stand.starts is not None and stand.returns is not None
     start = instruction()[0]
     node = stand.starts.get(start)
     if node is not None:
-        return node
-    chain.start = start
+        return node, None
     (_, _, node) = stand.returns
     assert node is not None
-    return node
+    return node, start
 
 
 def tell_start(chain: Chain, runner: Runner) -> None:
@@ -39,9 +41,9 @@ def tell_start(chain: Chain, runner: Runner) -> None:
         return
     if len(stand.starts) >= _MOST:
         stand.starts.clear()
-    if runner.pieces:
+    if not runner.short:
         stand.starts[start] = first
-    elif runner.short and runner.runs >= TRIES:
+    elif runner.runs >= TRIES:
         eager = eager_node(first.recorder, first.parent, first.op, runner.short, first.meta)
-        eager.returns = (stand.starts, start, None)
+        eager.returns = (stand, start, None)
         stand.starts[start] = eager

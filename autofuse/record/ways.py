@@ -95,9 +95,8 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
             return EagerRunner(node, outputs)
         costly = not pays(nodes, outline)
         if costly and not tells:
-            alone = ShortRunner(node, outputs, "a short chain under grad")
-            alone.losing = losing(nodes, outline)
-            return alone
+            leading = losing(nodes, outline)
+            return ShortRunner(node, outputs, "a short chain under grad", leading)
         graph = Graph(recorder, outline, nodes)
         computed = _computed(outputs, graph)
         if short or costly:
@@ -138,16 +137,18 @@ def _computed(outputs: tuple[Output, ...], graph: Graph) -> tuple[Output, ...]:
 class ShortRunner(EagerRunner):
     """Runs a chain that costs less so by eager ops; it soon is not recorded any more."""
 
-    losing: int | None = None  # how many of its ops to leave out, for what remains to pay, if any
-
-    def __init__(self, tip: Node, outputs: tuple[Output, ...], short: str) -> None:
+    def __init__(
+        self, tip: Node, outputs: tuple[Output, ...], short: str, leading: int | None = None
+    ) -> None:
+        """short: why. leading: how many of its first ops not to record any more; None for all."""
         super().__init__(tip, outputs)
         self.short = "a chain of one op" if len(self.nodes) == 1 else short
+        self.leading = leading
 
     def run(self, chain: Chain) -> None:
         super().run(chain)
         if self.runs >= TRIES:
-            make_eager(self.nodes[: self.losing], self.short)
+            make_eager(self.nodes[: self.leading], self.short)
 
 
 class WaitingRunner(EagerRunner):
