@@ -5,8 +5,10 @@ error it raises, must be the same both times.
 """
 
 import gc
+import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autofuse
 from autofuse.dispatch.nested import mapped
+from autofuse.grad import rules
+from autofuse.grad.straight import eager_of
+from autofuse.torch_private import NoModes
 from support import DEVICES, assert_same, needs_cuda, random_tensor
 
 SCENARIOS = {}
@@ -606,6 +611,100 @@ def dead_intermediates_in_second_derivatives(wrap, device):
     first = torch.autograd.grad((h * c2).sum(), (f, i, g, o, c), create_graph=True)
     total = sum((a * a).sum() for a in first)
     return [*first, *torch.autograd.grad(total, (f, i, g, o, c))]
+
+
+def curved(x, w):
+    """Its rules compute a value again and read numbers; for `x`, `w` and a value that is seen."""
+    a = torch.sin(x * w)
+    return torch.erf(a * 0.5) * torch.sigmoid(a) + x**2, a * 2.0
+
+
+def differentiate(x, w, both=True, first=True):
+    """First and second derivatives, for both results of `curved` or for one of them."""
+    outs = [y for y, wanted in zip(curved(x, w), (first, both), strict=True) if wanted]
+    found = torch.autograd.grad([y.sum() for y in outs], (x, w), create_graph=True)
+    return *found, *torch.autograd.grad((found[0] * found[1]).sum(), (x, w))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rules_are_read_once_for_many_backwards(device):
+    """Under `create_graph` a node's later ones enter what was written and no rules."""
+    x, w = autofuse.wrap(leaf(device)), leaf(device, 1)
+    entered = []
+
+    def profile(frame, event, argument):
+        if event == "call":
+            entered.append((frame.f_globals.get("__name__"), frame.f_code.co_name))
+
+    def step():
+        entered.clear()
+        sys.setprofile(profile)
+        try:
+            differentiate(x, w)
+        finally:
+            sys.setprofile(None)
+        return [place for place in entered if str(place[0]).startswith("autofuse.grad.")], entered
+
+    before, _ = map(set, step())
+    assert ("autofuse.grad.rules", "sweep") in before
+    for _ in range(15):
+        after, every = step()
+    assert {module for module, _ in after} == {"autofuse.grad.backward"}
+    assert (None, "straight") in every
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_was_written_is_for_the_gradients_that_came(device):
+    """By turns those of one result, of the other and of both: each once more as at first."""
+    dtype = torch.float64
+    x, w = leaf(device, dtype=dtype), leaf(device, 1, dtype=dtype)
+    wrapped = autofuse.wrap(leaf(device, dtype=dtype))
+    for both, first in ((True, True), (False, True), (True, False)) * 2:
+        want = differentiate(x, w, both, first)
+        got = differentiate(wrapped, w, both, first)
+        assert_same(mapped(got, autofuse.unwrap), want, 1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_was_written_is_for_autocast_or_without(device):
+    """What a rule reads is computed again with the chain's own casts, inside and outside."""
+    x, w = leaf(device), leaf(device, 1)
+    wrapped = autofuse.wrap(leaf(device))
+    for on in (False, True) * 2:
+        found = []
+        for one in (x, wrapped):
+            outs = curved(one, w)
+            total = sum(y.sum() for y in outs)
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=on):
+                found.append(torch.autograd.grad(total, (one, w), create_graph=True))
+        want, got = found
+        assert_same(mapped(got, autofuse.unwrap), want, 2e-2 if on else 2e-5)
+
+
+def test_values_go_as_soon_as_no_rule_reads_them():
+    """A backward by torch's ops that keeps no graph holds few of its values at once."""
+    alive, most = [], []
+
+    def watching(op):
+        def call(*operands):
+            result = eager_of(op)(*operands)
+            alive.append(weakref.ref(result))
+            most.append(sum(ref() is not None for ref in alive))
+            return result
+
+        return call
+
+    x = autofuse.wrap(leaf("cpu"))
+    y = x
+    for _ in range(12):
+        y = torch.sin(y)
+    autofuse.materialize(y)
+    backward, consts = y.grad_fn.work
+    straight = rules.written(backward.segment, (False, False), watching)
+    with torch.no_grad(), NoModes():
+        straight((torch.ones(4, 6),), y.grad_fn.saved_tensors, consts)
+    values = 11  # that rules read and nobody has seen, in one tensor or computed again
+    assert len(most) >= 24 and max(most) <= values + 3, most
 
 
 # --- machinery that is left to eager --------------------------------------------------------------

@@ -36,6 +36,7 @@ from ..torch_private import (
     NoModes,
     above_autograd,
     apply_of,
+    autocast_is_on,
     detach,
     dispatch_modes,
     in_functorch,
@@ -47,7 +48,7 @@ from ..torch_private import (
     top_hooks,
 )
 from .nodes import noder, torch_name
-from .rules import Expected, Torch, sweep
+from .rules import Expected, sweep, written
 from .segments import Outline, Segment
 from .tape import Tape, UnfusedError
 
@@ -75,6 +76,7 @@ class Backward:
         )
         self.answers: dict[tuple[Meta | None, ...], Answer | Expected | None] = {}
         self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient
+        self.straight: dict[tuple[bool, ...], Callable[..., Any]] = {}  # see `written`
         self.guard: Callable[..., bool] | None = None  # of `saved`, where hooks may change that
 
     def gradients(
@@ -122,7 +124,11 @@ class Backward:
                     hooks.differentiated(self, grads, saved, consts, result[1:])
                 return result
         with NoModes():
-            return (None, *self.by_torch(Torch(consts), grads, saved))
+            key = (autocast_is_on(), *[g is None for g in grads])
+            straight = self.straight.get(key)
+            if straight is None:
+                straight = self.straight[key] = written(self.segment, key)
+            return straight(grads, saved, consts)
 
     def meets_autocast(self) -> bool:
         """Whether autocast casts operands of its ops in this moment."""
@@ -140,20 +146,6 @@ class Backward:
                 return False
         self.guard = guard_of(saved)
         return True
-
-    def by_torch(
-        self, algebra: Torch, grads: Sequence[Any], saved: Sequence[torch.Tensor]
-    ) -> list[Any]:
-        """The gradients for `sinks`, as `gradients` gives them, by torch's ops."""
-        pack = self.segment.pack
-        values = dict(zip(self.segment.saved, saved, strict=True))
-        seeds = dict(zip(self.segment.outs, grads, strict=True))
-        if pack:
-            values |= zip(pack, torch.unbind(values[pack[0]]), strict=True)
-            more = seeds[pack[0]]
-            parts = [None] * len(pack) if more is None else torch.unbind(more)
-            seeds |= zip(pack, parts, strict=True)
-        return sweep(self.segment, algebra, seeds, values)
 
     def prepare(self) -> None:
         """Ask for the kernel for a gradient of the root alone, laid out as its value is.
@@ -242,38 +234,36 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     # raises if they are freed or were written
     saved = ctx.saved_tensors if backward.segment.frees else ()
     g = grads[0]
-    plain = g.__class__ is torch.Tensor and not torch.is_grad_enabled()
+    alone = g.__class__ is torch.Tensor and not torch.is_grad_enabled()
+    for more in grads[1:]:  # 0.3 us less than `all`
+        if more is not None:
+            alone = False
     if (
-        plain
+        alone
         and not (in_functorch() or dispatch_modes() or backward.meets_autocast())
         and backward.is_laid_out(saved)
     ):
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---
-        alone = True
-        for more in grads[1:]:  # 0.3 us less than `all`
-            if more is not None:
-                alone = False
-        if alone:
-            answer = backward.direct.get(g.stride()) if g.layout is torch.strided else None
-            if (
-                answer is not None
-                and hooks.differentiated is None
-                and not (g.is_neg() or g._is_zerotensor() or is_batched(g))
-            ):
-                try:
-                    return answer((g,), saved, consts)
-                except NotReadyError:
-                    pass
-                except Exception as error:
-                    if isinstance(error, ColdKernelError) or is_foreign(error):
-                        raise
-                    backward.direct.pop(g.stride(), None)  # another thread may have failed too
-                    warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
-            result = backward.gradients(grads, saved, consts)
-            answer = backward.answers.get((plain_meta(g), *[None] * (len(grads) - 1)))
-            if answer is not None and not isinstance(answer, Expected):
-                backward.direct[g.stride()] = answer
-            return result
+        answer = backward.direct.get(g.stride()) if g.layout is torch.strided else None
+        if (
+            answer is not None
+            and hooks.differentiated is None
+            and not (g.is_neg() or g._is_zerotensor() or is_batched(g))
+        ):
+            try:
+                return answer((g,), saved, consts)
+            except NotReadyError:
+                pass
+            except Exception as error:
+                if isinstance(error, ColdKernelError) or is_foreign(error):
+                    raise
+                backward.direct.pop(g.stride(), None)  # another thread may have failed too
+                warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
+        result = backward.gradients(grads, saved, consts)
+        answer = backward.answers.get((plain_meta(g), *[None] * (len(grads) - 1)))
+        if answer is not None and not isinstance(answer, Expected):
+            backward.direct[g.stride()] = answer
+        return result
     return backward.gradients(grads, saved, consts)
 
 

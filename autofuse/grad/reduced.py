@@ -7,9 +7,9 @@ which the kernel stores for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,22 +27,21 @@ Values = dict[str, Any]  # what a rule reads, in its order, by the names of the 
 
 
 def by_torch(
-    op: Reduction, g: torch.Tensor, values: Values, shape: tuple[int, ...], needs: Needs
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients for the operands of `op`, as autograd's node computes them.
+    op: Reduction, shape: tuple[int, ...], needs: Needs, names: Sequence[str]
+) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """What computes the gradients for the operands of `op`, as autograd's node does.
 
-    shape: of the first operand.
+    Of the gradient of the result and the values `names` that the rule reads. shape: of the first
+    operand.
     """
     if op.name in ("sum", "mean"):
-        g = _spread(op.keepdim, shape)(g)
-        return (g / shape[-1] if op.name == "mean" else g,)
-    if op.name == "rms_norm" and torch.is_grad_enabled():
-        return _rms_norm_again(g, values, needs)
+        spread, columns = _spread(op.keepdim, shape), shape[-1]
+        return lambda g: (spread(g) / columns if op.name == "mean" else spread(g),)
     if op.statistics:
-        return _norm_by_torch(op.name, needs, shape[-1])(g, *_tensors(values))
-    out = values["out"]
+        norm = _norm_by_torch(op.name, needs, shape[-1])
+        return partial(_rms_norm_by_torch, norm, names, needs) if "eps" in names else norm
     backward = getattr(torch.ops.aten, f"_{op.name}_backward_data").default
-    return (backward(g, out, -1, out.dtype),)
+    return lambda g, out: (backward(g, out, -1, out.dtype),)
 
 
 def _tensors(values: Values) -> list[Any]:
@@ -61,6 +60,20 @@ def _norm_by_torch(
         return lambda g, x, mean, rstd, w=None, b=None: op(g, x, shape, mean, rstd, w, b, mask[:3])
     op = torch.ops.aten._fused_rms_norm_backward.default
     return lambda g, x, rstd, w=None: op(g, x, shape, rstd, w, mask[:2])
+
+
+def _rms_norm_by_torch(
+    norm: Callable[..., tuple[torch.Tensor | None, ...]],
+    names: Sequence[str],
+    needs: Needs,
+    g: torch.Tensor,
+    *values: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """What `norm` gives, or its like with a graph."""
+    named = dict(zip(names, values, strict=True))
+    if torch.is_grad_enabled():
+        return _rms_norm_again(g, named, needs)
+    return norm(g, *_tensors(named))
 
 
 @without_autocast
@@ -137,7 +150,7 @@ def _of_norm(name: str, weighted: bool) -> Op:
 def on_tape(
     op: Reduction, tape: Any, g: Any, values: Values, metas: tuple[Meta, ...], needs: Needs
 ) -> tuple[Any, ...]:
-    """As `by_torch`, values of `tape`; metas: of the operands that are tensors."""
+    """What `by_torch` computes, as values of `tape`; metas: of the operands that are tensors."""
     shape = tuple(metas[0].shape)
     if op.name in ("sum", "mean"):
         seen = tape.part(_spread(op.keepdim, shape), g)

@@ -1,9 +1,9 @@
-"""Derivative rules: applying them to a segment, on tensors or as a program of their own.
+"""Derivative rules: applying them to a segment, as calls of torch or as a program of their own.
 
 A sweep goes through a segment from its root to its sinks, in the order in which the engine would go
 through the ops, and gives each rule of the op table its operands. What a rule computes with is one
-of two algebras: `Torch` runs torch functions, differentiable ones where grad mode is on; `Tape`
-records a program, which becomes the kernel of a backward.
+of two algebras: `Straight` writes calls of torch functions, differentiable ones where grad mode is
+on; `Tape` records a program, which becomes the kernel of a backward.
 """
 
 from __future__ import annotations
@@ -14,32 +14,29 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from ..chain.meta import Meta
 from ..chain.state import Node
 from ..kernel.plan import completed
 from ..kernel.rows import make_pieces
-from ..ops.arithmetic import CASTS
 from ..ops.reductions import Reduction
-from ..ops.row import OPS, Op
+from ..ops.row import OPS
 from ..ops.views import JoinOp, ViewOp
 from ..program.program import CONST, Output, Ref
 from ..run.devices import runner_class
-from ..run.generated import defined, log_of, tuple_of
+from ..run.generated import defined, tuple_of
 from ..run.words import Answer
 from ..supply.kernels import Order
-from ..torch_private import AUTOCASTS, ExcludedKey, NoModes
-from .reduced import Later, Needs, Values, by_torch
+from ..torch_private import NoModes
+from .reduced import Later
 from .segments import Segment
-from .strips import Striping, Strips
+from .straight import Caller, Straight, eager_of
+from .strips import Strips
 from .tape import Seen, Tape
 from .uses import reads_of
 
 _ADD = OPS["add"]
 
 
-def _value(nodes: list[Node], algebra: Tape | Torch, values: dict[Ref, Any], ref: Ref) -> Any:
+def _value(nodes: list[Node], algebra: Tape | Straight, values: dict[Ref, Any], ref: Ref) -> Any:
     """What `ref` stands for: a Const, a value at hand, or one that follows from these."""
     if ref >= CONST:
         return algebra.const(ref - CONST)
@@ -61,7 +58,7 @@ def sweep(
 ) -> list[Any]:
     """The gradients for the segment's sinks, by its ops from the last to the first.
 
-    algebra: a Tape or a Torch. seeds: the gradients that came in, or None, by node. saved: the
+    algebra: a Tape or a Straight. seeds: the gradients that came in, or None, by node. saved: the
     values that are at hand.
     """
     nodes = segment.nodes
@@ -104,8 +101,7 @@ def sweep(
             else:
                 d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else
                               value(named[n]), algebra)  # fmt: skip
-            if algebra.dtype(d) is not meta.dtype and algebra.shape(d) == meta.shape:
-                d = algebra.apply(CASTS[meta.dtype], (d,))
+            d = algebra.fitted(d, meta)
             if ref not in gathers:
                 before = given[places[ref]]
                 given[places[ref]] = d if before is None else algebra.apply(_ADD, (before, d))
@@ -121,7 +117,7 @@ _ROWS = {
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
-def _evaluate(tree: ast.expr, env: Callable[[str], Any], algebra: Tape | Torch) -> Any:
+def _evaluate(tree: ast.expr, env: Callable[[str], Any], algebra: Tape | Straight) -> Any:
     """The value of a rule, with a Python number where torch's C++ formula has a Scalar."""
     match tree:
         case ast.Constant(value=int() | float() as number):
@@ -138,9 +134,7 @@ def _evaluate(tree: ast.expr, env: Callable[[str], Any], algebra: Tape | Torch) 
         case ast.Call(func=ast.Name(id="zeros"), args=[like, *_]):  # the others are only saved
             return algebra.apply(OPS["zeros"], (_evaluate(like, env, algebra),))
         case ast.Call(func=ast.Name(id="cast"), args=[one, like]):  # to the dtype of the other
-            value = _evaluate(one, env, algebra)
-            dtype = algebra.dtype(_evaluate(like, env, algebra))
-            return value if algebra.dtype(value) is dtype else algebra.apply(CASTS[dtype], (value,))
+            return algebra.cast(_evaluate(one, env, algebra), _evaluate(like, env, algebra))
         case ast.Call(func=ast.Name(id=name), args=args):
             values = tuple([_evaluate(arg, env, algebra) for arg in args])
             if all(map(algebra.is_number, values)):
@@ -161,73 +155,25 @@ def _evaluate(tree: ast.expr, env: Callable[[str], Any], algebra: Tape | Torch) 
     return algebra.apply(OPS["rsub" if row == "sub" else _FLIPPED.get(row, row)], (b, a))
 
 
-class Torch:
-    """Applies rules to tensors: differentiable where grad mode is on."""
+def written(
+    segment: Segment, key: tuple[bool, ...], call: Caller = eager_of
+) -> Callable[..., tuple[Any, ...]]:
+    """What computes an Answer's result by torch's ops: those that `call` gives.
 
-    def __init__(self, consts: list[Any]) -> None:
-        self.consts = consts
-
-    def const(self, position: int) -> Any:
-        return self.consts[position]
-
-    def number(self, value: float) -> Any:
-        return value
-
-    def is_number(self, value: Any) -> bool:
-        return not isinstance(value, torch.Tensor)
-
-    def apply(self, op: Op, operands: tuple[Any, ...]) -> torch.Tensor:
-        assert op.eager is not None
-        return op.eager(*operands)
-
-    def again(self, op: Op, operands: tuple[Any, ...]) -> torch.Tensor:
-        """The result of an op of the chain, whose casts by autocast are ops of it."""
-        with ExcludedKey(AUTOCASTS[0], True), ExcludedKey(AUTOCASTS[1], True):
-            return self.apply(op, operands)
-
-    def view(self, op: ViewOp, value: torch.Tensor, base: Meta) -> torch.Tensor:
-        """A view of the value `base` of the chain."""
-        return self.apply(op, (value,))
-
-    def padded(
-        self, striping: Striping, k: int, g: torch.Tensor, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """A gradient of `shape` that is `g` in strip k and zero elsewhere."""
-        start = striping.begin(k)
-        end = start + striping.sizes[k]
-        return torch.ops.aten.slice_backward.default(g, shape, striping.dim, start, end, 1)
-
-    def join(
-        self, op: ViewOp, parts: Sequence[torch.Tensor | None], metas: Sequence[Meta]
-    ) -> torch.Tensor | None:
-        """The gradient of what `op` has split, from those of the parts, of these Metas."""
-        dim = op.dim
-        assert dim is not None
-        if all(part is None for part in parts):
-            return None
-        tensors = [
-            torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if x is None else x
-            for x, meta in zip(parts, metas, strict=True)
-        ]
-        return torch.stack(tensors, dim) if op.name == "unbind" else torch.cat(tensors, dim)
-
-    def part(self, view: Callable[..., torch.Tensor], value: torch.Tensor) -> torch.Tensor:
-        """What `view` gives of the gradient of a join."""
-        return view(value)
-
-    def reduced(
-        self, op: Reduction, g: torch.Tensor, values: Values, metas: tuple[Meta, ...], needs: Needs
-    ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients for the operands of a reduction; see `reduced`."""
-        return by_torch(op, g, values, tuple(metas[0].shape), needs)
-
-    def dtype(self, value: torch.Tensor) -> torch.dtype:
-        return value.dtype
-
-    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
-        return value.shape
-
-    log = staticmethod(log_of)
+    Of the gradients of all of the segment's `outs`, of `saved` and of the chain's Consts. key:
+    whether autocast is on, then of each of these gradients whether it is None.
+    """
+    casting, *absent = key
+    lines = Straight(segment.nodes[-1].consts, call, casting)
+    values: dict[Ref, Any] = {ref: f"s[{k}]" for k, ref in enumerate(segment.saved)}
+    seeds: dict[int, Any] = {
+        index: None if none else f"g[{k}]"
+        for k, (index, none) in enumerate(zip(segment.outs, absent, strict=True))
+    }
+    if segment.pack:
+        values |= lines.unbound(segment.pack, values[segment.pack[0]])
+        seeds |= lines.unbound(segment.pack, seeds[segment.pack[0]])
+    return lines.function(sweep(segment, lines, seeds, values))
 
 
 class Expected:

@@ -13,6 +13,7 @@ from ..chain.infer import Inferred, infer
 from ..chain.meta import Meta, make_meta
 from ..chain.state import Node, Recorder
 from ..chain.trie import extend
+from ..ops.arithmetic import CASTS
 from ..ops.reductions import Reduction
 from ..ops.row import OPS, Op
 from ..ops.views import ViewOp, join_op, view_op
@@ -41,6 +42,25 @@ class Number:
         return Number(self.cls, f"(-{self.text})")
 
 
+class Numbers:
+    """What rules make of Python numbers: the same for tensors and for programs."""
+
+    def __init__(self, classes: Sequence[type]) -> None:
+        self.classes = classes  # of the chain's Consts
+
+    def const(self, position: int) -> Number:
+        return Number(self.classes[position], f"c[{position}]")
+
+    def number(self, value: float) -> Number:
+        return Number(type(value), repr(value))
+
+    def is_number(self, value: Any) -> bool:
+        return isinstance(value, Number)
+
+    def log(self, value: Number) -> Number:
+        return Number(float, f"log({value.text})")
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A view of a value of a Tape: torch's own where it is a result, a step where a rule reads it.
@@ -61,7 +81,7 @@ class UnfusedError(Exception):
     """A rule that needs an op which is eager for these dtypes or shapes."""
 
 
-class Tape:
+class Tape(Numbers):
     """Records rules as a program of its own; a value is a reference as in a program."""
 
     def __init__(
@@ -72,7 +92,8 @@ class Tape:
         last: the last node of the chain that is differentiated.
         """
         self.places = places
-        self.recorder, self.classes = recorder, last.consts
+        super().__init__(last.consts)
+        self.recorder = recorder
         self.tip = Node(recorder, None, None)
         self.tip.relaxed = last.relaxed
         self.tip.inputs = tuple(inputs)
@@ -80,18 +101,6 @@ class Tape:
         self.numbers: list[str] = []
         self.known: dict[Any, int] = {}
         self.unsigned: set[int] = set()  # sums with zeros, which are never -0.0
-
-    def const(self, position: int) -> Number:
-        return Number(self.classes[position], f"c[{position}]")
-
-    def number(self, value: float) -> Number:
-        return Number(type(value), repr(value))
-
-    def is_number(self, value: Any) -> bool:
-        return isinstance(value, Number)
-
-    def log(self, value: Number) -> Number:
-        return Number(float, f"log({value.text})")
 
     def apply(self, op: Op, operands: tuple[Any, ...]) -> Any:
         if any(isinstance(x, Strips) for x in operands):
@@ -113,8 +122,19 @@ class Tape:
 
     again = apply
 
+    def cast(self, value: Any, like: Any) -> Any:
+        """`value` in the dtype of `like`."""
+        dtype = self.dtype(like)
+        return value if self.dtype(value) is dtype else self.apply(CASTS[dtype], (value,))
+
+    def fitted(self, value: Any, meta: Meta) -> Any:
+        """A gradient for what has this Meta; with its shape, also with its dtype."""
+        if self.dtype(value) is meta.dtype or self.shape(value) != meta.shape:
+            return value
+        return self.apply(CASTS[meta.dtype], (value,))
+
     def view(self, op: ViewOp, value: Ref, base: Meta) -> Ref:
-        """As `Torch.view`; of an Input it is another one, in the same memory."""
+        """A view of the value `base` of the chain; of an Input another one, in the same memory."""
         if self._meta(value).spec != base.spec:
             raise UnfusedError("a view of another layout")
         return self._seen(op, value)
@@ -132,7 +152,7 @@ class Tape:
         return self.known[key]
 
     def part(self, view: Callable[..., torch.Tensor], value: Any) -> Seen:
-        """As `Torch.part`; made where it is needed."""
+        """What `view` gives of the gradient of a join; made where it is needed."""
         if isinstance(value, Strips):
             value = self.step(value)
         if isinstance(value, Seen):
@@ -174,13 +194,13 @@ class Tape:
         return value
 
     def padded(self, striping: Striping, k: int, g: Any, shape: tuple[int, ...]) -> Strips:
-        """As `Torch.padded`."""
+        """A gradient of `shape` that is `g` in strip k and zero elsewhere."""
         return strips.padded(self, striping, k, g, shape)
 
     def join(
         self, op: ViewOp, parts: Sequence[Any], metas: Sequence[Meta]
     ) -> Ref | Strips | None:  # fmt: skip
-        """As `Torch.join`."""
+        """The gradient of what `op` has split, from those of the parts, of these Metas."""
         if all(part is None for part in parts):
             return None
         if None in parts:
@@ -218,7 +238,7 @@ class Tape:
     def reduced(
         self, op: Reduction, g: Ref | Seen, values: Values, metas: tuple[Meta, ...], needs: Needs
     ) -> tuple[Ref | Seen | Later | None, ...]:
-        """As `Torch.reduced`."""
+        """The gradients for the operands of a reduction, of these Metas."""
         return on_tape(op, self, g, values, metas, needs)
 
     def dtype(self, value: Any) -> torch.dtype:

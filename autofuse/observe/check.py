@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, repeat
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from ..chain.state import Chain, Node, Recorder
 from ..dtypes import CODES
 from ..errors import MismatchError
 from ..grad.backward import Backward
-from ..grad.rules import Torch
+from ..grad.rules import written
+from ..grad.straight import Caller, eager_of
 from ..kernel.text import calls_functions
 from ..lines import shown, user_position
 from ..ops.row import Op
@@ -39,7 +40,7 @@ from ..program.walk import needed
 from ..record.flush import without_modes
 from ..settings.config import config, watch
 from ..supply.kernels import capturing
-from ..torch_private import NoTorchFunction, address_of, set_grad_enabled
+from ..torch_private import NoTorchFunction, address_of, autocast_is_on, set_grad_enabled
 from . import events
 from .events import Flush, Observer, spelled
 
@@ -56,8 +57,8 @@ class _Case:
     ) -> None:
         self.recorder, self.inputs, self.consts = recorder, inputs, list(consts)
 
-    def eager(self, algebra: Torch) -> list[torch.Tensor]:
-        """The results by torch's ops, each applied by `algebra`."""
+    def eager(self, call: Caller) -> list[torch.Tensor]:
+        """The results by what `call` gives for ops."""
         raise NotImplementedError
 
     def about(self) -> str:
@@ -78,7 +79,7 @@ class _Forward(_Case):
         ]
         super().__init__(node.recorder, inputs, chain.consts)
         self.what = [f"the result of op {index}, {flush.ops[index]}" for index in flush.live]
-        self.want = self.eager(Torch(self.consts))
+        self.want = self.eager(eager_of)
 
     def got(self) -> list[torch.Tensor]:
         """What the flush has left in the live-outs."""
@@ -89,13 +90,13 @@ class _Forward(_Case):
             reals[-1] = self.into
         return [_plain(real) for real in reals]
 
-    def eager(self, algebra: Torch) -> list[torch.Tensor]:
+    def eager(self, call: Caller) -> list[torch.Tensor]:
         values: dict[Ref, Any] = {~k: x for k, x in enumerate(self.inputs)}
         values |= {CONST + k: number for k, number in enumerate(self.consts)}
         for index in needed([node.args for node in self.nodes], self.flush.live):
             node = self.nodes[index]
             assert node.op is not None
-            values[index] = algebra.apply(node.op, tuple([values[ref] for ref in node.args]))
+            values[index] = call(node.op)(*[values[ref] for ref in node.args])
         return [values[index] for index in self.flush.live]
 
     def about(self) -> str:
@@ -125,7 +126,7 @@ class _Backward(_Case):
         self.given = [k for k, gradient in enumerate(result) if gradient is not None]
         sinks = self.segment.sinks
         self.what = [f"gradient {k}, for {self._operand(sinks[k])}" for k in self.given]
-        self.want = self.eager(Torch(self.consts))
+        self.want = self.eager(eager_of)
 
     def _operand(self, ref: int) -> str:
         return f"Input {~ref}" if ref < 0 else f"the result of op {ref}, {self._names([ref])}"
@@ -134,8 +135,10 @@ class _Backward(_Case):
         ops = (self.segment.nodes[index].op for index in indices)
         return ", ".join(op.name for op in ops if op is not None)
 
-    def eager(self, algebra: Torch) -> list[torch.Tensor]:
-        gradients = self.backward.by_torch(algebra, self.grads, self.saved)
+    def eager(self, call: Caller) -> list[torch.Tensor]:
+        key = (autocast_is_on(), *[g is None for g in self.grads])
+        straight = written(self.segment, key, call)
+        gradients = straight(self.grads, self.saved, self.consts)[1:]
         assert [k for k, g in enumerate(gradients) if g is not None] == self.given
         return [gradients[k] for k in self.given]
 
@@ -233,7 +236,7 @@ def _difference(case: _Case, got: list[torch.Tensor]) -> str:
         if bool(same.all()):
             continue
         if ours.device.type == "cpu":
-            moved = moved or [case.eager(_Nudging(case.consts, cycle(signs))) for signs in _SIGNS]
+            moved = moved or [case.eager(_Nudging(cycle(signs))) for signs in _SIGNS]
             same |= _within(ours, theirs, [run[k] for run in moved])
             if not bool(same.all()):  # what moves together may have cancelled
                 singles = singles or _singly_moved(case)
@@ -280,17 +283,19 @@ def _is_exact(op: Op, common: str) -> bool:
     return common not in ("f16", "bf16") and not calls_functions(op, common)
 
 
-class _Nudging(Torch):
-    """Applies ops, and moves the results that may differ from eager's, each as `signs` say."""
+class _Nudging:
+    """A Caller that moves the results that may differ from eager's, each as `signs` say."""
 
-    def __init__(self, consts: list[Any], signs: Iterator[int]) -> None:
-        super().__init__(consts)
+    def __init__(self, signs: Iterator[int]) -> None:
         self.signs = signs
         self.inexact: dict[int, torch.Tensor] = {}  # these results, by id
         self.moved = 0  # how many of them were, or could be, moved
 
-    def apply(self, op: Op, operands: tuple[Any, ...]) -> torch.Tensor:
-        value = super().apply(op, operands)
+    def __call__(self, op: Op) -> Callable[..., torch.Tensor]:
+        return partial(self._apply, op)
+
+    def _apply(self, op: Op, *operands: Any) -> torch.Tensor:
+        value = eager_of(op)(*operands)
         size = self._size(op, operands, value)
         if size is not None:
             self.moved += 1
@@ -327,14 +332,14 @@ class _Nudging(Torch):
 
 def _singly_moved(case: _Case) -> list[list[torch.Tensor]]:
     """Runs with one result moved each: up and down, one after the other."""
-    counting = _Nudging(case.consts, repeat(0))
+    counting = _Nudging(repeat(0))
     case.eager(counting)
     runs = []
     for k in range(counting.moved):
         for sign in (1, -1):
             signs = [0] * counting.moved
             signs[k] = sign
-            runs.append(case.eager(_Nudging(case.consts, cycle(signs))))
+            runs.append(case.eager(_Nudging(cycle(signs))))
     return runs
 
 
@@ -401,7 +406,7 @@ def eager_code(case: _Case) -> list[str]:
     The ops are run, and the calls of torch functions that this makes written down.
     """
     with _Writer([(x, f"inputs[{k}]") for k, x in enumerate(case.inputs)]) as writer:
-        values = case.eager(Torch(case.consts))
+        values = case.eager(eager_of)
     results = ", ".join(map(writer.spelled, values))
     return [*writer.lines, f"results = [{results}]"]
 
