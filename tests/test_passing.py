@@ -5,6 +5,7 @@ import copy
 import functools
 import importlib
 import itertools
+import operator
 import sys
 import threading
 import warnings
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import autofuse
 from autofuse.dispatch.handlers import HOT
@@ -434,13 +436,43 @@ def test_a_mode_may_come_back_to_itself(on):
     assert type(result) is Other and met == [Other]
 
 
-def test_a_product_is_traced_with_what_is_wrapped():
+TRACED = {  # `a` is traced, `x` is closed over
+    "operators": lambda a, x: (a * x, x * a, 1 / x - a, a @ x, x @ a, -x, x > a, x[a > 0]),
+    "functions": lambda a, x: (torch.add(a, x, alpha=2), torch.where(a > 0, x, 1.0), F.gelu(x) * a,
+                               torch.cat([a, x]), torch.stack([x, a]), torch.einsum("ij,jk", a, x)),
+    "methods": lambda a, x: (a.sub(x), x.clone() * a, x.detach(), x.t() + a, x.double(), x.sin()),
+    "reductions": lambda a, x: (a * x.sum(), torch.softmax(x, -1), torch.max(x, 0)[0] + a),
+    "python": lambda a, x: (F.layer_norm(a, (4,), x[0], x[1]), F.linear(a, x, x[0])),
+    "writes": lambda a, x: (a.clone().add_(x), a.clone().copy_(x), a.clone().__imul__(x),
+                            torch.mul(a, x, out=torch.empty(4, 4)), a.neg_().sub_(x, alpha=2)),
+    "items": lambda a, x: operator.setitem(a, 0, x[0]),
+    "pending": lambda a, x: (a + x * 2, a - (x.tanh() + 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("native", NATIVE)
+@pytest.mark.parametrize("name", TRACED)
+def test_a_mode_of_dispatch_meets_plain_tensors(name, native):
+    """It may know no class but torch's own, as what traces: it has no way to say of others."""
     make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
-    x, a = torch.ones(4, 3), torch.ones(2, 4)
+    autofuse.config.native = native
+    x, program = torch.arange(16.0).view(4, 4) - 3, TRACED[name]
     w = autofuse.wrap(x.clone())
-    kinds = [[node.target for node in make_fx(program)(a).graph.nodes]
-             for program in (lambda a: a @ x, lambda a: a @ w)]  # fmt: skip
-    assert kinds[0] == kinds[1]
+
+    class Telling(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            told.append((func, [type(leaf) for leaf in tree_leaves((args, kwargs))]))
+            return func(*args, **kwargs or {})
+
+    for _ in range(3):
+        seen = []
+        for t in (x, w):
+            graph = make_fx(functools.partial(program, x=t))(torch.ones(4, 4)).graph
+            told = []
+            with Telling():
+                program(torch.ones(4, 4), t)
+            seen.append(([node.target for node in graph.nodes], told))
+        assert seen[0] == seen[1]
 
 
 # modes are entered while `y`, computed from `x`, is pending; `a` requires no grad
@@ -734,21 +766,13 @@ def test_arguments_are_wrapped_again(grad, on):
     assert abs(sys.getrefcount(autofuse.Tensor) - kinds[1]) < 20
 
 
-def test_what_a_mode_or_a_hook_meets_is_wrapped(on):
+def test_what_a_hook_meets_is_wrapped(on):
     autofuse.materialize(autofuse.wrap(torch.ones(2)) + 1)
     x, met = autofuse.wrap(torch.ones(2, 2)), []
-
-    class Classes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            met.append(type(x))
-            return func(*args, **kwargs or {})
-
-    with torch.no_grad(), Classes():
-        torch.mm(x, x)
     leaf = autofuse.wrap(torch.ones(2, 2, requires_grad=True))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: met.append(type(x)) or t, abs):
         torch.mm(leaf, x)
-    assert len(met) == 2 and set(met) == {autofuse.Tensor}
+    assert met and set(met) == {autofuse.Tensor}
 
 
 def test_functions_in_python_meet_plain_tensors(on):

@@ -31,6 +31,7 @@ from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
 from ..record.policy import skipped
 from ..torch_private import (
     NoModes,
+    dispatch_modes,
     function_modes,
     functions_off,
     has_torch_function,
@@ -59,6 +60,8 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     if known.writes or not known.in_c or (kwargs and _has_target(known, kwargs)):
         return run_any(func, known, args, kwargs)
     recorder, first = this_thread.current, None
+    if this_thread.closed and dispatch_modes():  # they are told of classes too
+        return run_any(func, known, args, kwargs)
     if recorder is None:
         _begin(args)
     elif recorder.running is not None:
@@ -174,7 +177,7 @@ def run_any(
     others = has_others(items)
     if others and func in _OPERATORS and args[0].__class__ is Tensor:
         call = _OPERATORS[func]
-    in_c = known.in_c and call is None and not others
+    in_c = known.in_c and call is None and not others and not dispatch_modes()
     wrapped = [item for item in items if item.__class__ is Tensor]
     del items  # who empties a list that it is given wants the memory
     tried = [item for item in wrapped if item._af.__class__ is Tried]

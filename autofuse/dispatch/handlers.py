@@ -301,7 +301,7 @@ def in_place(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
     known.reason = reason_of(known.name, "a write with nothing pending to fuse it with")
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if looked_on():
+        if looked_on() or dispatch_modes():
             return run_eager(func, (self, *args), kwargs)
         settled = _is_concrete(self) if self.__class__ is Tensor else id(self.__class__) in OURS
         if settled:

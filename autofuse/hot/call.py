@@ -191,7 +191,7 @@ def has_pending(items, count):
 
 def is_everyday(recorder: Recorder, known: Known, args, count, names):
     """Whether Python has nothing to do for these arguments; pending ones are flushed."""
-    if are_watched() != 0 or looked_on() != 0:
+    if are_watched() != 0 or are_modes_off() == 0:
         return 0
     if int(recorder.ident) != PyThread_get_thread_ident():
         return 0
@@ -347,8 +347,8 @@ def lend(place, lent, args, count, most):
     """Let up to `most` wrapped tensors be plain, put there; returns how many these are now.
 
     Of each that is not torch asks Python whether it is a tensor, 0.12 us. For that alone, see
-    `passed`, what may run in the middle must not meet them: a mode, a hook under grad, another
-    thread. A function in Python has to find them plain, see `run`, and so do those then.
+    `passed`, what may run in the middle must not meet them: a hook under grad, another thread. A
+    function in Python has to find them plain, see `run`, and so do those then.
     """
     for k in range(count):
         x = args[k]

@@ -148,7 +148,7 @@ def is_free(recorder: Recorder):
     """Whether this thread may use it now, and may write without anybody else in its way."""
     if recorder == 0 or are_watched() != 0:
         return 0
-    if looked_on() != 0:
+    if are_modes_off() == 0:
         return 0
     if int(recorder.ident) != PyThread_get_thread_ident():
         return 0
