@@ -61,7 +61,7 @@ class Report(Findings):
     def __enter__(self) -> Report:
         if self.open or self.flushes or self._runs:
             raise RuntimeError("this report is about another region; call autofuse.explain() again")
-        self.open = True
+        self._begin()
         self._runs = {runner: runner.runs for runner in _runners()}
         self._totals = counters.summed()
         self._witness = witness = _Witness(self)
@@ -83,11 +83,9 @@ class Report(Findings):
             runs = runner.runs - self._runs.get(runner, 0)
             if runs > 0:
                 used.update(dict.fromkeys(_uses(runner), runs))
-        self._runs, self.open = {}, False
-        self.launches, self.bytes_saved = since["kernels_launched"], since["bytes_elided"]
-        self.values_elided = since["nodes_elided"]
-        self.kernels = [replace(use, launches=runs) for use, runs in used.most_common()]
-        self.pending = sum(len(recorder.chain) for recorder in all_recorders)
+        kernels = [replace(use, launches=runs) for use, runs in used.most_common()]
+        self._runs = {}
+        self._end(since, kernels, sum(len(recorder.chain) for recorder in all_recorders))
 
     @property
     def advice(self) -> list[str]:

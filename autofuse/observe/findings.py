@@ -82,6 +82,17 @@ class Findings:
         self.pending: int = 0
         self.open: bool = False
 
+    def _begin(self) -> None:
+        """The region begins."""
+        self.open = True
+
+    def _end(self, totals: Counter[str], kernels: list[KernelUse], pending: int) -> None:
+        """It has ended, and this is what it came to; totals: as `counters.summed` has them."""
+        self.open = False
+        self.launches, self.bytes_saved = totals["kernels_launched"], totals["bytes_elided"]
+        self.values_elided = totals["nodes_elided"]
+        self.kernels, self.pending = kernels, pending
+
     @property
     def ops_fused(self) -> Counter[str]:
         """Ops that were computed by kernels, or not at all because nobody could see them."""
