@@ -707,6 +707,31 @@ def test_values_go_as_soon_as_no_rule_reads_them():
     assert len(most) >= 24 and max(most) <= values + 3, most
 
 
+def test_what_was_written_goes_with_what_holds_it():
+    """A function whose rules cast is in no cycle: check mode's hold tensors."""
+
+    class Caller:
+        def __call__(self, op):
+            return eager_of(op)
+
+    x, z = autofuse.wrap(leaf("cpu")), autofuse.wrap(leaf("cpu", 1))
+    y = autofuse.materialize(torch.pow(torch.exp(x), torch.sin(z)) * 2)
+    backward, consts = y.grad_fn.work
+    call, others = Caller(), len(backward.segment.outs) - 1
+    straight = rules.written(backward.segment, (False, False, *[True] * others), call)
+    assert "cast" in straight.__globals__
+    with torch.no_grad(), NoModes():
+        straight((torch.ones(4, 6), *[None] * others), y.grad_fn.saved_tensors, consts)
+    gone = weakref.ref(call)
+    gc.collect()
+    gc.disable()
+    try:
+        del straight, call
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 # --- machinery that is left to eager --------------------------------------------------------------
 
 

@@ -97,7 +97,8 @@ class Straight(Numbers):
 
     def cast(self, value: str, like: str) -> str:
         """`value` in the dtype of `like`."""
-        self.space["cast"] = lambda x, dtype: self.call(CASTS[dtype])(x)
+        call = self.call  # not `self`, which holds the space
+        self.space["cast"] = lambda x, dtype: call(CASTS[dtype])(x)
         return self.made(
             f"{value} if {value}.dtype is {like}.dtype else cast({value}, {like}.dtype)"
         )
