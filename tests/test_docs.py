@@ -240,7 +240,7 @@ def test_the_table_of_versions_is_what_ci_runs():
     jobs = re.findall(r"(?:^|\s)(3\.\d+) torch(?:==(\S+))?((?: [01]:[A-Z]+)*)", ci)
     said = {
         "": "all | all that C calls",  # as it is by itself, on 3.11
-        " 1:HOT 0:PYTHON": "of the hot path; of references, threads, interrupts | on; off",
+        " 1:HOT 0:REFERENCES": "of the hot path; of references, threads, interrupts | on; off",
         " 1:HOT 1:OPS": "of the hot path, of ops | on",
         " 0:HOT": "of the hot path | none",
     }

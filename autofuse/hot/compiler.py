@@ -1,6 +1,6 @@
 """The compiler of machine code: from functions in the language of `body` to an object file.
 
-It takes a second or more; nothing here knows what it is used for.
+It takes some seconds; nothing here knows what it is used for.
 """
 
 from __future__ import annotations

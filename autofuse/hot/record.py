@@ -99,7 +99,7 @@ def recorded(func, op, operands, count, wanted) -> object:
     if autocast_mode(recorder) != (recorder.autocast is True):
         return 0
     if node.starts is not None:
-        begun: Node = known_here(node.starts, 0)
+        begun: Node = known_here(kept(node.starts), 0)
         if begun == 0:
             return 0
         node = begun
