@@ -1094,6 +1094,19 @@ class TestShortChains:
             z = z * 1.0
         assert_same(autofuse.unwrap(autofuse.materialize(z)), x + x, None)
 
+    def test_a_place_where_chains_have_paid_and_only_lose_since_is_left_alone(self):
+        """As a rule the first backward tells that gradients are wanted of gradients, for ever."""
+        autofuse.record.policy.FLUSH_US.update(cpu=6.0)
+        w, recorded = autofuse.wrap(torch.randn(4, 4)), []
+        for k in range(100):
+            autofuse.reset_stats()
+            z = w + w
+            for _ in range(24 if k < 20 and k % 2 else 0):
+                z = z * 1.0
+            autofuse.materialize(z)
+            recorded.append(autofuse.stats().ops_recorded)
+        assert recorded[19] == 25 and sum(recorded[20:]) < 20
+
     def told_apart(self):
         """A wrapped tensor, and the chains that begin at the same op of it, by their starts."""
         autofuse.record.policy.FLUSH_US.update(cpu=6.0)

@@ -67,7 +67,7 @@ from ..torch_private import InferenceMode, NoModes, changes_results, detach, set
 from .failures import is_lost, lose, recover
 from .numbers import is_next
 from .origins import credit
-from .starts import tell_start
+from .starts import doubt_starts, tell_start
 from .ways import runner_for
 
 
@@ -283,6 +283,8 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             credit(chain, runner.nodes, bool(runner.pieces))
         if chain.start is not None:
             tell_start(chain, runner)
+        elif runner.short:
+            doubt_starts(runner)
         counts.flushes[reason] = counts.flushes.get(reason, 0) + 1
         try:
             if (runner.live or runner.tells) and own:

@@ -2,7 +2,8 @@
 
 A residual `x + y` may end in a product here and begin a long chain there. Where `policy.make_eager`
 finds that a chain has paid which begins with its op, the verdict is of the instruction at which one
-begins: there the op is recorded, or run as eager PyTorch for a while.
+begins: there the op is recorded, or run as eager PyTorch for a while. What has paid need not go on
+to: where what is recorded loses again and again, it is asked anew.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from .origins import instruction
 from .policy import TRIES
 
 _MOST = 256  # of an op that are told apart
+_DOUBTS = 8  # one in so many runs of a chain that loses asks anew where it has begun
 
 
 def at_start(stand: Node) -> tuple[Node, int | None]:
@@ -47,3 +49,19 @@ def tell_start(chain: Chain, runner: Runner) -> None:
         eager = eager_node(first.recorder, first.parent, first.op, runner.short, first.meta)
         eager.returns = (stand, start, None)
         stand.starts[start] = eager
+
+
+def doubt_starts(runner: Runner) -> None:
+    """Ask anew at the instructions where what begins as the chain of `runner`, which loses, pays.
+
+    It has begun at one of them: which one nobody has looked for, as where it pays.
+    """
+    if runner.runs % _DOUBTS or not runner.runs:
+        return
+    first = runner.nodes[0]
+    assert first.parent is not None
+    stand = first.parent.next.get(first.key)
+    if stand is not None and stand.starts is not None:
+        for start, node in list(stand.starts.items()):
+            if node is first:
+                stand.starts.pop(start, None)
