@@ -5,7 +5,7 @@
 Each of bench/strangers/ is given to `try`, as it is, and is measured by itself too: its `main` in
 turns with the forward of its module as it is and decorated, each time in a fresh process, the first
 pair not counted. There it is faster or slower where all pairs say so and their median by more than
-4 %. The exit status is the number of programs of which the two say something else.
+4 % and more than first calls take, which is no difference for `try` either. The exit status is the number of programs of which the two say something else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import ModuleType
 import torch
 
 import autofuse
-from autofuse.cli.turns import EQUAL, FASTER, SAME, SLOWER
+from autofuse.cli.turns import EQUAL, FASTER, FIRST, SAME, SLOWER
 from machine import machine
 
 PLACE = Path(__file__).parent / "strangers"
@@ -68,7 +68,7 @@ def timed(program: str, way: str, arguments: list[str]) -> float:
 
 def measured(program: str, arguments: list[str], pairs: int) -> tuple[str, list[float]]:
     """(word, fused of plain time of each pair but the first)."""
-    ratios = []
+    ratios, usual = [], []
     for _ in range(pairs + 1):
         plain, fused = (
             float(subprocess.run(
@@ -78,11 +78,12 @@ def measured(program: str, arguments: list[str], pairs: int) -> tuple[str, list[
             for way in ("plain", "fused")
         )  # fmt: skip
         ratios.append(fused / plain)
-    counted = ratios[1:]
+        usual.append(plain)
+    counted, margin = ratios[1:], max(SAME, FIRST / statistics.median(usual))
     median = statistics.median(counted)
-    if max(counted) < 1 and median < 1 - SAME:
+    if max(counted) < 1 and median < 1 - margin:
         return FASTER, counted
-    return (SLOWER if min(counted) > 1 and median > 1 + SAME else EQUAL), counted
+    return (SLOWER if min(counted) > 1 and median > 1 + margin else EQUAL), counted
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -707,7 +707,7 @@ def test_programs_of_strangers_run(program, way):
 
 @pytest.mark.parametrize("ratios, word", [
     ((3.0, 0.5, 0.6), "faster"), ((0.5, 1.5, 1.2), "slower"), ((1.0, 0.5, 1.1), "no difference"),
-    ((1.0, 0.99, 0.98), "no difference"),
+    ((1.0, 0.99, 0.98), "no difference"), ((1.0, 1.08, 1.09), "no difference"),
 ])  # fmt: skip
 def test_what_is_measured_of_programs_of_strangers(ratios, word, monkeypatch):
     times = iter([text for ratio in ratios for text in ("2.0", str(2.0 * ratio))])

@@ -253,6 +253,9 @@ def test_a_colder_first_run_is_not_slower():
         ([0.5], [0.9], TOO_SHORT),
         ([0.5], [2.9], None),  # has kernels to compile
         ([0.5, 0.5], [2.9, 0.6], TOO_SHORT),
+        ([0.9], [0.3], None),  # although first calls are fused calls' too
+        ([0.9, 0.9, 0.9], [1.5, 0.3, 0.301], FASTER),
+        ([0.2, 0.2, 0.2], [0.1, 0.1, 0.1], TOO_SHORT),
         ([2.0, 2.0, 2.0], [2.1, 2.1001, 2.1002], EQUAL),  # first calls may take that
         ([20.0, 20.0, 20.0], [21.0, 21.001, 21.002], SLOWER),
         ([20.0, 20.0, 20.0], [12.0, 12.0, 12.0], FASTER),

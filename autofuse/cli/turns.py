@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 PAIRS = 9  # at most, the first included
 SAME, FIRST = 0.04, 0.2  # of the time, and seconds, as first calls take: less is no difference
-SHORT = 1.0  # seconds, of which first calls and compiles are too much
+SHORT = 1.0  # seconds, of which first calls and compiles are too much to say who is slower
 # Student's t, two-sided, 1 % outside, of 1, 2, ... degrees of freedom
 _T = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50)
 
@@ -48,7 +48,7 @@ def told(plain: Sequence[float], fused: Sequence[float]) -> Told:
     clear = last or max(plain) < min(fused) or max(fused) < min(plain)
     margin = max(SAME, FIRST / max(usual[0], 1e-9))
     word = None
-    if max(usual) < SHORT:
+    if max(usual) < SHORT and ratio > 1 - margin:
         word = TOO_SHORT
     elif clear and high < 1 and ratio < 1 - margin:
         word = FASTER

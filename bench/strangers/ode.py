@@ -31,7 +31,7 @@ def rk4_step(func, t, dt, y):
 def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=100_000)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     torch.manual_seed(0)

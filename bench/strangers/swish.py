@@ -19,7 +19,7 @@ class Swish(nn.Module):
 def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", type=int, default=2_000_000)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
