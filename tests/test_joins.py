@@ -29,6 +29,10 @@ JOINED = {
     "stack inside": lambda x: torch.stack([x + x, x], dim=1),
     "views": lambda x: torch.cat(((y := x + x)[1:], y[:1]), 0),
     "halves": lambda x: torch.cat([part * part for part in (x + x).chunk(2, 1)][::-1], 1),
+    "columns": lambda x: torch.stack((x[..., 1], (x[..., 0] * x[..., 1])), 1),
+    "columns of rows": lambda x: torch.stack((x[0, :, 1], x[1, :, 0] + x[0, :, 1]), -1),
+    "columns of images": lambda x: torch.stack((x[None, ..., 1], x[None, ..., 0] * 2), -1),
+    "columns side by side": lambda x: torch.cat((x[..., 1:], x[..., :1] * 2), 1),
     "turned": lambda x: torch.cat(((x + x).mT, (x * x).mT), 1),
     "nested": lambda x: torch.cat((torch.stack((x + x, x)).flatten(0, 1), x * x), 0),
     "of a view of it": lambda x: torch.stack(torch.cat((x + x, x * x), 1).chunk(2, 1)),
@@ -96,6 +100,18 @@ def test_a_join_is_one_kernel_and_no_copy(device, on):
     assert stored(lambda x: torch.cat((x * 2.0, x), 1)) == (1, 1)
     assert stored(lambda x: torch.cat(((y := x * 2.0)[:, 32:].neg(), y[:, :32]), 1)) == (1, 1)
     assert stored(lambda x: torch.cat((x * 2.0, (x * 3.0)[0:1]))) == (2, 1)  # two shapes
+
+
+def test_the_right_side_of_an_ode_is_one_kernel(device, on):
+    """As most are written: of columns of the state, which are not contiguous."""
+    x = random_tensor((1024, 2), torch.float32, device)
+
+    def change(y):
+        return torch.stack((y[:, 1], -(y[:, 0] * 0.25)), 1)
+
+    autofuse.reset_stats()
+    assert_same(autofuse.materialize(change(W(x))), change(x), None)
+    assert autofuse.stats().kernels_launched == autofuse.stats().live_outs_stored == 1
 
 
 def test_rotary_embedding(device, on):

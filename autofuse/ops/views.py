@@ -90,7 +90,8 @@ def cat_of(xs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """What torch.cat makes of such tensors, without memory.
 
     torch's own is Python there and imports torch._dynamo the first time, 1.1 s. Contiguous tensors
-    of one dtype that fit do not ask it, for their result is contiguous.
+    of one dtype that fit do not ask it, for their result is contiguous, nor do those of so few
+    dimensions that no memory format is theirs.
     """
     first, ndim = xs[0], xs[0].dim()
     if -ndim <= dim < ndim:
@@ -99,7 +100,7 @@ def cat_of(xs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         around = [(*x.shape[: dim % ndim], *x.shape[dim % ndim + 1 :]) for x in xs]
         if all(
             x.dtype is first.dtype and x.dim() == ndim and rest == around[0]
-            and x.stride() == contiguous(tuple(x.shape))
+            and (ndim < _FORMATTED or x.stride() == contiguous(tuple(x.shape)))
             for x, rest in zip(xs, around, strict=True)
         ):  # fmt: skip
             return torch.empty(shape, dtype=first.dtype, device="meta")
@@ -107,13 +108,15 @@ def cat_of(xs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 _REFUSED = RuntimeError, IndexError, TypeError, ValueError
+_FORMATTED = 4  # dimensions, from which on results may be channels_last
 
 
 def join_op(name: str, dim: int, metas: Sequence[Laid]) -> JoinOp | None:
     """The op that joins such tensors; None where only torch knows what comes of it."""
     stacks, shape = name == "stack", metas[0].shape
     if stacks:  # what stands for torch.stack on stand-ins says other errors in some versions
-        if not all(meta.flat and meta.shape == shape for meta in metas):
+        plain = len(shape) < _FORMATTED - 1
+        if not all((meta.flat or plain) and meta.shape == shape for meta in metas):
             return None
         if not -len(shape) <= dim + (dim < 0) <= len(shape):
             return None
