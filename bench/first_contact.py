@@ -5,7 +5,8 @@
 Each of bench/strangers/ is given to `try`, as it is, and is measured by itself too: its `main` in
 turns with the forward of its module as it is and decorated, each time in a fresh process, the first
 pair not counted. There it is faster or slower where all pairs say so and their median by more than
-4 % and more than first calls take, which is no difference for `try` either. The exit status is the number of programs of which the two say something else.
+4 % and more than first calls take, which is no difference for `try` either. The exit status is the
+number of programs of which the two say something else.
 """
 
 from __future__ import annotations

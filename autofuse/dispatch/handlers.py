@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from threading import get_ident
 from types import CodeType, FunctionType
 from typing import Any
@@ -30,6 +30,7 @@ from ..record.origins import keep
 from ..record.record import record, record_fresh, relieve
 from ..record.writes import flush_readers, record_inplace, record_write
 from ..torch_private import autocast_is_on, dispatch_modes, functions_off, looked_on
+from .chosen import Choices, chosen_by, without_targets
 from .eager import (
     OURS,
     Handler,
@@ -40,7 +41,7 @@ from .eager import (
     run_short,
 )
 from .protocol import HANDLERS, OPTIONS
-from .unrecorded import TARGETS, Known, known_of, reason_of
+from .unrecorded import Known, known_of, reason_of
 
 # (function of `hot`, the one here that it stands for, what it is given of that)
 HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
@@ -195,38 +196,23 @@ def _generate(row: Op, func: Handler, rest: Handler | None = None) -> Handler:
     return handler
 
 
-# what choosers run into with arguments that they do not know
-UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError,
-                      RuntimeError)  # fmt: skip
-
-
-def chosen_by(choose: Handler, args: Any, kwargs: Any) -> Any:
-    """What a chooser or a composite makes of a call; None where torch decides."""
-    # modes are told of what was called, and not of what it is made of
-    if this_thread.closed or looked_on():
-        return None
-    try:
-        return choose(*args, **kwargs)
-    except UNKNOWN_ARGUMENTS:
-        return None
-
-
 def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
     """A handler for torch functions with options, which decide what is recorded.
 
     Functions may have `out` and `inplace`; methods, which torch's parser does not check, have not.
     """
 
-    rest = passing(func)
-    written = in_place(_without_targets(choose), func) if _has_inplace(func) else rest
+    named = choose if method else lambda *xs, **more: choose(*xs, **without_targets(more))
+    rest, written = passing(func), in_place(named, func) if _has_inplace(func) else None
 
     def spelled(*args: Any, **kwargs: Any) -> Any:
         options = kwargs
         if kwargs and not method:
-            options = {key: value for key, value in kwargs.items() if key not in TARGETS}
+            options = without_targets(kwargs)
             out = kwargs.get("out")
             if kwargs.get("inplace"):
-                return written(*args, **kwargs) if args else run_eager(func, args, kwargs)
+                in_its_place = written if args and written is not None else rest
+                return in_its_place(*args, **kwargs)
             if out is not None:
                 if id(out.__class__) in OURS and out._af.recorder is None:
                     keep(out)
@@ -246,21 +232,15 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
             return chosen
         return rest(*args, **kwargs)
 
-    if written is not rest:
-        HOT.append(("spelling", spelled, (written,)))
+    known = known_of(func)
+    if not known.writes:
+        HOT.append(("spelling", spelled, (func, known, Choices(named), written)))
     return spelled
 
 
 def _has_inplace(func: Handler) -> bool:
     """Whether it is a function in Python with such an option, which passes its tensor on to C."""
     return isinstance(func, FunctionType) and "inplace" in func.__code__.co_varnames
-
-
-def _without_targets(choose: Handler) -> Handler:
-    """`choose` by all but the keywords that say where the function writes."""
-    return lambda *args, **kwargs: choose(
-        *args, **{key: value for key, value in kwargs.items() if key not in TARGETS}
-    )
 
 
 def eager_alone(*args: Any, **kwargs: Any) -> None:
@@ -447,7 +427,8 @@ def install_ops() -> None:
         if hasattr(Plain, name):
             handle(Plain, name, in_place(choices[row], getattr(Plain, name), rows.PLAIN.get(row)))
     for name, dtype in operators.CAST_METHODS.items():
-        handle(Plain, name, _cast(dtype, getattr(Plain, name)))
+        choose = partial(_cast, dtype, arithmetic.CASTS[dtype])
+        handle(Plain, name, _spelled(choose, getattr(Plain, name), method=True))
     for name, (tensor_row, scalar_row) in operators.REFLECTED_OPERATORS.items():
         handle(Plain, name, _reflected(tensor_row, scalar_row, getattr(Plain, name)))
     handle(Plain, "__rpow__", _rpow)
@@ -484,15 +465,6 @@ def handle(place: Any, name: str, handler: Handler, options: Handler | None = No
         setattr(Tensor, name, handler)
 
 
-def _cast(dtype: torch.dtype, func: Handler) -> Handler:
-    row = arithmetic.CASTS[dtype]
-
-    def cast(self: Any, /, *args: Any, **options: Any) -> Any:
-        if args or options or this_thread.closed or looked_on():
-            return run_eager(func, (self, *args), options)
-        if self.__class__ is not Tensor or self.dtype is dtype:
-            return self
-        shell = record(row, (self,))
-        return run_eager(func, (self,)) if shell is None else shell
-
-    return cast
+def _cast(dtype: torch.dtype, row: Op, input: torch.Tensor) -> Any:
+    """The chooser of a method that casts: itself where it is of that dtype."""
+    return input if input.dtype is dtype else (row, (input,))

@@ -14,10 +14,10 @@ from ..ops.row import SPELLINGS
 from ..ops.views import ATTRIBUTES
 from ..record.writes import record_copy, record_item
 from ..torch_private import TensorBase, looked_on
+from .chosen import chosen_by
 from .eager import OURS, Handler, Plain, run_eager
 from .handlers import (
     HOT,
-    chosen_by,
     eager_alone,
     eagerly,
     handle,

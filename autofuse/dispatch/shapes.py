@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
-
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node
@@ -20,15 +18,15 @@ from ..record.joins import record_join
 from ..record.record import record
 from ..record.views import record_view
 from ..torch_private import looked_on
+from .chosen import Choices, chosen_by
 from .eager import Handler, run_eager
-from .handlers import HOT, UNKNOWN_ARGUMENTS, chosen_by, handle, unhandled
+from .handlers import HOT, handle, unhandled
 from .protocol import HANDLERS
 from .unrecorded import known_of
 
 # torch functions and methods of the table; those here run mostly at once, and where a function in
 # Python stands before one, `record.origins` finds its call at another instruction
 RECORDING: list[Handler] = []
-_MOST = 256  # choices that are known for a function
 
 
 def install_shapes() -> None:
@@ -43,36 +41,6 @@ def install_shapes() -> None:
     for name in JOINS:
         for place, func in unhandled(name):
             handle(place, name, joining(name, func))
-
-
-class Choices(dict[Any, Any]):
-    """By calls of one function, as machine code tells them apart, what is recorded for them.
-
-    A call's dtype, device, number of dimensions, columns and options are in its key, so that
-    `choose` would say the same of it again: (op, its eager form, *operands), each of which is a
-    number or where among the arguments it stands; or None for what only eager PyTorch does.
-    """
-
-    def __init__(self, choose: Handler) -> None:
-        self.choose = choose
-
-    def __call__(self, key: Any, *args: Any, **kwargs: Any) -> Any:
-        """Choose for a new `key`."""
-        try:
-            chosen = self.choose(*args, **kwargs)
-        except UNKNOWN_ARGUMENTS:
-            chosen = None
-        if chosen is not None:
-            op, operands = chosen
-            given = [*map(id, args), *map(id, kwargs.values())]
-            places = (given.index(id(x)) if id(x) in given else x for x in operands)
-            chosen = (op, op.eager, *places)
-            tensors = [id(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            if len(set(tensors)) < len(tensors):  # which of its places an operand is, is not told
-                return chosen
-        if len(self) >= _MOST:
-            self.clear()
-        return self.setdefault(key, chosen)
 
 
 def reducing(choose: Handler, func: Handler) -> Handler:

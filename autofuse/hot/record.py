@@ -138,6 +138,19 @@ def recorded(func, op, operands, count, wanted) -> object:
     return result
 
 
+def recorded_as(func, found: tuple, args) -> object:
+    """The same of the op that a chooser has found, of these arguments; see `dispatch.chosen`."""
+    operands = room(8)
+    count = len(found) - 1
+    for k in range(count):
+        part = found[k + 1]
+        if class_of(part) is int:
+            operands[k] = args[int(part)]
+        else:
+            operands[k] = load(part + ITEMS)
+    return recorded(func, found[0], operands, count, 0)
+
+
 def tupled(flat, size) -> object:
     """A tuple of the objects at `flat`; to make one runs finalizers, up to Python 3.11."""
     for k in range(size):

@@ -7,9 +7,10 @@ from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node, Recorder
 from ..dispatch.unrecorded import Known
+from ..ops.row import Op
 from .c import *
 from .call import is_everyday, passed
-from .record import flattened, recorded, tupled
+from .record import flattened, recorded_as, tupled
 from .values import class_of, current_recorder, is_ours, looked_on, state_of
 
 
@@ -43,7 +44,7 @@ def reducing(table, function, args, count, names) -> object:
 
 
 def choice_of(entry, args, count, names) -> object:
-    """What `shapes.Choices` has found for calls of a function with such arguments."""
+    """What `dispatch.chosen` has found for calls of a function with such arguments."""
     x = args[0] + TENSOR_AT
     place = room(1)
     place[0] = 0
@@ -123,16 +124,10 @@ def reduced(known: Known, found: tuple, args) -> object:
 
     Where it is better off eager, its eager form's; or, of C's functions, the node that says so.
     """
-    operands = room(8)
-    count = len(found) - 2
-    for k in range(count):
-        item = found[k + 2]
-        if class_of(item) is int:
-            item = args[int(item)]
-        operands[k] = item
     if known.in_c is True:
-        return recorded(TELL, found[0], operands, count, 0)
-    return recorded(found[1], found[0], operands, count, 0)
+        return recorded_as(TELL, found, args)
+    op: Op = found[0]
+    return recorded_as(op.eager, found, args)
 
 
 def is_never_reduced(x):
