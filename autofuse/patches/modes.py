@@ -150,8 +150,8 @@ def _patch_no_grad() -> None:
             return
         self.prev = is_grad_enabled()
         if self.prev:
-            set_grad_enabled(False)
             try:
+                set_grad_enabled(False)
                 regrade()
             except BaseException:  # the block is not entered
                 set_grad_enabled(True)
@@ -159,16 +159,16 @@ def _patch_no_grad() -> None:
 
     @wraps(original)
     def leave(self: Any, *args: Any) -> None:
-        was = is_grad_enabled()
-        if not (self.prev or was or function_modes()):
-            return
         try:
+            was, told = is_grad_enabled(), function_modes()
+            if not (self.prev or was or told):
+                return
             if self.prev is not was:
                 flush_thread("grad mode")
         except BaseException:
             set_grad_enabled(self.prev)
             raise
-        if function_modes():
+        if told:
             original(self, *args)
         else:
             set_grad_enabled(self.prev)

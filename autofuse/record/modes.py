@@ -76,6 +76,8 @@ def _go_on(recorder: Recorder, grad: bool) -> bool:
 
     What else decides results is as it was, or `open` would have been called.
     """
+    if top_hooks() != recorder.hooks:  # somebody has put some there by C
+        return False
     home, chain, nowhere = recorder.home, recorder.chain, recorder.nowhere
     twin: Node | None = nowhere
     if home is not nowhere:
@@ -131,7 +133,11 @@ def run_closed(reason: str, run: Callable[..., Any], args: Any, kwargs: Any) -> 
         return run(*args, **kwargs)
     finally:
         this_thread.closed = before  # no Python runs before that
-        whatever_interrupts(partial(shut, "reopen"))
+        try:
+            shut("reopen")
+        except BaseException:
+            whatever_interrupts(partial(shut, "reopen"))
+            raise
 
 
 def reopen_thread() -> None:
