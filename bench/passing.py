@@ -95,7 +95,7 @@ def rows(device: str) -> dict[str, Row]:
 
 def beside(device: str) -> dict[str, tuple[Row, Any]]:
     """Calls by name on a plain tensor `h`, and what they are given beside it, which is wrapped."""
-    h, x = (torch.randn(64, 256, device=device) for _ in range(2))
+    h, x, o = (torch.randn(64, 256, device=device) for _ in range(3))
     w, b = torch.randn(256, 256, device=device), torch.randn(256, device=device)
     i, first = torch.arange(64, device=device), torch.zeros(64, 1, dtype=torch.long, device=device)
     image, filters = torch.randn(1, 4, 8, 8, device=device), torch.randn(4, 4, 3, 3, device=device)
@@ -115,8 +115,18 @@ def beside(device: str) -> dict[str, tuple[Row, Any]]:
         "h @ w": (lambda w: h @ w, w),
         "h.view_as(x)": (lambda x: h.view_as(x), x),
         "h.type_as(x)": (lambda x: h.type_as(x), x),
+        "h += x": (lambda x: operator.iadd(h, x), x),
+        "h.add_(x)": (lambda x: h.add_(x), x),
+        "h.addcmul_(x, x)": (lambda x: h.addcmul_(x, x), x),
+        "h.copy_(x)": (lambda x: h.copy_(x), x),
+        "h.masked_fill_(mask, 0)": (lambda mask: h.masked_fill_(mask, 0.0), b > 1),
         "h.index_add_(0, i, x)": (lambda given: h.index_add_(0, *given), (i, x)),
+        "h.scatter_(1, first, x)": (lambda given: h.scatter_(1, *given), (first, x)),
         "h[3] = x": (lambda x: operator.setitem(h, 3, x), b),
+        "h[i] = 0": (lambda i: operator.setitem(h, i, 0.0), i),
+        "h[:, mask] = 0": (lambda mask: operator.setitem(h, (slice(None), mask), 0.0), b > 1),
+        "torch.add(h, x, out=h)": (lambda x: torch.add(h, x, out=h), x),
+        "torch.mm(h, w, out=o)": (lambda w: torch.mm(h, w, out=o), w),
         "torch.mm(h, w)": (lambda w: torch.mm(h, w), w),
         "torch.mm(h, mat2=w)": (lambda w: torch.mm(h, mat2=w), w),
         "torch.cat([h, x])": (lambda x: torch.cat([h, x]), x),
@@ -131,7 +141,9 @@ def beside(device: str) -> dict[str, tuple[Row, Any]]:
 
 
 # which eager refuses of a leaf that requires grad, or whose graph grows with every call
-_WRITES = "x[:, 3] = 0.5", "x[3] = x[4]", "h.index_add_(0, i, x)", "h[3] = x"
+_WRITES = {"x[:, 3] = 0.5", "x[3] = x[4]", "h += x", "h.add_(x)", "h.addcmul_(x, x)", "h.copy_(x)",
+           "h.index_add_(0, i, x)", "h.scatter_(1, first, x)", "h[3] = x",
+           "torch.add(h, x, out=h)", "torch.mm(h, w, out=o)"}  # fmt: skip
 _OPS = 47  # of `program`
 
 

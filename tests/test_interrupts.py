@@ -148,7 +148,30 @@ def saved(held, w, v, p):
     held += torch.autograd.grad(held[-1].sum(), p)
 
 
-PROGRAMS = [values, writes, gradients, saved]
+class Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def blocks(held, w, v, p):
+    """Blocks of other modes, in which something is recorded and nothing."""
+    with torch.no_grad():
+        pass
+    held.append(Through.apply(p) * w)
+    with torch.no_grad():
+        held.append(w * 2.0 - v)
+        with torch.enable_grad():
+            pass
+        Through.apply(v)
+    held.append(Through.apply(w * 3.0))
+
+
+PROGRAMS = [values, writes, gradients, saved, blocks]
 
 
 def plain(program, x, z, p):
@@ -171,9 +194,17 @@ def take_hooks_back():
     return True
 
 
+def take_grad_mode_back():
+    """Whether grad mode is still off: an interrupt where an `__exit__` begins leaves it so, too."""
+    off = not torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    return off
+
+
 def assert_whole(recorder):
     """What recording relies on."""
     open_, tip = recorder.chain, recorder.chain.tip
+    assert (tip.path() or [tip])[0] in (recorder.home, *recorder.home.next.values())
     assert recorder.ident and open_.into is None and not recorder.lock._is_owned()
     assert len(open_) == tip.index + 1 and len(open_.consts) == len(tip.consts)
     assert len(open_.inputs) == len(open_.slots) == len(tip.inputs) == len(open_.marks) / 2
@@ -203,7 +234,7 @@ def at_every_place(places, program, kind, monkeypatch):
     want = plain(program, x, z, p)
     for _ in range(2):
         program([], w, v, p)  # its kernels are there
-    done = count = left = 0
+    done = count = left = grad_left = 0
     while not done:
         count += 1
         held = []
@@ -214,6 +245,10 @@ def at_every_place(places, program, kind, monkeypatch):
             done = True
         except kind:
             pass
+        grad_left += take_grad_mode_back()
+        assert not state.this_thread.closed and not state.this_thread.applies
+        for recorder in state.this_thread.recorders.values():
+            assert not recorder.off
         for recorder in state.all_recorders:
             assert_whole(recorder)
         left += take_hooks_back()
@@ -222,7 +257,7 @@ def at_every_place(places, program, kind, monkeypatch):
         later = (w * 5.0 + 2.0) - v
         assert later.tolist() == (x * 5.0 + 2.0 - z).tolist(), count
     assert torch._C._is_torch_function_enabled()
-    assert left <= 1
+    assert left <= 1 and grad_left <= (3 if program is blocks else 0)
     # machine code is not interrupted: fewer places
     assert count > (0 if native.active() else 50)
 

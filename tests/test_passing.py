@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autofuse
+from autofuse.chain.state import this_thread
 from autofuse.dispatch.handlers import HOT
 from autofuse.dispatch.protocol import HANDLERS
 from autofuse.record.flush import flush_all
-from support import NATIVE, assert_same
+from support import NATIVE, assert_same, elsewhere, functions_called
 
 
 def set_item(x, i, value):
@@ -719,6 +720,102 @@ def test_setting_an_item_of_a_plain_tensor(index, on):
         assert target._version == 1 and type(target) is not autofuse.Tensor
 
 
+def as_is(x, t):
+    """`t` wrapped, if x is."""
+    return autofuse.wrap(t) if type(x) is autofuse.Tensor else t
+
+
+# of h and o [4, 6] float, which are plain, beside x, i and m as of PROGRAMS
+BESIDE = {
+    "+=": lambda h, o, x, i, m: operator.iadd(h, x) is h,
+    "-= row": lambda h, o, x, i, m: operator.isub(h, x[0]) is h,
+    "*= itself": lambda h, o, x, i, m: (operator.imul(h, x), operator.imul(h, h)),
+    "/=": lambda h, o, x, i, m: operator.itruediv(h, x) is h,
+    "%=, //=": lambda h, o, x, i, m: (operator.imod(h, x + 9.0), operator.ifloordiv(h, x + 9.0)),
+    "**=": lambda h, o, x, i, m: operator.ipow(h, x),
+    "&=": lambda h, o, x, i, m: (b := h > 0, operator.iand(b, m[:, None]), operator.ixor(b, b)),
+    "&= wrong": lambda h, o, x, i, m: operator.iand(h, x),
+    "+= wrong": lambda h, o, x, i, m: operator.iadd(h, x[:, :5]),
+    "+= of another dtype": lambda h, o, x, i, m: (
+        operator.iadd(h, i[0]), operator.iadd(h.long(), x)),
+    "+= a view of itself": lambda h, o, x, i, m: operator.iadd(h, as_is(x, h)[0]),
+    "of a leaf": lambda h, o, x, i, m: operator.iadd(torch.nn.Parameter(h), x),
+    "to a view": lambda h, o, x, i, m: operator.iadd(h[1:3].t()[2:], x[:4, :2]),
+    "__iadd__ wrong": lambda h, o, x, i, m: (h.__iadd__(x, x)),
+    "__iadd__ of two": lambda h, o, x, i, m: h.__iadd__(other=x),
+    "all by keyword": lambda h, o, x, i, m: torch.clamp_(input=h, min=x),
+    "methods": lambda h, o, x, i, m: (h.add_(x), h.mul_(other=x), h.sub_(x, alpha=2) is h),
+    "add_ wrong": lambda h, o, x, i, m: h.add_(x, x, x),
+    "add_ of nothing": lambda h, o, x, i, m: h.add_(no_such=x),
+    "copy_": lambda h, o, x, i, m: (h.copy_(x), h[0].copy_(i[0]), h.copy_(x[0])),
+    "masks": lambda h, o, x, i, m: (h.masked_fill_(m[:, None], 0.5),
+                                    h.masked_scatter_(m[:, None], o)),
+    "indices": lambda h, o, x, i, m: (h.index_add_(0, i, x[:2]), h.index_fill_(1, i, 2.0),
+                                      h.scatter_(1, i[:, None], x), h.index_put_((i,), x[:2])),
+    "lists": lambda h, o, x, i, m: torch._foreach_add_([h, o], [x, x]),
+    "h[1] =": lambda h, o, x, i, m: set_item(h, 1, x[0]),
+    "h[i] =": lambda h, o, x, i, m: (set_item(h, i, 0.5), set_item(h, i, x[:2])),
+    "h[:, i] =": lambda h, o, x, i, m: (set_item(h, (slice(None), i), 0.5),
+                                        set_item(h, (i, i), x[:2, 0])),
+    "h[m] =": lambda h, o, x, i, m: (set_item(h, m, 0.5), set_item(h, m, x[:2]),
+                                     set_item(h, (m, 0), i)),
+    "h[h > 0] =": lambda h, o, x, i, m: set_item(h, x > 0, -1),
+    "h[...] =": lambda h, o, x, i, m: (set_item(h, ..., x), set_item(h, None, x[0]),
+                                       set_item(h, True, x), set_item(h, [0, 1], x[:2])),
+    "h[9] =": lambda h, o, x, i, m: set_item(h, 9, x[0]),
+    "h[0] = wrong": lambda h, o, x, i, m: set_item(h, 0, x[:, :5]),
+    "h[x] =": lambda h, o, x, i, m: set_item(h, x, 1.0),
+    "h[0, h[i]] =": lambda h, o, x, i, m: set_item(h, (0, [i]), 1.0),
+    "h[i.item()] =": lambda h, o, x, i, m: set_item(h, i[1], x[0]),
+    "i[1] = 0.5": lambda h, o, x, i, m: set_item(torch.zeros(2, 6, dtype=torch.long), 1, x[0]),
+    "del h[0]": lambda h, o, x, i, m: delete_item(h),
+    "a parameter's item": lambda h, o, x, i, m: set_item(torch.nn.Parameter(h), 0, x[0]),
+    "out=": lambda h, o, x, i, m: (torch.add(h, x, out=o) is o, torch.mul(x, 2.0, out=o),
+                                   torch.mm(h, x.t(), out=torch.empty(4, 4))),
+    "out= itself": lambda h, o, x, i, m: (torch.add(h, x, alpha=2, out=h) is h,
+                                          torch.sub(x, h, out=h[:4])),
+    "out= what is wrapped": lambda h, o, x, i, m: torch.add(h, o, out=x) is x,
+    "out= of another size": lambda h, o, x, i, m: (out := as_is(x, torch.empty(0)), torch.add(
+        h, o, out=out), out.shape, out * 2.0, torch.sum(x, 0, out=out), out.shape, out * 2.0),
+    "out= of another dtype": lambda h, o, x, i, m: torch.add(
+        h, x, out=torch.empty(4, 6, dtype=torch.float64)),
+    "out= wrong": lambda h, o, x, i, m: torch.add(h, x, out=torch.empty(4, 6, dtype=torch.long)),
+    "out= no tensor": lambda h, o, x, i, m: torch.add(h, x, out=3),
+    "out= several": lambda h, o, x, i, m: torch.max(x, 0, out=(
+        torch.empty(6), torch.empty(6, dtype=torch.long))),
+    "out= of a list": lambda h, o, x, i, m: torch.cat([h, x], out=torch.empty(8, 6)),
+    "out= of a leaf": lambda h, o, x, i, m: torch.add(h, x, out=torch.nn.Parameter(o)),
+    "what read it": lambda h, o, x, i, m: (y := x * h, operator.iadd(h, x), y, x * h),
+    "what read it, an item": lambda h, o, x, i, m: (y := x * h, set_item(h, 1, x[0]), y, x * h),
+    "what read it, a mask": lambda h, o, x, i, m: (y := x * h, set_item(h, m, 2.0), y, x * h),
+    "what read it, out=": lambda h, o, x, i, m: (y := x * o, torch.add(h, x, out=o), y, x * o),
+    "what read a view of it": lambda h, o, x, i, m: (
+        y := x * h[1], operator.imul(h, x), z := x * h, set_item(h, (..., 0), x[:, 0]), y, z),
+    "what others read": lambda h, o, x, i, m: (y := x * o, operator.iadd(h, x), y + h),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", BESIDE)
+def test_writes_to_plain_tensors_are_eagers(name, grad, on):
+    """What they leave, count, give and raise, beside what is wrapped."""
+
+    def told(kind):
+        h, o = torch.linspace(2.0, -1.0, 24).view(4, 6), torch.full((4, 6), 3.0)
+        program = functools.partial(BESIDE[name], h, o)
+        results, arguments, _ = outcome(program, kind, grad)
+        left = [facts(t, [])[:9] for t in (h, o)]
+        assert type(h) is type(o) is torch.Tensor
+        return [result[:8] for result in results], [x[:7] for x in arguments], left
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        autofuse.materialize(autofuse.wrap(torch.ones(2)) + 1)
+        want = told("plain")
+        for kind in ("wrapped", "pending", "wrapped", "wrapped"):
+            assert told(kind) == want, kind
+
+
 def test_attributes_of_plain_tensors(on):
     p, x = torch.nn.Parameter(torch.ones(2)), autofuse.wrap(torch.ones(2))
     pending = x * p.detach()
@@ -909,6 +1006,53 @@ def test_a_product_with_what_is_plain_runs_little_python(kind):
     finally:
         sys.setprofile(None)
     assert met[0] == "_rmatmul" and "run_eager" not in met
+
+
+# of h [3, 4] plain, and x [3, 4], i [3], m [3, 4] wrapped and concrete
+SETTLED = {
+    "h += x": lambda h, x, i, m: operator.iadd(h, x),
+    "h *= x": lambda h, x, i, m: operator.imul(h, x),
+    "h[0] = x[0]": lambda h, x, i, m: operator.setitem(h, 0, x),
+    "h[:, 0] = i": lambda h, x, i, m: operator.setitem(h, (slice(None), 0), i),
+    "h[i] = x": lambda h, x, i, m: operator.setitem(h, i, x),
+    "h[i, 0] = 1": lambda h, x, i, m: operator.setitem(h, (i, 0), 1.0),
+    "h[:, i] = 1": lambda h, x, i, m: operator.setitem(h, (slice(None), i), 1.0),
+    "h[m] = 0": lambda h, x, i, m: operator.setitem(h, m, 0.0),
+    "out=": lambda h, x, i, m: torch.add(h, x, out=h),
+    "out= of a keyword": lambda h, x, i, m: torch.add(x, other=h, out=h),
+    "out= of a product": lambda h, x, i, m: torch.mul(x, 0.5, out=h),
+    "out= of a sum": lambda h, x, i, m: torch.sum(x, 0, keepdim=False, out=h[0]),
+    "out= what is wrapped": lambda h, x, i, m: torch.add(h, h, out=x),
+    "a method": lambda h, x, i, m: operator.methodcaller("add_", x, alpha=2)(h),
+    "a method of several": lambda h, x, i, m: operator.methodcaller("index_add_", 0, i, x)(h),
+    "a function": lambda h, x, i, m: torch._C._VariableFunctions.sigmoid_(x),
+}
+
+
+@pytest.mark.skipif(True not in NATIVE, reason="there is no machine code")
+@pytest.mark.parametrize("name", SETTLED)
+def test_a_write_with_nothing_pending_runs_no_python(name):
+    autofuse.config.native = True
+    h, x, i = torch.ones(3, 4), autofuse.wrap(torch.ones(3, 4)), autofuse.wrap(torch.arange(3))
+    x = x if "x[0]" not in name else autofuse.wrap(torch.ones(4))
+    m = autofuse.wrap(torch.ones(3, 4, dtype=torch.bool))
+    autofuse.materialize(x + 1)
+    for _ in range(3):
+        SETTLED[name](h, x, i, m)
+    assert not functions_called(lambda: SETTLED[name](h, x, i, m))
+
+
+def test_a_thread_that_only_writes_has_a_recorder():
+    """By which machine code knows it."""
+    found = []
+
+    def work():
+        h, x = torch.ones(3, 4), autofuse.wrap(torch.ones(3, 4))
+        h += x
+        found.append(this_thread.current)
+
+    assert elsewhere(work) is None
+    assert found[0] is not None
 
 
 def test_what_is_let_pass_writes_to_no_argument():

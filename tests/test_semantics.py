@@ -1,7 +1,9 @@
 """What torch's machinery around an op decides: operand order, grad, modes, containers, threads."""
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import threading
 import warnings
 
@@ -9,9 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autofuse
-from support import DEVICES, assert_same, assert_same_as_eager
+from autofuse.chain.state import this_thread
+from autofuse.record.flush import flush_all
+from autofuse.record.modes import forget_all, renew, reopen_all
+from support import DEVICES, assert_same, assert_same_as_eager, functions_called
 
 W = autofuse.wrap
 device_param = pytest.mark.parametrize("device", DEVICES)
@@ -485,3 +492,171 @@ def test_a_tensor_without_sizes_or_strides_in_place_of_a_dense_one(name):
 def test_deepcopy_of_a_fused_model_is_fused():
     model = autofuse.fuse(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     assert type(copy.deepcopy(model)) is type(model)
+
+
+# --- blocks that change modes -----------------------------------------------------------------
+
+
+class Through(torch.autograd.Function):
+    """Calls what it is given in the middle."""
+
+    @staticmethod
+    def forward(ctx, x, inside):
+        inside()
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+def within(*blocks):
+    """What runs its argument within contexts, the first outermost."""
+
+    def run(inside):
+        with contextlib.ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(block())
+            inside()
+
+    return run
+
+
+def applied(inside):
+    Through.apply(torch.ones(2, requires_grad=True), inside)
+
+
+BLOCKS = {
+    "no_grad": within(torch.no_grad),
+    "enable_grad": within(torch.enable_grad),
+    "set_grad_enabled": within(functools.partial(torch.set_grad_enabled, False)),
+    "no_grad twice": within(torch.no_grad, torch.no_grad),
+    "enable_grad in no_grad": within(torch.no_grad, torch.enable_grad),
+    "no_grad in inference_mode": within(torch.inference_mode, torch.no_grad),
+    "decorated": lambda inside: torch.no_grad()(inside)(),
+    "apply": applied,
+    "apply twice": lambda inside: applied(lambda: applied(inside)),
+    "apply in no_grad": lambda inside: within(torch.no_grad)(lambda: applied(inside)),
+    "no_grad in apply": lambda inside: applied(lambda: within(torch.no_grad)(inside)),
+    "enable_grad in apply": lambda inside: applied(lambda: within(torch.enable_grad)(inside)),
+}
+
+
+class Quiet(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+class Seen(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+def fails():
+    raise ZeroDivisionError
+
+
+def on_and_off(name):
+    was = getattr(autofuse.config, name)
+    setattr(autofuse.config, name, not was)
+    setattr(autofuse.config, name, was)
+
+
+# of x, which is wrapped
+INSIDE = {
+    "nothing": lambda x: None,
+    "an op": lambda x: x * 2.0,
+    "an op that is read": lambda x: (x * 2.0).tolist(),
+    "an op that is held": lambda x: setattr(x, "held", x * 2.0),
+    "an error": lambda x: fails(),
+    "default dtype": lambda x: torch.set_default_dtype(torch.float64),
+    "a setting": lambda x: setattr(autofuse.config, "relaxed", True),
+    "a setting and back": lambda x: on_and_off("always_fuse"),
+    "disabled": lambda x: setattr(autofuse.config, "enabled", False),
+    "forgotten": lambda x: forget_all("test"),
+    "anomaly": lambda x: torch.autograd.set_detect_anomaly(True),
+    "grad mode": lambda x: torch.set_grad_enabled(False),
+    "grad mode on": lambda x: torch.set_grad_enabled(True),
+    "autocast": lambda x: within(functools.partial(torch.autocast, "cpu"))(lambda: x * 2.0),
+    "hooks": lambda x: within(functools.partial(
+        torch.autograd.graph.saved_tensors_hooks, abs, abs))(lambda: x * 2.0),
+    "hooks that stay": lambda x: torch._C._autograd._push_saved_tensors_default_hooks(abs, abs),
+    "a mode": lambda x: within(Seen)(lambda: x * 2.0),
+    "a mode of dispatch": lambda x: within(Quiet)(lambda: x * 2.0),
+    "inference": lambda x: within(torch.inference_mode)(lambda: x * 2.0),
+    "a vmap": lambda x: torch.vmap(torch.sin)(torch.ones(2)),
+    "a backward": lambda x: within(
+        functools.partial(torch.inference_mode, False), torch.enable_grad,
+    )(lambda: torch.ones(2, requires_grad=True).sum().backward()),
+}  # fmt: skip
+
+
+@pytest.fixture
+def modes_again():
+    names = "relaxed", "enabled", "always_fuse"
+    before = [getattr(autofuse.config, name) for name in names]
+    yield
+    for name, value in zip(names, before, strict=True):
+        setattr(autofuse.config, name, value)
+    torch.set_default_dtype(torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.autograd.set_detect_anomaly(False)
+    torch.set_grad_enabled(True)
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    reopen_all("test")
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly")
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_leaves_recording_where_its_modes_say(block, inside, on, modes_again):
+    """Whether it has gone on with the chain that was there or has begun one."""
+    x = autofuse.wrap(torch.ones(3, 4))
+    torch.set_grad_enabled(block != "enable_grad")
+    for _ in range(3):
+        autofuse.materialize(x + 1)
+        BLOCKS[block](lambda: None)  # both ways are known
+    with contextlib.suppress(ZeroDivisionError):
+        BLOCKS[block](lambda: INSIDE[inside](x))
+    for _ in range(2):
+        flush_all("test")
+        for recorder in this_thread.recorders.values():
+            told = recorder.home, recorder.grad, recorder.hooks, recorder.inference, recorder.off
+            assert recorder.chain.tip is recorder.home and recorder.grad is torch.is_grad_enabled()
+            renew(recorder, "test")
+            assert told == (
+                recorder.home, recorder.grad, recorder.hooks, recorder.inference, recorder.off
+            )  # fmt: skip
+        BLOCKS[block](lambda: None)
+    if hasattr(x, "held"):
+        assert x.held.tolist() == [[2.0] * 4] * 3
+
+
+@pytest.mark.parametrize("block", [name for name in BLOCKS if "inference" not in name])
+def test_a_block_in_which_nothing_is_recorded_begins_no_chain(block, on):
+    x = autofuse.wrap(torch.ones(3, 4))
+    autofuse.materialize(x + 1)
+    for _ in range(2):
+        BLOCKS[block](lambda: None)
+    (recorder,) = [r for r in this_thread.recorders.values() if r.device == x.device]
+    chain = recorder.chain
+    assert "open" not in functions_called(lambda: BLOCKS[block](lambda: None))
+    assert recorder.chain is chain
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_stands_beside_a_block_is_of_its_own_mode(block, on):
+    x, leaf = autofuse.wrap(torch.ones(3)), torch.ones(3, requires_grad=True)
+    for _ in range(3):
+        made = []
+        before = x * leaf
+        BLOCKS[block](lambda: None)
+        between = x * leaf
+        BLOCKS[block](lambda made=made: made.append((x * leaf, torch.is_grad_enabled())))
+        after = before + x * leaf
+        assert made[0][0].requires_grad is made[0][1]
+        for value in (before, between, after):
+            assert value.requires_grad
+        assert torch.autograd.grad((between + after).sum(), leaf)[0].tolist() == [3.0] * 3

@@ -63,7 +63,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     if this_thread.closed and dispatch_modes():  # they are told of classes too
         return run_any(func, known, args, kwargs)
     if recorder is None:
-        _begin(args)
+        begin(args)
     elif recorder.running is not None:
         write_first(recorder)
     if recorder is not None and recorder.chain.tip.holds_grad:
@@ -99,7 +99,7 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
     return lifted(result, ask(result, sources, mixed), known.name)
 
 
-def _begin(args: Any) -> None:
+def begin(args: Any) -> None:
     """Give this thread its first recorder, by which machine code takes ops that only pass on."""
     tensor = next((x for x in args if x.__class__ is Tensor), None)
     if tensor is not None and not this_thread.closed:

@@ -31,15 +31,7 @@ from ..record.record import record, record_fresh, relieve
 from ..record.writes import flush_readers, record_inplace, record_write
 from ..torch_private import autocast_is_on, dispatch_modes, functions_off, looked_on
 from .chosen import Choices, chosen_by, without_targets
-from .eager import (
-    OURS,
-    Handler,
-    Parameter,
-    Plain,
-    has_others,
-    run_eager,
-    run_short,
-)
+from .eager import OURS, Handler, Parameter, Plain, begin, has_others, run_eager, run_short
 from .protocol import HANDLERS, OPTIONS
 from .unrecorded import Known, known_of, reason_of
 
@@ -312,6 +304,8 @@ def _is_concrete(x: Tensor) -> bool:
 
 def _write_now(func: Handler, known: Known, target: Any, args: Any, kwargs: Any) -> Any:
     """Run an in-place op of the table on concrete operands, at once."""
+    if this_thread.current is None:
+        begin((target, *args))
     ident = get_ident()
     nested = ident in writing
     try:

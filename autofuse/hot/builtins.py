@@ -6,11 +6,24 @@ That is builtins, methods of plain tensors, and what indexes these.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from ..chain.meta import UNKNOWN
 from ..chain.shell import Tensor
+from ..chain.state import Recorder
+from ..dispatch.unrecorded import Known
 from .c import *
 from .c import _PyObject_MakeTpCall
-from .values import class_of, has_target, has_wrapped, is_number, is_ours, is_simple, looked_on
-from .write import is_quiet
+from .call import called_lending
+from .values import (
+    class_of,
+    current_recorder,
+    has_target,
+    has_wrapped,
+    is_number,
+    is_ours,
+    is_simple,
+    looked_on,
+)
+from .write import are_settled, is_empty, is_free, is_quiet
 
 
 def builtin(function, args, flags, names) -> object:
@@ -44,12 +57,88 @@ def builtin_beside(function, args, count, names) -> object:
         if has_target(TARGETS, names, args + 8 * count) == 0:
             if has_wrapped(args, values) != 0:
                 known = override(function, args, values, names)
-        elif has_wrapped(args, count) == 0 and is_quiet() == 0:
+        elif is_quiet() != 0:
+            result = targeted(function, args, count, names)
+            if result != 0 or PyErr_Occurred() != 0:
+                return result
+        elif has_wrapped(args, count) == 0:
             # plain tensors alone: what is pending may have yet to read `out`
             known = override(function, args, values, names)
     if known != 0:
         return PyObject_Vectorcall(known, args, count, names)
     return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
+
+
+def targeted(function, args, count, names: tuple) -> object:
+    """What a builtin returns that writes where a keyword says, beside something wrapped.
+
+    0 if Python has to do it. Nothing is pending.
+    """
+    values = count + len(names)
+    recorder: Recorder = current_recorder()
+    known: Known = PyDict_GetItemWithError(known_functions, function)
+    if known == 0 or has_wrapped(args, values) == 0 or are_ours_alone(args, values) == 0:
+        return 0
+    if is_free(recorder) == 0 or are_settled(args, values) == 0 or is_empty(recorder) == 0:
+        return 0
+    BEGUN[0] = BEGUN[0] + 1
+    result = tried(called_lending(function, known.reason, args, 0, count, names))
+    BEGUN[0] = BEGUN[0] - 1
+    for k in range(count, values):
+        if class_of(args[k]) is Tensor:  # it may have another size now
+            PyObject_GenericSetAttr(args[k], AF, UNKNOWN)
+    return result
+
+
+def unread(table, function, args, count, names) -> object:
+    """What `patches.memory` puts before a function that writes; table: by those, the function.
+
+    Beside what is wrapped torch would look for its handler, 0.8 us of operators, 5 of an item.
+    """
+    own = PyDict_GetItemWithError(table[0], function)
+    if own == 0:
+        return 0
+    run = load(own + ITEMS)
+    values = count
+    if names != 0:
+        values += PyTuple_Size(names)
+    known = 0
+    for k in range(1, values):
+        kind = class_of(args[k])
+        if kind is Tensor or kind is list or kind is tuple:
+            if count != 0:  # else a keyword says what is written
+                known = handler_beside(run, args, values, names)
+            break
+    if is_quiet() == 0:
+        recorder: Recorder = current_recorder()
+        if known == 0 or recorder == 0 or PyList_Size(recorder.chain) == 0:
+            return 0
+        return PyObject_Vectorcall(known, args, count, names)  # which flushes what reads
+    if known != 0:
+        run = known
+    BEGUN[0] = BEGUN[0] + 1
+    result = tried(PyObject_Vectorcall(run, args, count, names))
+    BEGUN[0] = BEGUN[0] - 1
+    return result
+
+
+def handler_beside(function, args, count, names):
+    """`override` of what writes to a plain tensor, if an argument or an index is wrapped; or 0."""
+    if is_ours(args[0]) == 0:
+        return 0
+    for k in range(1, count):
+        if has_wrapped(args + 8 * k, 1) != 0 or is_index_wrapped(args[k]) != 0:
+            return override(function, args, count, names)
+    return 0
+
+
+def is_index_wrapped(index):
+    """Whether one of several indices is."""
+    if class_of(index) is tuple:
+        for k in range(PyTuple_Size(index)):
+            if class_of(load(index + ITEMS + 8 * k)) is Tensor:
+                return 1
+    return 0
 
 
 def method(function, args, flags, names) -> object:

@@ -389,6 +389,21 @@ def called_plain(function, reason, args, count) -> object:
     return result
 
 
+def called_lending(function, reason, args, first, count, names) -> object:
+    """`called`, for which wrapped arguments from `first` on are lent where nobody can meet them."""
+    every = count - first
+    if names != 0:
+        every += PyTuple_Size(names)
+    plain = room(4)
+    lent = 0
+    if has_wrapped(args + 8 * first, every) != 0 and grad_mode() == 0:
+        if are_modes_off() != 0 and is_only_thread() != 0:
+            lent = lend(plain, 0, args + 8 * first, every, 4)
+    result = called(function, reason, args, count, names)
+    take_back(plain, lent)
+    return result
+
+
 def is_next(chain: Chain):
     """`numbers.is_next` of a chain under grad."""
     tip: Node = chain.tip

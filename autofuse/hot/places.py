@@ -107,6 +107,7 @@ def of_tensors() -> dict[str, int]:
         raise NotImplementedError("tensors have their version elsewhere")
     return {
         "getitem": vars(TensorBase)["__getitem__"], "GETITEM": _slot(TensorBase, _MP_SUBSCRIPT),
+        "setitem": vars(TensorBase)["__setitem__"], "SETITEM": _slot(TensorBase, _MP_ASS_SUBSCRIPT),
         "TENSOR_AT": found[0], "VERSION_AT": places[0],
         "ADDRESS_OF": c.Address(address), "COUNTER_OF": c.Address(counter), **_contents(found[0]),
     }  # fmt: skip
@@ -168,7 +169,7 @@ def entry_of(descriptor: Any, kind: type, size: int) -> list[int]:
     return words
 
 
-_MP_SUBSCRIPT = 5  # of typeslots.h, which the stable ABI fixes
+_MP_ASS_SUBSCRIPT, _MP_SUBSCRIPT = 3, 5  # of typeslots.h, which the stable ABI fixes
 
 
 def _slot(kind: type, number: int) -> int:

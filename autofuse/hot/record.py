@@ -380,6 +380,10 @@ def result_of(function, args, count, names) -> object:
         return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
     if function is getitem and count == 2 and names == 0 and is_ours(args[0]) != 0:
         return call_object(GETITEM, args[0], args[1])  # 60 ns less than by a tuple
+    if function is setitem and count == 3 and names == 0 and is_ours(args[0]) != 0:
+        if call_pointer(SETITEM, args[0], args[1], args[2]) & FAILED != 0:
+            return 0
+        return None
     return PyObject_Vectorcall(function, args, count, names)
 
 

@@ -8,10 +8,10 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
-from .call import are_modes_off, is_everyday, is_pending_elsewhere
+from .call import are_modes_off, called_lending, is_everyday, is_pending_elsewhere
 from .flush import flush_into, flush_now
 from .inputs import is_as, item_of, likely_meta
-from .record import are_watched, called, recorded
+from .record import are_watched, recorded
 from .values import (
     address_of,
     class_of,
@@ -57,8 +57,10 @@ def writing(entry, function, args, count, names) -> object:
     return PyObject_Vectorcall(entry[4], args, count, names)
 
 
-def setting(entry, x: Tensor, index, value) -> object:
+def setting(entry, x, index, value) -> object:
     """`x[i] = value`; entry: the function, what is known of it."""
+    if is_ours(x) == 0:
+        return 0
     if is_pending(value) != 0 and makes_view(index) != 0:
         done = put_item(x, index, value)
         if done == 0 or PyErr_Occurred() != 0:
@@ -91,17 +93,6 @@ def copying(entry, function, args, count, names) -> object:
     if looked_on() != 0 or copied(args[0], args[1]) != 1:
         return 0
     return args[0]
-
-
-def unread(table, function, args, count, names) -> object:
-    """What `patches.memory` puts before a function that writes; table: by those, the function."""
-    own = PyDict_GetItemWithError(table[0], function)
-    if own == 0 or is_quiet() == 0:
-        return 0
-    BEGUN[0] = BEGUN[0] + 1
-    result = tried(PyObject_Vectorcall(load(own + ITEMS), args, count, names))
-    BEGUN[0] = BEGUN[0] - 1
-    return result
 
 
 def placing(entry, x, value) -> object:
@@ -178,7 +169,7 @@ def are_settled(args, count):
 def write_now(function, known: Known, args, count, names):
     """Run an in-place op as eager PyTorch; 1, or 0 after an error."""
     BEGUN[0] = BEGUN[0] + 1
-    result = tried(called(function, known.reason, args, count, names))
+    result = tried(called_lending(function, known.reason, args, 1, count, names))
     BEGUN[0] = BEGUN[0] - 1
     if result == 0 or result is NotImplemented:  # of an operator's method; Python comes to the same
         return 0
