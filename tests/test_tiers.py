@@ -23,6 +23,7 @@ import autofuse
 from autofuse import config
 from autofuse.chain.state import this_thread, writing
 from autofuse.grad.backward import Backward
+from autofuse.hot import native
 from autofuse.kernel.source import Source
 from autofuse.kernel.text import source_of
 from autofuse.ops.row import OPS as ROWS
@@ -37,7 +38,7 @@ from autofuse.supply.load import target_of
 from autofuse.supply.service import Job, Service
 from autofuse.supply.toolchain import compilers, key_of
 from autofuse.torch_private import in_functorch
-from support import DEVICES, assert_same, pieces_of
+from support import DEVICES, assert_same, functions_called, pieces_of
 
 both = pytest.mark.parametrize("device", DEVICES)
 
@@ -1077,6 +1078,31 @@ class TestShortChains:
                 if program is short or k % 10 == 0:
                     assert_same(autofuse.unwrap(made), program(x, y), None)
             assert launches == [1, 0, 0, 1]
+
+    @pytest.mark.skipif(not native.active(), reason="by Python alone it is Python that finds them")
+    def test_machine_code_finds_the_start_where_a_chain_begins(self):
+        """What is recorded there, and what runs as eager PyTorch, without a call of Python."""
+        autofuse.record.policy.FLUSH_US.update(cpu=6.0)
+        w, v = (autofuse.wrap(torch.randn(4, 4)) for _ in range(2))
+        made = []
+
+        def short():
+            made.append(w + v)
+
+        def long():
+            z = w + v
+            for _ in range(12):
+                z = z * 0.5 - 1.0
+            made.append(z)
+
+        for _ in range(40):
+            for program in (long, short):
+                program()
+                autofuse.materialize(made.pop())
+        assert functions_called(short) == [] and not autofuse.is_pending(made[-1])
+        assert functions_called(long) == [] and autofuse.is_pending(made[-1])
+        autofuse.materialize(made[-1])
+        assert "at_start" in functions_called(lambda: w + v)  # an instruction that is new
 
     def test_a_place_that_is_called_both_ways_is_fused_where_it_pays(self):
         """One instruction stands for both: none of them is wrong."""
