@@ -1003,7 +1003,7 @@ class TestShortChains:
         "views": lambda x, y: (x * 2.0)[1:] * (y + 1)[:-1] + (x * 3.0).T.T[1:],
         "integers": lambda x, y: ((x * 8).long() + (1 << 40)) * 3 - 7,
         "casts": lambda x, y: (x.half() * 2).float() + y,
-        "options": lambda x, y: torch.add(x, y, alpha=2).clamp(0.0, 1.0) * x,
+        "options": lambda x, y: torch.nn.functional.elu(torch.add(x, y, alpha=2), alpha=0.5) * x,
     }
 
     @pytest.mark.parametrize("grad", [False, True])
