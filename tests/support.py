@@ -25,6 +25,7 @@ from autofuse.record import origins
 from autofuse.record.modes import forget_all
 from autofuse.torch_private import AUTOCASTS, ExcludedKey, NoTorchFunction
 
+CACHE = os.environ.get("AUTOFUSE_CACHE_DIR")  # of this process, whatever tests say afterwards
 HAS_CUDA = torch.cuda.is_available()
 NO_GPU = "needs a CUDA device; torch.cuda.is_available() is False here"
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason=NO_GPU)
@@ -33,7 +34,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
 # products of axes that do not meet in the code, whole: on a GPU, or where this is set
 WIDE = bool(os.environ.get("AUTOFUSE_TEST_WIDE"))
 
-NATIVE = [False, True] if native.active() else [False]  # what `config.native` may be
+NATIVE = [native.active()]  # what `config.native` may be: what AUTOFUSE_NATIVE says, or both
+if NATIVE[0] and "AUTOFUSE_NATIVE" not in os.environ:
+    NATIVE.insert(0, False)
 TIERS = ["kernels", "short", "waiting"]  # see the fixture
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -38,7 +38,8 @@ from autofuse.supply.load import target_of
 from autofuse.supply.service import Job, Service
 from autofuse.supply.toolchain import compilers, key_of
 from autofuse.torch_private import in_functorch
-from support import DEVICES, assert_same, functions_called, pieces_of
+from given import lend_machine_code
+from support import CACHE, DEVICES, assert_same, functions_called, pieces_of
 
 both = pytest.mark.parametrize("device", DEVICES)
 
@@ -756,7 +757,7 @@ def test_what_a_key_on_disk_holds(device, monkeypatch):
 
 
 def script(text, tmp_path, **options):
-    """Run a program that has its own cache; (exit status, stdout, stderr)."""
+    """Run a program that has its own kernels; (exit status, stdout, stderr)."""
     head = """
         import os, signal, sys, time, torch, autofuse
         from autofuse.supply import kernels as compile, service as background
@@ -764,7 +765,9 @@ def script(text, tmp_path, **options):
         autofuse.config.always_fuse = True  # chains of small tensors too
         x = autofuse.wrap(torch.ones(8))
     """
-    environment = {**os.environ, "AUTOFUSE_CACHE_DIR": str(tmp_path / "kernels")}
+    directory = tmp_path / "kernels"
+    lend_machine_code(CACHE, directory)
+    environment = {**os.environ, "AUTOFUSE_CACHE_DIR": str(directory)}
     program = textwrap.dedent(head) + textwrap.dedent(text)
     done = subprocess.run(  # Python 3.12 warns of a fork beside threads
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
