@@ -7,12 +7,11 @@ import threading
 import pytest
 import torch
 
-from given import lend_machine_code
-
-_cache = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
-if os.environ.get("AUTOFUSE_CACHE_DIR"):  # of the tests that have started these, mostly
-    lend_machine_code(os.environ["AUTOFUSE_CACHE_DIR"], _cache.name)
-os.environ["AUTOFUSE_CACHE_DIR"] = _cache.name
+if "AUTOFUSE_TEST_KERNELS" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="autofuse-tests-")
+    # for tests that these start, too: half of what tests take goes into kernels
+    os.environ["AUTOFUSE_TEST_KERNELS"] = _cache.name
+os.environ["AUTOFUSE_CACHE_DIR"] = os.environ["AUTOFUSE_TEST_KERNELS"]
 
 import autofuse  # noqa: E402
 from autofuse.record.modes import forget_all, reopen_all  # noqa: E402
@@ -67,6 +66,13 @@ def fresh():
     assert torch.get_default_dtype() is torch.float32
     held = [name for name, lock in LOCKS.items() if autofuse.inside.is_owned(lock)]
     assert not held, "a lock of these modules was left taken"
+
+
+@pytest.fixture
+def nothing_on_disk(monkeypatch, tmp_path):
+    """No kernels there, or in memory, whatever other tests have compiled."""
+    monkeypatch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path / "nothing"))
+    kernels.clear_kernels()
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from autofuse.record import origins
 from autofuse.record.modes import forget_all
 from autofuse.torch_private import AUTOCASTS, ExcludedKey, NoTorchFunction
 
-CACHE = os.environ.get("AUTOFUSE_CACHE_DIR")  # of this process, whatever tests say afterwards
 HAS_CUDA = torch.cuda.is_available()
 NO_GPU = "needs a CUDA device; torch.cuda.is_available() is False here"
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason=NO_GPU)
