@@ -72,7 +72,10 @@ def fresh():
 @pytest.fixture
 def nothing_on_disk(monkeypatch, tmp_path):
     """No kernels there, or in memory, whatever other tests have compiled."""
-    monkeypatch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path / "nothing"))
+    with monkeypatch.context() as patch:
+        patch.setenv("AUTOFUSE_CACHE_DIR", str(tmp_path / "nothing"))
+        kernels.clear_kernels()  # which know their directory from their first use on
+        yield
     kernels.clear_kernels()
 
 

@@ -664,6 +664,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_a_long_wait_is_said_on_a_terminal(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
