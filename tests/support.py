@@ -33,7 +33,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
 # products of axes that do not meet in the code, whole: on a GPU, or where this is set
 WIDE = bool(os.environ.get("AUTOFUSE_TEST_WIDE"))
 
-NATIVE = [False, True] if native.active() else [False]  # what `config.native` may be
+NATIVE = [native.active()]  # what `config.native` may be: what AUTOFUSE_NATIVE says, or both
+if NATIVE[0] and "AUTOFUSE_NATIVE" not in os.environ:
+    NATIVE.insert(0, False)
 TIERS = ["kernels", "short", "waiting"]  # see the fixture
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -177,6 +177,7 @@ def test_a_chain_keeps_the_mode_of_its_recording(of_cuda, eager_tier):
     assert_same(pending, torch.exp((x * 2).float()) * loss, None)
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_what_is_pending_is_cut_by_the_next_op_alone():
     """A block in which nothing of ours is called, or in which nothing changes, cuts no chain."""
     x = torch.randn(64)

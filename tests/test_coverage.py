@@ -21,11 +21,12 @@ UNFUSED = {  # overload -> why it runs eagerly while others of its name are fuse
     "float_power.Tensor_Scalar_out": "a cast and an op for torch, too",
     "float_power.Tensor_Tensor_out": "two casts and an op for torch, too",
 }
+TABLE = coverage()
 OVERLOADS = [
     (name, overload)
     for name, overloads in pointwise().items()
     for overload in overloads
-    if coverage()[name] == "fused" and not name.endswith("backward")
+    if TABLE[name] == "fused" and not name.endswith("backward")
 ]
 SAMPLED = [o for _, o in OVERLOADS if "out" in str(o._overloadname)][::6]
 IDS = [f"{o.overloadpacket.__name__}.{o._overloadname}" for _, o in OVERLOADS]

@@ -242,7 +242,7 @@ def test_the_table_of_versions_is_what_ci_runs():
         "": "all | all that C calls",  # as it is by itself, on 3.11
         " 1:HOT 0:REFERENCES": "of the hot path; of references, threads, interrupts | on; off",
         " 1:HOT 1:OPS": "of the hot path, of ops | on",
-        " 0:HOT": "of the hot path | none",
+        " 0:ALONE": "of references, threads, interrupts, frames, errors | none",
     }
     rows = ["| Python | torch | tests | machine code |", "|---|---|---|---|"]
     for python, pinned, ways in jobs:

@@ -336,6 +336,7 @@ def test_modes_that_are_told_of_every_op_are_named(mode):
     assert f"3 ops ran at once under {mode}" in " ".join(report.advice)
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_a_kernel_that_fails(monkeypatch, capsys):
     from autofuse.supply import build
 
@@ -352,6 +353,7 @@ def test_a_kernel_that_fails(monkeypatch, capsys):
     assert "the compiler is away" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_a_chain_that_waits_for_its_kernel(monkeypatch):
     monkeypatch.setattr(autofuse.config, "compile", "background")
     monkeypatch.setattr(autofuse.config, "compile_after", 1000)
@@ -363,6 +365,7 @@ def test_a_chain_that_waits_for_its_kernel(monkeypatch):
     assert "1 chain ran as eager ops while kernels were compiled" in " ".join(report.advice)
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 @pytest.mark.parametrize("where", ["now", "background"])
 def test_a_line_that_has_had_its_share_of_kernels(where, monkeypatch, capsys):
     monkeypatch.setattr(autofuse.config, "compile", where)
@@ -403,6 +406,7 @@ def test_pending_ops_are_left_alone():
     assert "nothing was recorded" not in str(report)
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_lookups_say_hit_and_hard_miss():
     def f(x):
         return (x * 1.125).exp().cos()

@@ -461,14 +461,13 @@ def test_a_finalizer_at_every_allocation_of_a_write(monkeypatch):
 
     thresholds = gc.get_threshold()
     gc.collect()
-    gc.freeze()  # or every collection looks at all there is
+    gc.freeze()  # or every collection looks at all there is, what tests before have left too
     try:
         for threshold in range(1, 200):
             write(threshold)
     finally:
         gc.enable()
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 def test_tasks_that_take_turns_in_the_middle_of_their_chains():

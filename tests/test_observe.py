@@ -59,6 +59,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, str]:
 # --- logs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_a_line_per_event(settings, caplog):
     settings(logs={"flush", "kernel", "cache"})
     x, y = autofuse.wrap(torch.randn(8, 16)), torch.randn(16)
@@ -104,6 +105,7 @@ def test_a_soft_miss(settings, caplog):
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_only_what_is_asked_for(settings, caplog):
     settings(logs={"kernel"})
     x = autofuse.wrap(torch.randn(8))
@@ -112,6 +114,7 @@ def test_only_what_is_asked_for(settings, caplog):
     assert {record.name for record in caplog.records} == {"autofuse.kernel"}
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_flushes_that_run_eagerly_say_why(settings, caplog):
     settings(logs="flush", compile="background", compile_after=1000)
     x = autofuse.wrap(torch.randn(8))
@@ -124,6 +127,7 @@ def test_flushes_that_run_eagerly_say_why(settings, caplog):
     assert dead["ran"] == "nothing"
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_a_kernel_from_the_background(settings, caplog):
     settings(logs="kernel", compile="background", compile_after=1)
     x = autofuse.wrap(torch.randn(8))
@@ -207,6 +211,7 @@ def test_a_handler_may_wait_for_a_thread_that_needs_a_value(settings, name):
     assert True not in done and done.count([2.0, 2.0]) == done.count(False) > 1
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_forbidden_kernels_are_hard_misses(settings, caplog):
     settings(logs={"flush", "kernel", "cache"})
     y = (autofuse.wrap(torch.randn(8)) * 4.5).sinh().atan().tan()
@@ -659,6 +664,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.usefixtures("nothing_on_disk")
 def test_a_long_wait_is_said_on_a_terminal(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import autofuse
 from autofuse.chain.state import counts
 from autofuse.record import contest, origins, policy
+from support import functions_called
 
 
 @pytest.fixture(autouse=True)
@@ -508,6 +509,20 @@ def test_who_calls_elsewhere_finds_results_wrapped(on):
         run(lambda: (lost(), paid()))
         assert not is_wrapped(lost()) and autofuse.is_pending(paid())
         assert is_wrapped(layer(y))
+
+
+def test_machine_code_finds_the_part_of_a_caller(on):
+    """Python is asked about a caller that is new, and about no other."""
+    if not on:
+        pytest.skip("by Python alone it is Python that finds them")
+    y, layer = autofuse.wrap(torch.randn(6, 6)), Layer(6)
+    lost = lambda: layer(y)  # noqa: E731
+    paid = lambda: fed(layer(y).view(6, 6))  # noqa: E731
+    run(lambda: (lost(), autofuse.materialize(paid())))
+    assert any(origin.parts for origin in origins.origins.values())
+    for program in (lost, paid):
+        assert functions_called(program) == []
+    assert "ask" in functions_called(lambda: layer(y))
 
 
 def test_callers_are_told_apart_up_to_a_number(monkeypatch, on):

@@ -360,8 +360,9 @@ def test_it_records_at_every_place_of_the_flush(worker, monkeypatch):
     assert count > 40
 
 
-def test_it_records_while_another_thread_is_at_a_flush_for_long(worker, held):
+def test_it_records_while_another_thread_is_at_a_flush_for_long(worker, held, monkeypatch):
     """Of its own chain, in a backward, which waits for nobody: the op runs at once."""
+    monkeypatch.setattr(flushing, "_WAIT_SECONDS", 0.05)  # of which it waits nine times
     x = torch.rand(8)
     w = autofuse.wrap(x.clone())
     pending = worker.do(lambda: (w * 2.25 + 1.25).cosh())
