@@ -251,9 +251,9 @@ class Recorder:
 
     __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
                  "hooks", "ident", "inference", "joins", "kind", "last_wait", "launches", "left",
-                 "lock", "looked_on", "modes", "nowhere", "off", "reading", "release", "resting",
-                 "roots", "running", "runners", "size", "spare", "stream", "thread", "twins",
-                 "untold", "waits")  # fmt: skip
+                 "lock", "looked_on", "nowhere", "off", "reading", "release", "resting", "roots",
+                 "running", "runners", "size", "spare", "stream", "thread", "twins", "untold",
+                 "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
@@ -271,7 +271,7 @@ class Recorder:
         self.resting = False  # records nothing until there is news of kernels; see `policy.rest`
         self.launches = 0  # flushes that ran a kernel, or waited for it
         self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
-        self.roots: dict[object, Node] = {}  # by what decides results besides the operands
+        self.roots: dict[tuple[Any, ...], Node] = {}  # by what decides results besides the operands
         self.twins: dict[Node, Node] = {}  # of these, those of the other grad mode
         self.joins: dict[object, JoinOp | None] = {}  # by torch's name, dimension and Metas
         self.size = 0  # nodes in the trie
@@ -319,8 +319,7 @@ class Recorder:
             # no Python runs from here...
             self.grad, self.inference = grad, inference
             self.autocast, self.hooks = autocast, hooks
-            self.looked_on, self.modes = looked_on, modes
-            self.home = home
+            self.looked_on, self.home = looked_on, home
             self.left: tuple[Node, bool] | None = None  # `home` and `grad` before `modes.shut`
             self.spare: Chain | None = None
             self.chain = chain

@@ -81,12 +81,12 @@ def targeted(function, args, count, names: tuple) -> object:
         return 0
     if is_free(recorder) == 0 or are_settled(args, values) == 0 or is_empty(recorder) == 0:
         return 0
+    for k in range(count, values):
+        if class_of(args[k]) is Tensor:  # it may have another size then
+            PyObject_GenericSetAttr(args[k], AF, UNKNOWN)
     BEGUN[0] = BEGUN[0] + 1
     result = tried(called_lending(function, known.reason, args, 0, count, names))
     BEGUN[0] = BEGUN[0] - 1
-    for k in range(count, values):
-        if class_of(args[k]) is Tensor:  # it may have another size now
-            PyObject_GenericSetAttr(args[k], AF, UNKNOWN)
     return result
 
 

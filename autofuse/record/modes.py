@@ -81,12 +81,9 @@ def _go_on(recorder: Recorder, grad: bool) -> bool:
     home, chain, nowhere = recorder.home, recorder.chain, recorder.nowhere
     twin: Node | None = nowhere
     if home is not nowhere:
-        twin = recorder.twins.get(home)
+        twin = recorder.twins.get(home) or _find_twin(recorder, home)
         if twin is None:
-            twin = recorder.roots.get((grad, *recorder.modes[1:]))
-            if twin is None:
-                return False
-            recorder.twins[home] = twin
+            return False
     if (
         not chain
         and recorder.chain is chain
@@ -103,6 +100,17 @@ def _go_on(recorder: Recorder, grad: bool) -> bool:
         # ...to here
         return True
     return False
+
+
+def _find_twin(recorder: Recorder, home: Node) -> Node | None:
+    """The root of the other grad mode, if there has been one."""
+    roots = list(recorder.roots.items())
+    for modes, root in roots:
+        for others, other in roots:
+            if root is home and other is not home and modes[1:] == others[1:]:
+                recorder.twins[home] = other
+                return other
+    return None
 
 
 def leave_thread() -> None:
