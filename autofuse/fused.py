@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
@@ -114,6 +114,7 @@ class Site:
         self.contest: Contest | None = None
 
 
+calls: WeakSet[Callable[..., Any]] = WeakSet()  # what `fuse` has made; machine code stands before
 _MOST_SITES = 4096  # of a function
 _FEW_SITES = 8  # that are looked at one by one
 
@@ -182,6 +183,8 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
                 site.owner = ref(module, lambda _: sites.pop(key, None))
         return _called(function, args, kwargs, site, contest)
 
+    calls.add(call)
+    hooks.fused(call)
     return call
 
 
@@ -260,6 +263,11 @@ def _as_it_is(
         else:
             return result
     return _left_plain(result, args, kwargs, contest, False)
+
+
+def left_plain(result: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What `_as_it_is` makes of a result that may hold tensors, of arguments that hold none."""
+    return _left_plain(result, args, kwargs, None, False)
 
 
 def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None, passes: bool) -> Any:

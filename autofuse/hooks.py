@@ -15,6 +15,8 @@ value_of: Callable[[Any], Any] = lambda tensor: tensor  # noqa: E731
 thread_ended: Callable[[Any], None] = lambda recorder: None  # noqa: E731
 # record.modes: this thread is about to end, and lets go of all that it records
 thread_ends: Callable[[], None] = lambda: None  # noqa: E731
+# hot.native: `fuse` has made this function
+fused: Callable[[Callable[..., Any]], None] = lambda call: None  # noqa: E731
 # observe.events, while somebody looks: before a flush, of its recorder, chain, last node, reference
 # counts and reason; gives what is told how it went, a `record.flush.Watch`
 flushing: Callable[..., Any] | None = None

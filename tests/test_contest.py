@@ -2,15 +2,20 @@
 
 import dataclasses
 import functools
+import gc
 import random
+import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
 
 import autofuse
+from autofuse import fused as fusing
 from autofuse.dispatch.nested import tensors_in
+from autofuse.hot import native
 from autofuse.patches import streams
 from autofuse.record import contest as contests
 from autofuse.record import policy
@@ -441,6 +446,97 @@ def test_granted_calls_leave_no_wrapped_result(rigged, exact):
     for _ in range(LOOKS):  # then it is known whose they are
         assert type(function(x)) is torch.Tensor
     assert contest_of(function).way == FUSED and type(function(x)) is torch.Tensor
+
+
+def granted(function, *args, **kwargs):
+    """Call it until its next calls are granted."""
+    for _ in range(100):
+        function(*args, **kwargs)
+    while not contest_of(function).free:
+        function(*args, **kwargs)
+
+
+@pytest.mark.skipif(not native.active(), reason="machine code is off")
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 runs functions' bodies itself")
+@pytest.mark.parametrize("give", [lambda x: x + 1, lambda x: (x, 2.0), lambda x: [x], lambda x: 3])
+def test_no_python_stands_before_what_was_granted(rigged, exact, give):
+    function, x, frames = autofuse.fuse(give), torch.randn(8), []
+    granted(function, x)
+
+    def entered(frame, event, arg):
+        if event == "call":
+            frames.append(frame.f_code)
+
+    before, left = sys.getprofile(), contest_of(function).free
+    sys.setprofile(entered)
+    try:
+        function(x)
+    finally:
+        sys.setprofile(before)
+    assert frames == [give.__code__] and contest_of(function).free == left - 1
+
+
+def test_arguments_results_and_errors_of_what_was_granted(rigged, exact, on):
+    class Mine(torch.Tensor):
+        pass
+
+    def give(x, *more, error=None, **named):
+        if error is not None:
+            raise error
+        return x, more, named
+
+    function, x = autofuse.fuse(give), torch.randn(8)
+    module, y = torch.nn.Identity(), autofuse.wrap(torch.ones(8))
+    calls = [
+        ((x,), {}), ((x, 1, None, 2.5, "s", x), {}), ((x,), {"named": x, "other": 3}),
+        ((x, [x, x]), {}), ((x, (1, x)), {"named": {"k": [x]}}), ((x, module), {}),
+        ((x, *range(12)), {}), ((x, object, slice(1)), {}), ((x, x.as_subclass(Mine)), {}),
+        ((x, y), {}), ((x,), {"named": y}),
+    ]  # fmt: skip
+    for args, kwargs in calls:
+        granted(function, x)
+        for _ in range(2):
+            got, want = function(*args, **kwargs), give(*args, **kwargs)
+            assert [*map(id, tensors_in([got]))] == [*map(id, tensors_in([want]))]
+            assert [*map(type, got[1])] == [*map(type, want[1])] and got[2].keys() == kwargs.keys()
+    granted(function, x)
+    for error in (ValueError("mine"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as raised:
+            function(x, error=error)
+        assert raised.value is error
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        function()
+
+
+def test_what_was_granted_may_call_itself_and_be_forgotten(rigged, exact, on):
+    def down(x, depth=0):
+        return x if depth == 5 else made[0](x, depth + 1)
+
+    made, x = [autofuse.fuse(down)], torch.randn(8)
+    granted(made[0], x)
+    assert made[0](x) is x
+    gone = weakref.ref(made[0])
+    assert made[0] in fusing.calls
+    del made[0]
+    gc.collect()
+    assert gone() is None
+
+
+def test_machine_code_stands_before_what_was_made_without_it(rigged, exact, monkeypatch):
+    x = torch.randn(8)
+    for native_first in (False, True):
+        autofuse.config.native = native_first
+        try:
+            function = autofuse.fuse(chain)
+            granted(function, x)
+            autofuse.config.native = not native_first
+            granted(function, x)
+            assert flushes_of(function, x) == 0
+            autofuse.config.measure = False
+            assert flushes_of(function, x) == 1
+            autofuse.config.measure = True
+        finally:
+            autofuse.config.native = True
 
 
 def test_what_was_granted_locks_to_no_loop(rigged, exact):

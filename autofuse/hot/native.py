@@ -28,7 +28,7 @@ from typing import Any
 import llvmlite
 import torch
 
-from .. import api, hooks, lending
+from .. import api, fused, hooks, lending
 from ..chain import liveness, state, verified
 from ..chain.shell import Tensor
 from ..dispatch import eager, handlers, nested, protocol, unrecorded
@@ -46,8 +46,10 @@ from . import record as _record
 from . import reduce as _reduce
 from .machine import Machine
 from .places import (
+    cells_of,
     entry_of,
     field_of,
+    of_closures,
     of_functions,
     of_tensors,
     of_weakrefs,
@@ -63,8 +65,8 @@ _Function = Callable[..., Any]
 
 
 # what machine code relies on in this package: folders and modules beside them
-_RELIED = ("api", "chain", "dispatch", "hooks", "hot", "inside", "kernel/llvm", "lending",
-           "record", "run", "torch_private")  # fmt: skip
+_RELIED = ("api", "chain", "dispatch", "fused", "hooks", "hot", "inside", "kernel/llvm",
+           "lending", "record", "run", "torch_private")  # fmt: skip
 
 
 class _Calls:
@@ -260,8 +262,9 @@ def _given() -> dict[str, Any]:
         "between": origins.between, "measuring": origins.measuring, "wanted": verified.wanted,
         "ask_origin": origins.ask, "exactly": writes.reads_apart,
         "increment_version": count_write,
+        "Module": torch.nn.Module, "loans": lending.loans, "left_plain": fused.left_plain,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
-        **of_functions(), **of_tensors(), "WEAKREFS": of_weakrefs(),
+        **of_functions(), **of_tensors(), **of_closures(), "WEAKREFS": of_weakrefs(),
     }  # fmt: skip
 
 
@@ -297,6 +300,8 @@ class _Native:
             else:
                 self.runs.append((function, len(entries)))
                 entries.append((name, data))
+        self.fused = len(entries)
+        entries.append(("calling", cells_of(fused.fuse(lambda: None), "function", "unseen")))
         self._kept = [data for _, data in entries]
         self._words, begun = _laid_out(entries)
         names = {**vars(_python), **vars(c)}
@@ -312,6 +317,10 @@ class _Native:
         # for ever: whoever reloads a module still holds functions that lead into it
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
+    def stand_before(self, made: _Function) -> None:
+        """Let what `fuse` has made run as machine code, or not."""
+        self.calls.set(made, self.machine.entry(self.fused) if self.on else self.calls.python)
+
     def switch(self, on: bool) -> None:
         """Let the functions run as machine code, or not: 2.6 ms."""
         if on is self.on:
@@ -319,6 +328,8 @@ class _Native:
         self.on = on
         for function, k in self.runs:
             self.calls.set(function, self.machine.entry(k) if on else self.calls.python)
+        for made in list(fused.calls):
+            self.stand_before(made)
         taken = {"builtin": self.builtins, "method": self.descriptors, "subscript": self.subscripts}
         for name, places in taken.items():
             places.set(self.machine.address(name) if on else 0)
@@ -382,6 +393,7 @@ def make(facts: Sequence[str] = ()) -> None:
     global _native
     if _native is None:
         _native = _Native(facts)
+        hooks.fused = _native.stand_before
 
 
 def compiled() -> tuple[str, bytes]:

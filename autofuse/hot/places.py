@@ -113,6 +113,27 @@ def of_tensors() -> dict[str, int]:
     }  # fmt: skip
 
 
+def of_closures() -> dict[str, int]:
+    """Where a function has its cells, and a cell what is in it."""
+    inside = object()
+
+    def probe() -> object:
+        return inside
+
+    cells = probe.__closure__
+    assert cells is not None
+    at = [8 * k for k, word in enumerate(words_of(probe)) if word == id(cells)]
+    within = [8 * k for k, word in enumerate(words_of(cells[0])) if word == id(inside)]
+    if len(at) != 1 or len(within) != 1:
+        raise NotImplementedError("functions have what they close over elsewhere")
+    return {"CLOSURE_AT": at[0], "CELL_AT": within[0]}
+
+
+def cells_of(function: Any, *names: str) -> tuple[int, ...]:
+    """Which of its cells have these variables."""
+    return tuple(function.__code__.co_freevars.index(name) for name in names)
+
+
 _ASKED = {"DTYPE_OF": "dtype", "INDEX_OF": "device_index", "DIM_OF": "dim", "SIZES_OF": "sizes",
           "STRIDES_OF": "strides"}  # fmt: skip
 
