@@ -18,7 +18,7 @@ import autofuse
 from autofuse.chain.state import this_thread
 from autofuse.record.flush import flush_all
 from autofuse.record.modes import forget_all, renew, reopen_all
-from support import DEVICES, assert_same, assert_same_as_eager, functions_called
+from support import DEVICES, assert_same, assert_same_as_eager
 
 W = autofuse.wrap
 device_param = pytest.mark.parametrize("device", DEVICES)
@@ -612,7 +612,6 @@ def modes_again():
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_leaves_recording_where_its_modes_say(block, inside, on, modes_again):
-    """Whether it has gone on with the chain that was there or has begun one."""
     x = autofuse.wrap(torch.ones(3, 4))
     torch.set_grad_enabled(block != "enable_grad")
     for _ in range(3):
@@ -634,16 +633,21 @@ def test_a_block_leaves_recording_where_its_modes_say(block, inside, on, modes_a
         assert x.held.tolist() == [[2.0] * 4] * 3
 
 
-@pytest.mark.parametrize("block", [name for name in BLOCKS if "inference" not in name])
-def test_a_block_in_which_nothing_is_recorded_begins_no_chain(block, on):
-    x = autofuse.wrap(torch.ones(3, 4))
-    autofuse.materialize(x + 1)
-    for _ in range(2):
-        BLOCKS[block](lambda: None)
-    (recorder,) = [r for r in this_thread.recorders.values() if r.device == x.device]
-    chain = recorder.chain
-    assert "open" not in functions_called(lambda: BLOCKS[block](lambda: None))
-    assert recorder.chain is chain
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_check_made_while_a_thread_is_closed_meets_no_batch_of_nested_tensors(on):
+    """They have no sizes: what was learnt before the inner block must not be asked of them."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, s):
+            s * torch.ones(4)
+            torch.vmap(lambda t: s * t)(nested)
+            return x.detach()
+
+    s = autofuse.wrap(torch.tensor(2.0))
+    autofuse.materialize(autofuse.wrap(torch.ones(4)) * 2 + 1)
+    assert Through.apply(torch.ones(4, requires_grad=True), s).shape == (4,)
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -250,10 +250,9 @@ class Recorder:
     """What one thread records on one device."""
 
     __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
-                 "hooks", "ident", "inference", "joins", "kind", "last_wait", "launches", "left",
-                 "lock", "looked_on", "nowhere", "off", "reading", "release", "resting", "roots",
-                 "running", "runners", "size", "spare", "stream", "thread", "twins", "untold",
-                 "waits")  # fmt: skip
+                 "hooks", "ident", "inference", "joins", "kind", "last_wait", "launches", "lock",
+                 "looked_on", "nowhere", "off", "reading", "release", "resting", "roots", "running",
+                 "runners", "size", "spare", "stream", "thread", "untold", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
@@ -271,8 +270,7 @@ class Recorder:
         self.resting = False  # records nothing until there is news of kernels; see `policy.rest`
         self.launches = 0  # flushes that ran a kernel, or waited for it
         self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
-        self.roots: dict[tuple[Any, ...], Node] = {}  # by what decides results besides the operands
-        self.twins: dict[Node, Node] = {}  # of these, those of the other grad mode
+        self.roots: dict[object, Node] = {}  # by what decides results besides the operands
         self.joins: dict[object, JoinOp | None] = {}  # by torch's name, dimension and Metas
         self.size = 0  # nodes in the trie
         self.runners: list[Any] = []  # `run.runner.Runner`s
@@ -317,10 +315,12 @@ class Recorder:
         chain = Chain(home)
         if not self.chain:
             # no Python runs from here...
-            self.grad, self.inference = grad, inference
-            self.autocast, self.hooks = autocast, hooks
-            self.looked_on, self.home = looked_on, home
-            self.left: tuple[Node, bool] | None = None  # `home` and `grad` before `modes.shut`
+            self.grad = grad
+            self.inference = inference
+            self.autocast = autocast
+            self.hooks = hooks
+            self.looked_on = looked_on
+            self.home = home
             self.spare: Chain | None = None
             self.chain = chain
             # ...to here
@@ -348,9 +348,9 @@ class Recorder:
     def forget(self) -> None:
         """Drop the trie, whose open chain is empty or goes on as it is; kernels stay."""
         counts.forgotten.update(self.totals())
-        for known in (self.runners, self.roots, self.twins, self.joins):
-            known.clear()
-        self.left = None
+        self.runners.clear()
+        self.roots.clear()
+        self.joins.clear()
         self.size = 0
 
     def leave(self) -> None:

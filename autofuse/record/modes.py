@@ -13,7 +13,6 @@ import torch
 from .. import hooks
 from ..chain.liveness import DEAD, counts_of
 from ..chain.state import (
-    Node,
     OwnRecorders,
     Recorder,
     all_recorders,
@@ -25,7 +24,6 @@ from ..chain.state import (
 from ..inside import helping, inside, is_owned, whatever_interrupts
 from ..settings.config import config, watch
 from ..supply import kernels as compiling
-from ..torch_private import top_hooks
 from .flush import flush, flush_all
 
 
@@ -66,51 +64,8 @@ def end(recorder: Recorder) -> None:
 def regrade() -> None:
     """After a change of grad mode: what was recorded before keeps the mode it was recorded in."""
     for recorder in list(this_thread.recorders.values()):
-        grad = torch.is_grad_enabled()
-        if recorder.grad is not grad and not _go_on(recorder, grad):
+        if recorder.grad is not torch.is_grad_enabled():
             renew(recorder, "grad mode")
-
-
-def _go_on(recorder: Recorder, grad: bool) -> bool:
-    """Let a chain without ops go on in another grad mode; False, with nothing done, if it has some.
-
-    What else decides results is as it was, or `open` would have been called.
-    """
-    if top_hooks() != recorder.hooks:  # somebody has put some there by C
-        return False
-    home, chain, nowhere = recorder.home, recorder.chain, recorder.nowhere
-    twin: Node | None = nowhere
-    if home is not nowhere:
-        twin = recorder.twins.get(home) or _find_twin(recorder, home)
-        if twin is None:
-            return False
-    if (
-        not chain
-        and recorder.chain is chain
-        and recorder.home is home
-        and chain.tip is home
-        and not recorder.reading
-        and recorder.running is None
-        and recorder.ident == recorder.thread
-    ):
-        # no Python runs from here...
-        recorder.grad = grad
-        recorder.home = twin
-        chain.tip = twin
-        # ...to here
-        return True
-    return False
-
-
-def _find_twin(recorder: Recorder, home: Node) -> Node | None:
-    """The root of the other grad mode, if there has been one."""
-    roots = list(recorder.roots.items())
-    for modes, root in roots:
-        for others, other in roots:
-            if root is home and other is not home and modes[1:] == others[1:]:
-                recorder.twins[home] = other
-                return other
-    return None
 
 
 def leave_thread() -> None:
@@ -123,7 +78,7 @@ def close_thread(reason: str) -> None:
     """Record nothing in this thread until the matching `reopen_thread`."""
     this_thread.closed += 1
     try:
-        shut(reason)
+        reopen(reason)
     except BaseException:  # nothing has changed, for the recorders before it neither
         this_thread.closed -= 1
         for recorder in list(this_thread.recorders.values()):
@@ -142,65 +97,16 @@ def run_closed(reason: str, run: Callable[..., Any], args: Any, kwargs: Any) -> 
     finally:
         this_thread.closed = before  # no Python runs before that
         try:
-            shut("reopen")
-        except BaseException:
-            whatever_interrupts(partial(shut, "reopen"))
+            reopen("reopen")
+        except BaseException:  # an interrupt may come before `whatever_interrupts` has begun
+            whatever_interrupts(partial(reopen, "reopen"))
             raise
 
 
 def reopen_thread() -> None:
     """Undo one `close_thread`."""
     this_thread.closed -= 1
-    shut("reopen")
-
-
-def shut(reason: str) -> None:
-    """Let this thread's chains record nothing, or again, as `this_thread.closed` says by now."""
-    off = this_thread.closed > 0
-    for recorder in list(this_thread.recorders.values()):
-        if not _shut(recorder, off):
-            _reopen(recorder, reason)
-
-
-def _shut(recorder: Recorder, off: bool) -> bool:
-    """The same of a chain without ops; False, with nothing done, if it has some.
-
-    It goes on where it stood if no mode is another one then: any that autofuse is told of has
-    called `open` meanwhile.
-    """
-    if recorder.off is off:
-        return off  # by who has called this one
-    home, chain, nowhere, left = recorder.home, recorder.chain, recorder.nowhere, recorder.left
-    if off:
-        grad, then, kept = recorder.grad, nowhere, (home, recorder.grad)
-    else:
-        if left is None or top_hooks() != recorder.hooks:
-            return False
-        then, grad = left
-        kept = None
-        inference = torch.is_inference_mode_enabled()
-        if grad is not torch.is_grad_enabled() or recorder.inference is not inference:
-            return False
-    if (
-        not chain
-        and recorder.chain is chain
-        and recorder.home is home
-        and recorder.left is left
-        and chain.tip is home
-        and not recorder.reading
-        and recorder.running is None
-        and recorder.ident == recorder.thread
-    ):
-        # no Python runs from here...
-        recorder.off = off
-        recorder.grad = grad
-        recorder.home = then
-        recorder.left = kept
-        chain.tip = then
-        nowhere.likely = ()  # as in `_reopen`
-        # ...to here
-        return True
-    return False
+    reopen("reopen")
 
 
 def look_on() -> None:
@@ -235,14 +141,10 @@ class closed(contextlib.ContextDecorator):  # noqa: N801 - used like a function
 def reopen(reason: str) -> None:
     """Flush this thread's chains and start new ones under the modes of this moment."""
     for recorder in list(this_thread.recorders.values()):
-        _reopen(recorder, reason)
-
-
-def _reopen(recorder: Recorder, reason: str) -> None:
-    flush(recorder, reason)
-    recorder.off = this_thread.closed > 0
-    recorder.nowhere.likely = ()  # in torch.vmap a check would meet what has no sizes
-    renew(recorder, reason)
+        flush(recorder, reason)
+        recorder.off = this_thread.closed > 0
+        recorder.nowhere.likely = ()  # in torch.vmap a check would meet what has no sizes
+        renew(recorder, reason)
 
 
 def reopen_all(reason: str) -> None:
