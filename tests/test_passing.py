@@ -1072,3 +1072,32 @@ def test_what_is_let_pass_writes_to_no_argument():
                     writes = argument.alias_info is not None and argument.alias_info.is_write
                     assert told or not writes, (func.__name__, argument.name)
     assert seen > 400
+
+
+class Acting:
+    """A number, as an index, for which Python runs."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __index__(self):
+        self.act()
+        return 1
+
+
+@pytest.mark.parametrize("change", [
+    lambda w: w.set_(torch.full((1, 4), 5.0)), lambda w: w.resize_(1, 4),
+    lambda w: w.data.fill_(7.0), lambda w: setattr(w, "data", torch.full((1, 4), 2.0).double()),
+])  # fmt: skip
+def test_what_python_does_to_a_wrapped_tensor_that_is_lent(change, on, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+
+    def run(wrap):
+        h, w = torch.ones(4, 4), wrap(torch.ones(3, 4))
+        with torch.no_grad():
+            autofuse.materialize(w * 2 + 1)
+            h[Acting(lambda: change(w)) :] = w
+            return autofuse.unwrap(autofuse.materialize(w * 2 + 1)), h
+
+    for got, want in zip(run(autofuse.wrap), run(lambda x: x), strict=True):
+        assert_same(got, want, None)

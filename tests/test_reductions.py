@@ -372,6 +372,26 @@ ALIKE = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("before", ["one", "weight is row", "bias is row"])
+def test_an_argument_that_was_there_twice_is_told_from_two(recorded, before, on):
+    """A weight that was a bias too, say, which the chain has read before."""
+    rows, (w, b) = torch.randn(8, 32), torch.randn(2, 32)
+
+    def run(x, w, b):
+        return F.layer_norm(x * w, (32,), w, b) * 2.0
+
+    def of_row(x, w, b):
+        h = x[0] * w
+        return F.layer_norm(h, (32,), *((h, b) if before == "weight is row" else (w, h)))
+
+    calls = [(run, w, w), (run, w, b), (run, b, w), (run, b, b)]
+    if before != "one":
+        calls = [(of_row, w, b), (run, w, b)]
+    for _ in range(3):
+        for program, *weights in calls:
+            assert_same(program(autofuse.wrap(rows), *weights), program(rows, *weights), 1e-5)
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_calls_that_look_alike_are_told_apart(recorded, name):
     x = table(4, 8)

@@ -1,24 +1,23 @@
 """What choosers of `ops` make of a call of a torch function: asked once, and kept.
 
-Machine code finds a call by all of it that a chooser may look at: what is known of its tensors, the
-classes and values of its numbers and options, grad mode.
+Machine code finds a call by what its chooser may look at: `hot.spell.choice_for` for functions with
+options, `hot.reduce.choice_of` for reductions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
 
 from ..chain.state import this_thread
+from ..inside import is_foreign
 from ..torch_private import looked_on
-from .unrecorded import TARGETS
 
 # what choosers run into with arguments that they do not know
-UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError,
+_UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError,
                       RuntimeError)  # fmt: skip
-_MOST = 256  # calls that are known of a function
 _NUMBERS = (int, float, bool)
 
 
@@ -27,47 +26,53 @@ def chosen_by(choose: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     # modes are told of what was called, and not of what it is made of
     if this_thread.closed or looked_on():
         return None
+    return _asked(choose, args, kwargs)
+
+
+def _asked(choose: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         return choose(*args, **kwargs)
-    except UNKNOWN_ARGUMENTS:
+    except _UNKNOWN_ARGUMENTS as error:
+        assert error.__traceback__ is not None
+        inner = error.__traceback__.tb_next
+        # a signal's handler has a frame of its own, inside of the chooser's
+        if inner is not None and inner.tb_next is not None and is_foreign(error):
+            raise
         return None
 
 
-def without_targets(options: dict[str, Any]) -> dict[str, Any]:
-    """All but the keywords that say where a function writes."""
-    return {key: value for key, value in options.items() if key not in TARGETS}
+def without(names: Set[str], options: dict[str, Any]) -> dict[str, Any]:
+    """All keywords but those."""
+    return {key: value for key, value in options.items() if key not in names}
 
 
 class Choices(dict[Any, Any]):
     """By the keys of calls of one function, what its chooser would say of them again.
 
     That is (op, *operands), each of which is the position of an argument or a number in a tuple; or
-    the position of the argument that is handed back; or None for what only eager PyTorch does.
+    the position of the argument that is handed back; or None where it has to be asked, or has no
+    answer. Machine code keeps it, if the arguments are still what the key says.
     """
 
     def __init__(self, choose: Callable[..., Any]) -> None:
         self.choose = choose
 
-    def __call__(self, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Choose for a new `key`, in which an argument that is there twice is told."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What to keep of such a call."""
         values = (*args, *kwargs.values())
+        if any(map(_is_device, values)):  # it may be that of now
+            return None
+        return _placed(_asked(self.choose, args, kwargs), values)
+
+
+def _is_device(value: Any) -> bool:
+    if value.__class__ is str:
         try:
-            chosen = None if any(map(_may_be_another, values)) else self.choose(*args, **kwargs)
-        except UNKNOWN_ARGUMENTS:
-            chosen = None
-        if len(self) >= _MOST:
-            self.clear()
-        return self.setdefault(key, _placed(chosen, values))
-
-
-def _may_be_another(value: Any) -> bool:
-    """Whether it is a device, which may be that of now."""
-    try:
-        return (
-            value.__class__ is torch.device or value.__class__ is str and bool(torch.device(value))
-        )
-    except RuntimeError:
-        return False
+            torch.device(value)
+        except RuntimeError:
+            return False
+        return True
+    return value.__class__ is torch.device
 
 
 def _placed(chosen: Any, values: tuple[Any, ...]) -> Any:

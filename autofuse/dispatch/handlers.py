@@ -23,17 +23,17 @@ from ..chain.state import counts, is_alone, this_thread, writing
 from ..ops import arithmetic, operators
 from ..ops import row as rows
 from ..ops.autocast import COMPOSITES
-from ..ops.row import OPS, RETURNING, Op
+from ..ops.row import MAKING, OPS, RETURNING, Op
 from ..record.flush import flush_thread
 from ..record.numbers import follows
 from ..record.origins import keep
 from ..record.record import record, record_fresh, relieve
 from ..record.writes import flush_readers, record_inplace, record_write
 from ..torch_private import autocast_is_on, dispatch_modes, functions_off, looked_on
-from .chosen import Choices, chosen_by, without_targets
+from .chosen import Choices, chosen_by, without
 from .eager import OURS, Handler, Parameter, Plain, begin, has_others, run_eager, run_short
 from .protocol import HANDLERS, OPTIONS
-from .unrecorded import Known, known_of, reason_of
+from .unrecorded import TARGETS, Known, known_of, reason_of
 
 # (function of `hot`, the one here that it stands for, what it is given of that)
 HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
@@ -194,13 +194,19 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
     Functions may have `out` and `inplace`; methods, which torch's parser does not check, have not.
     """
 
-    named = choose if method else lambda *xs, **more: choose(*xs, **without_targets(more))
-    rest, written = passing(func), in_place(named, func) if _has_inplace(func) else None
+    targets: set[str] = set() if method else TARGETS if _has_inplace(func) else {"out"}
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        """What is chosen where nothing is written by these keywords."""
+        given = not method and kwargs.get("out") is not None
+        return None if given else choose(*args, **without(targets, kwargs))
+
+    rest, written = passing(func), in_place(named, func) if "inplace" in targets else None
 
     def spelled(*args: Any, **kwargs: Any) -> Any:
         options = kwargs
         if kwargs and not method:
-            options = without_targets(kwargs)
+            options = without(targets, kwargs)
             out = kwargs.get("out")
             if kwargs.get("inplace"):
                 in_its_place = written if args and written is not None else rest
@@ -225,7 +231,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
         return rest(*args, **kwargs)
 
     known = known_of(func)
-    if not known.writes:
+    if not known.writes and choose not in MAKING:
         HOT.append(("spelling", spelled, (func, known, Choices(named), written)))
     return spelled
 

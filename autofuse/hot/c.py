@@ -92,15 +92,17 @@ ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python
 TUPLES = 1 << 26  # the flag of tuple and its subclasses
 EQUAL = 2  # Py_EQ
 WITH_KEYWORDS = 3  # METH_VARARGS | METH_KEYWORDS, as torch has its functions called
+MOST_CHOICES = 256  # of a function, that are known; forgotten after so many calls of others
+MISSES = 16 * MOST_CHOICES
 TELL = 1  # in place of a function: that it is to be called
 FAILED = (1 << 32) - 1  # the bits of a C int, which is not 0 where a setter fails
 SIZED = 16  # where a tuple has how many
 COUNT = (1 << 63) - 1  # of the flags of a vectorcall, how many arguments have no keyword
 LISTED = 24  # where a list has the address of its first item
 SLICED = 16  # where a slice has its start, stop and step
-AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE = (
+AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, EAGER = (
     "_af", "autofuse_current", "flushing", "words", "recorders", "",
-    "write", "inplace", "materialize",
+    "write", "inplace", "materialize", "eager",
 )  # fmt: skip
 
 # objects of `chain`, `record` and torch

@@ -9,17 +9,15 @@ from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
 from .flush import flush_now
-from .inputs import likely_meta
+from .inputs import is_as
 from .record import (
     are_watched,
     called,
     count_eager,
     handed,
     number_chain,
-    recorded_as,
     recorded_views,
     result_of,
-    tupled,
     verdict_on,
 )
 from .values import (
@@ -29,11 +27,9 @@ from .values import (
     grad_mode,
     has_target,
     has_wrapped,
-    is_ours,
     is_simple,
     item_at,
     looked_on,
-    recorder_of,
     set_class,
     slot_of,
     state_of,
@@ -85,109 +81,6 @@ def passing(table, function, args, count, names) -> object:
         return 0
     known: Known = entry[1]
     return passed(recorder, entry, known.reason, args, count, names)
-
-
-def spelling(table, function, args, count, names) -> object:
-    """A function with options, recorded as calls like it have been; or as `passing`.
-
-    table: by handlers, the function, what is known of it, its `Choices`, and what stands for it
-    where it works in place, or None.
-    """
-    own = PyDict_GetItemWithError(table[0], function)
-    if own == 0:
-        return 0
-    entry = own + ITEMS
-    if names != 0:
-        for k in range(PyTuple_Size(names)):
-            if load(names + ITEMS + 8 * k) is INPLACE and args[count + k] is True:
-                if entry[3] is None:
-                    return 0
-                return PyObject_Vectorcall(entry[3], args, count, names)
-        if has_target(TARGETS, names, args + 8 * count) != 0:
-            return 0
-    if looked_on() != 0:
-        return 0
-    found = chosen(entry[2], args, count, names)
-    if found == 0 or found is None:
-        return 0
-    if class_of(found) is int:
-        return kept(args[int(found)])
-    known: Known = entry[1]
-    if known.in_c is not True:
-        return recorded_as(0, kept(found), args)
-    result = recorded_as(TELL, kept(found), args)
-    if result == 0 or class_of(result) is not Node:
-        return result
-    recorder: Recorder = current_recorder()
-    if recorder == 0:
-        return 0
-    node: Node = result
-    if is_everyday(recorder, known, args, count, names) == 0:
-        return 0
-    return passed(recorder, entry, node.counted, args, count, names)
-
-
-def chosen(choices, args, count, names) -> object:
-    """What a chooser has said of such a call, or says now; 0 where Python has to ask it."""
-    values = count
-    if names != 0:
-        values += PyTuple_Size(names)
-    if values > 7:
-        return 0
-    recorder: Recorder = recorder_of(args, values)
-    if recorder == 0 or recorder is None or recorder.off is True:
-        return 0
-    chain: Chain = kept(recorder.chain)
-    tip: Node = chain.tip
-    given = room(8)  # the key, then the arguments
-    flat = room(24)
-    flat[0] = False
-    if grad_mode() != 0:
-        flat[0] = True
-    size = 1
-    for k in range(values):
-        x = args[k]
-        given[k + 1] = x
-        kind = class_of(x)
-        if is_ours(x) != 0:
-            flat[size] = known_as(tip, x)
-            if flat[size] == 0:
-                return 0
-            for earlier in range(k):
-                if args[earlier] is x:
-                    flat[size] = SLOTS[earlier]
-            size += 1
-        elif is_simple(kind) != 0 and kind is not slice:  # which has no hash
-            flat[size] = kind
-            flat[size + 1] = x
-            size += 2
-        else:
-            return 0
-    if names != 0:
-        flat[size] = names
-        size += 1
-    key = tupled(flat, size)
-    found = PyDict_GetItemWithError(choices, key)
-    if found != 0:
-        return kept(found)
-    if PyErr_Occurred() != 0:
-        return 0
-    given[0] = key
-    return PyObject_Vectorcall(choices, given, count + 1, names)
-
-
-def known_as(tip: Node, x):
-    """The Meta of a tensor, borrowed, if it has one or `tip` knows it; or 0."""
-    if class_of(x) is Tensor:
-        state = state_of(x)
-        if class_of(state) is Node:
-            node: Node = state
-            state = node.meta
-        if class_of(state) is Meta:
-            return state
-        if state is not UNKNOWN:
-            return 0
-    return likely_meta(tip.likely, x)
 
 
 def running(table, function, args, count, names) -> object:
@@ -479,10 +372,15 @@ def lend(place, lent, args, count, most):
 
 
 def take_back(place, lent):
-    """End what `lend` has begun."""
+    """End what `lend` has begun; Python that ran in the middle may have changed one unseen."""
     for k in range(lent):
-        set_class(place[k], Tensor)
-        Py_DecRef(place[k])
+        x = place[k]
+        set_class(x, Tensor)
+        state = state_of(x)
+        if class_of(state) is Meta:
+            if is_as(x, state) == 0:
+                PyObject_GenericSetAttr(x, AF, UNKNOWN)
+        Py_DecRef(x)
 
 
 def is_strided(tensor):

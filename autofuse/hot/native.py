@@ -3,8 +3,8 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
-`values`, `inputs`, `record`, `launch`, `flush`, `call`, `reduce`, `write`, `lend` and `builtins`,
-in the language of `body`.
+`values`, `inputs`, `record`, `launch`, `flush`, `call`, `spell`, `reduce`, `write`, `lend` and
+`builtins`, in the language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -44,6 +44,7 @@ from . import flush as _flush
 from . import launch as _launch
 from . import record as _record
 from . import reduce as _reduce
+from . import spell as _spell
 from .machine import Machine
 from .places import (
     cells_of,
@@ -59,7 +60,8 @@ from .places import (
 from .verdict import verdict
 
 _STAGES = (
-    values, inputs, _record, _launch, _flush, call, overrides, _reduce, write, lend, _builtins,
+    values, inputs, _record, _launch, _flush, call, overrides, _spell, _reduce, write, lend,
+    _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
 

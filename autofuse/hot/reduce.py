@@ -7,10 +7,10 @@ from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node, Recorder
 from ..dispatch.unrecorded import Known
-from ..ops.row import Op
 from .c import *
 from .call import is_everyday, passed
 from .record import flattened, recorded_as, tupled
+from .spell import is_full
 from .values import class_of, current_recorder, is_ours, looked_on, state_of
 
 
@@ -44,8 +44,50 @@ def reducing(table, function, args, count, names) -> object:
 
 
 def choice_of(entry, args, count, names) -> object:
-    """What `dispatch.chosen` has found for calls of a function with such arguments."""
-    x = args[0] + TENSOR_AT
+    """What a chooser says of a reduction with such arguments, as `spell.choice_for`.
+
+    The key has the first tensor's dtype, device, number of dimensions and columns, and the options.
+    """
+    about = about_rows(args[0])
+    every = count
+    if names != 0:
+        every += PyTuple_Size(names)
+    if about == 0 or every > 8:
+        return 0
+    flat = room(40)
+    flat[0] = about
+    size = 1
+    if names != 0:
+        flat[1] = names
+        size = 2
+    for k in range(1, every):
+        size = argument(flat, size, args[k])
+        if size == 0:
+            return 0
+        for earlier in range(k):
+            if args[earlier] is args[k] and is_ours(args[k]) != 0:
+                flat[size] = Meta  # it is there twice
+                flat[size + 1] = SLOTS[earlier]
+                size += 2
+                break
+    key = tupled(flat, size)
+    found = PyDict_GetItemWithError(entry[2], key)
+    if found != 0:
+        return kept(found)
+    if PyErr_Occurred() != 0 or is_full(entry[2]) != 0:
+        return 0
+    made = PyObject_Vectorcall(entry[2], args, count, names)
+    if made == 0:
+        return 0
+    again = about_rows(args[0])
+    if again == 0 or int(again) != int(about) or PyDict_SetItem(entry[2], key, made) != 0:
+        return 0
+    return made
+
+
+def about_rows(tensor) -> object:
+    """A number for the dtype, device, number of dimensions and columns of a tensor; 0 for none."""
+    x = tensor + TENSOR_AT
     place = room(1)
     place[0] = 0
     failed = call_pointer(DTYPE_OF, x, place)
@@ -60,31 +102,7 @@ def choice_of(entry, args, count, names) -> object:
     columns = load(place[0] + 8 * ndim - 8)
     if columns >= 1 << 32:
         return 0
-    given = room(10)  # the key, then the arguments
-    flat = room(40)
-    about = PyLong_FromLong((number * 256 + ndim) * (1 << 32) + columns)
-    flat[0] = about
-    size = 1
-    if names != 0:
-        flat[1] = names
-        size = 2
-        count += PyTuple_Size(names)
-    if count > 8:
-        return 0
-    for k in range(count):
-        given[k + 1] = args[k]
-        if k != 0:
-            size = argument(flat, size, args[k])
-            if size == 0:
-                return 0
-    key = tupled(flat, size)
-    found = PyDict_GetItemWithError(entry[2], key)
-    if found != 0:
-        return kept(found)
-    given[0] = key
-    if names != 0:
-        count -= PyTuple_Size(names)
-    return PyObject_Vectorcall(entry[2], given, count + 1, names)
+    return PyLong_FromLong((number * 256 + ndim) * (1 << 32) + columns)
 
 
 def argument(flat, size, x):
@@ -126,8 +144,10 @@ def reduced(known: Known, found: tuple, args) -> object:
     """
     if known.in_c is True:
         return recorded_as(TELL, found, args)
-    op: Op = found[0]
-    return recorded_as(op.eager, found, args)
+    eager = tried(PyObject_GetAttr(found[0], EAGER))
+    if eager == 0:
+        return 0
+    return recorded_as(eager, found, args)
 
 
 def is_never_reduced(x):

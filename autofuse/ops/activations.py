@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from .row import OPS, composite, is_number, plain, row, since, single, spelled
+from .row import OPS, composite, is_number, making, plain, row, since, single, spelled
 
 # fmt: off
 
@@ -110,6 +110,7 @@ def rrelu(input, lower=1.0 / 8, upper=1.0 / 3, training=False):
     return OPS["leaky_relu"], (input, (float(lower) + float(upper)) / 2)
 
 
+@making
 @spelled()
 def prelu(input, weight):
     count = weight.numel()
@@ -181,6 +182,7 @@ def threshold(input, threshold, value):
     return OPS["threshold"], (input, threshold, value)
 
 
+@making
 @spelled()
 def glu(input, dim=-1):
     graph = torch.is_grad_enabled() and input.requires_grad

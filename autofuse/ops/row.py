@@ -205,6 +205,7 @@ PLAIN: dict[str, Op] = {}  # torch name -> Op of one or two operands with no opt
 METHODS: dict[str, Callable[..., Chosen]] = {}  # where the method has another order of arguments
 COMPOSITES: dict[str, Callable[..., object]] = {}  # torch name -> the same by torch functions
 RETURNING: set[Callable[..., object]] = set()  # of these, those that return their argument or None
+MAKING: set[Callable[..., object]] = set()  # choosers that make tensors on the way
 
 
 def row(name: str, params: str, expr: str, **columns: object) -> Op:
@@ -242,6 +243,12 @@ composite = registrar(COMPOSITES)  # what stands for functions that PyTorch comp
 def returning(function: Any) -> Any:
     """A decorator of a composite that does nothing but return its argument, or None."""
     RETURNING.add(function)
+    return function
+
+
+def making(function: Any) -> Any:
+    """A decorator of a chooser that makes tensors on the way, which may be recorded."""
+    MAKING.add(function)
     return function
 
 

@@ -115,8 +115,8 @@ def join_op(name: str, dim: int, metas: Sequence[Laid]) -> JoinOp | None:
     """The op that joins such tensors; None where only torch knows what comes of it."""
     stacks, shape = name == "stack", metas[0].shape
     if stacks:  # what stands for torch.stack on stand-ins says other errors in some versions
-        plain = len(shape) < _FORMATTED - 1
-        if not all((meta.flat or plain) and meta.shape == shape for meta in metas):
+        formatless = len(shape) < _FORMATTED - 1
+        if not all((meta.flat or formatless) and meta.shape == shape for meta in metas):
             return None
         if not -len(shape) <= dim + (dim < 0) <= len(shape):
             return None

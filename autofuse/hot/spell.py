@@ -1,0 +1,154 @@
+"""Functions with options, as machine code: recorded as calls like them have been."""
+
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from ..chain.meta import UNKNOWN, Meta
+from ..chain.shell import Tensor
+from ..chain.state import Chain, Node, Recorder
+from ..dispatch.unrecorded import Known
+from .c import *
+from .call import is_everyday, passed
+from .inputs import likely_meta
+from .record import recorded_as, tupled
+from .values import (
+    class_of,
+    count_one,
+    current_recorder,
+    grad_mode,
+    has_target,
+    is_ours,
+    is_simple,
+    looked_on,
+    recorder_of,
+    state_of,
+)
+
+
+def spelling(table, function, args, count, names) -> object:
+    """A function with options, recorded as calls like it have been, or run where it is better off.
+
+    table: by handlers, the function, what is known of it, its `Choices`, and what stands for it
+    where it works in place, or None.
+    """
+    own = PyDict_GetItemWithError(table[0], function)
+    if own == 0:
+        return 0
+    entry = own + ITEMS
+    if names != 0:
+        for k in range(PyTuple_Size(names)):
+            if load(names + ITEMS + 8 * k) is INPLACE and args[count + k] is True:
+                if entry[3] is None:
+                    return 0
+                return PyObject_Vectorcall(entry[3], args, count, names)
+        if has_target(TARGETS, names, args + 8 * count) != 0:
+            return 0
+    if looked_on() != 0:
+        return 0
+    found = choice_for(entry[2], args, count, names)
+    if found == 0 or found is None:
+        return 0
+    if class_of(found) is int:
+        return kept(args[int(found)])
+    known: Known = entry[1]
+    if known.in_c is not True:
+        return recorded_as(0, kept(found), args)
+    result = recorded_as(TELL, kept(found), args)
+    if result == 0 or class_of(result) is not Node:
+        return result
+    recorder: Recorder = current_recorder()
+    if recorder == 0:
+        return 0
+    node: Node = result
+    if is_everyday(recorder, known, args, count, names) == 0:
+        return 0
+    return passed(recorder, entry, node.counted, args, count, names)
+
+
+def choice_for(choices, args, count, names) -> object:
+    """What a chooser says of such a call, as it has said before; 0 where Python has to ask it.
+
+    The key has grad mode, the Metas of tensors, or of which argument one is that is there twice,
+    and the classes and values of all else.
+    """
+    values = count
+    if names != 0:
+        values += PyTuple_Size(names)
+    if values > 7:
+        return 0
+    recorder: Recorder = recorder_of(args, values)
+    if recorder == 0 or recorder is None or recorder.off is True:
+        return 0
+    chain: Chain = kept(recorder.chain)
+    tip: Node = kept(chain.tip)
+    metas = room(8)
+    flat = room(24)
+    flat[0] = False
+    if grad_mode() != 0:
+        flat[0] = True
+    size = 1
+    for k in range(values):
+        x = args[k]
+        kind = class_of(x)
+        metas[k] = 0
+        if is_ours(x) != 0:
+            metas[k] = known_as(tip, x)
+            if metas[k] == 0:
+                return 0
+            flat[size] = metas[k]
+            for earlier in range(k):
+                if args[earlier] is x:
+                    flat[size] = SLOTS[earlier]
+            size += 1
+        elif is_simple(kind) != 0 and kind is not slice:  # which has no hash
+            flat[size] = kind
+            flat[size + 1] = x
+            size += 2
+        else:
+            return 0
+    if names != 0:
+        flat[size] = names
+        size += 1
+    key = tupled(flat, size)
+    found = PyDict_GetItemWithError(choices, key)
+    if found != 0:
+        return kept(found)
+    if PyErr_Occurred() != 0 or is_full(choices) != 0:
+        return 0
+    made = PyObject_Vectorcall(choices, args, count, names)
+    if made == 0:
+        return 0
+    for k in range(values):  # a handler of signals, say, may have changed one meanwhile
+        if metas[k] != 0 and known_as(tip, args[k]) != metas[k]:
+            return 0
+    if PyDict_SetItem(choices, key, made) != 0:
+        return 0
+    return made
+
+
+def is_full(choices):
+    """Whether no more calls are kept of a function; after a while these are forgotten.
+
+    Numbers that are others each time would have it asked here, and nothing found.
+    """
+    if PyDict_Size(choices) < MOST_CHOICES:
+        return 0
+    count_one(choices, None)
+    if int(PyDict_GetItemWithError(choices, None)) < MISSES:
+        return 1
+    PyDict_Clear(choices)
+    return 0
+
+
+def known_as(tip: Node, x):
+    """The Meta of a tensor, borrowed, if it has one or `tip` knows it; or 0."""
+    if class_of(x) is Tensor:
+        state = state_of(x)
+        if class_of(state) is Node:
+            node: Node = state
+            state = node.meta
+        if class_of(state) is Meta:
+            return state
+        if state is not UNKNOWN:
+            return 0
+    return likely_meta(tip.likely, x)
