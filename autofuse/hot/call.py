@@ -264,6 +264,7 @@ def passed(recorder: Recorder, entry, reason, args, count, names) -> object:
         result = called_plain(entry[0], reason, args, count)
     else:
         result = called(entry[0], reason, args, count, names)
+    look_again(plain, lent, result)
     take_back(plain, lent)
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - len(chain))
@@ -293,6 +294,7 @@ def called_lending(function, reason, args, first, count, names) -> object:
         if are_modes_off() != 0 and is_only_thread() != 0:
             lent = lend(plain, 0, args + 8 * first, every, 4)
     result = called(function, reason, args, count, names)
+    look_again(plain, lent, result)
     take_back(plain, lent)
     return result
 
@@ -372,15 +374,22 @@ def lend(place, lent, args, count, most):
 
 
 def take_back(place, lent):
-    """End what `lend` has begun; Python that ran in the middle may have changed one unseen."""
+    """End what `lend` has begun."""
     for k in range(lent):
-        x = place[k]
-        set_class(x, Tensor)
-        state = state_of(x)
-        if class_of(state) is Meta:
-            if is_as(x, state) == 0:
-                PyObject_GenericSetAttr(x, AF, UNKNOWN)
-        Py_DecRef(x)
+        set_class(place[k], Tensor)
+        Py_DecRef(place[k])
+
+
+def look_again(place, lent, result):
+    """Before `take_back`: Python that ran in the middle may have changed one unseen."""
+    for k in range(lent):
+        if result == 0:  # an error is at hand, which a look would forget
+            PyObject_GenericSetAttr(place[k], AF, UNKNOWN)
+        else:
+            state = state_of(place[k])
+            if class_of(state) is Meta:
+                if is_as(place[k], state) == 0:
+                    PyObject_GenericSetAttr(place[k], AF, UNKNOWN)
 
 
 def is_strided(tensor):
