@@ -214,6 +214,7 @@ def test_what_changes_while_a_chooser_is_asked_is_not_kept():
     w = W(torch.randn(5, 7))
     for _ in range(3):
         autofuse.materialize(w * 1.0)
+    w.to(torch.float64)  # the second time it is asked
 
     def interfere(frame, event, arg):
         if event == "call" and frame.f_code is Choices.__call__.__code__:
@@ -249,7 +250,7 @@ def test_what_a_handler_of_signals_raises_while_a_chooser_is_asked():
 
 
 @pytest.mark.skipif(not native.active(), reason="machine code is off")
-def test_numbers_that_are_others_each_time_are_not_asked_for_twice(monkeypatch):
+def test_what_is_met_once_is_not_asked_for(monkeypatch):
     asked = []
     choose = rows.SPELLINGS["lerp"]
     (choices,) = {
@@ -260,13 +261,10 @@ def test_numbers_that_are_others_each_time_are_not_asked_for_twice(monkeypatch):
     w = W(X)
     for k in range(2000):
         autofuse.materialize(torch.lerp(w, w, k / 8192))
-    assert 0 < len(asked) <= 300
-    for _ in range(4500):  # those are forgotten
-        torch.lerp(w, w, random.random())
-    asked.clear()
+    assert asked == []
     for _ in range(20):
         autofuse.materialize(torch.lerp(w, w, 0.75))
-    assert len(asked) <= 1
+    assert len(asked) == 1
 
 
 def test_of_a_chooser_that_fails_nothing_is_known():

@@ -10,7 +10,7 @@ from ..dispatch.unrecorded import Known
 from .c import *
 from .call import is_everyday, passed
 from .record import flattened, recorded_as, tupled
-from .spell import is_full
+from .spell import known_choice
 from .values import class_of, current_recorder, is_ours, looked_on, state_of
 
 
@@ -71,11 +71,9 @@ def choice_of(entry, args, count, names) -> object:
                 size += 2
                 break
     key = tupled(flat, size)
-    found = PyDict_GetItemWithError(entry[2], key)
-    if found != 0:
+    found = known_choice(entry[2], key)
+    if found is not Ellipsis:
         return kept(found)
-    if PyErr_Occurred() != 0 or is_full(entry[2]) != 0:
-        return 0
     made = PyObject_Vectorcall(entry[2], args, count, names)
     if made == 0:
         return 0

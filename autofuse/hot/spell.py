@@ -13,7 +13,6 @@ from .inputs import likely_meta
 from .record import recorded_as, tupled
 from .values import (
     class_of,
-    count_one,
     current_recorder,
     grad_mode,
     has_target,
@@ -110,11 +109,9 @@ def choice_for(choices, args, count, names) -> object:
         flat[size] = names
         size += 1
     key = tupled(flat, size)
-    found = PyDict_GetItemWithError(choices, key)
-    if found != 0:
+    found = known_choice(choices, key)
+    if found is not Ellipsis:
         return kept(found)
-    if PyErr_Occurred() != 0 or is_full(choices) != 0:
-        return 0
     made = PyObject_Vectorcall(choices, args, count, names)
     if made == 0:
         return 0
@@ -126,18 +123,18 @@ def choice_for(choices, args, count, names) -> object:
     return made
 
 
-def is_full(choices):
-    """Whether no more calls are kept of a function; after a while these are forgotten.
+def known_choice(choices, key):
+    """What is kept of calls with this key, borrowed; Ellipsis where it is to be asked for; or 0.
 
-    Numbers that are others each time would have it asked here, and nothing found.
+    Only of what is met again: numbers that are others each time would have it asked, and all else
+    forgotten, and never found.
     """
-    if PyDict_Size(choices) < MOST_CHOICES:
-        return 0
-    count_one(choices, None)
-    if int(PyDict_GetItemWithError(choices, None)) < MISSES:
-        return 1
-    PyDict_Clear(choices)
-    return 0
+    found = PyDict_GetItemWithError(choices, key)
+    if found == 0 and PyErr_Occurred() == 0:
+        if PyDict_Size(choices) >= MOST_CHOICES:
+            PyDict_Clear(choices)
+        PyDict_SetItem(choices, key, Ellipsis)
+    return found
 
 
 def known_as(tip: Node, x):
