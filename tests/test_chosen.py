@@ -1,8 +1,10 @@
 """What choosers have said of calls: found again by all that may decide it, and by nothing less."""
 
+import gc
 import random
 import signal
 import sys
+import weakref
 
 import pytest
 import torch
@@ -265,6 +267,24 @@ def test_what_is_met_once_is_not_asked_for(monkeypatch):
     for _ in range(20):
         autofuse.materialize(torch.lerp(w, w, 0.75))
     assert len(asked) == 1
+
+
+def test_nothing_is_held_of_what_a_chooser_fails_of():
+    """Not until the collector comes: what is alive is stored."""
+
+    def choose(x):
+        return x.nothing
+
+    gc.disable()
+    try:
+        for asked in (Choices(choose), lambda x: chosen_by(choose, (x,), {})):
+            x = torch.ones(3)
+            gone = weakref.ref(x)
+            assert asked(x) is None
+            del x
+            assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_of_a_chooser_that_fails_nothing_is_known():

@@ -33,12 +33,16 @@ def _asked(choose: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         return choose(*args, **kwargs)
     except _UNKNOWN_ARGUMENTS as error:
-        assert error.__traceback__ is not None
-        inner = error.__traceback__.tb_next
-        # a signal's handler has a frame of its own, inside of the chooser's
-        if inner is not None and inner.tb_next is not None and is_foreign(error):
+        if _is_inner(error) and is_foreign(error):
             raise
         return None
+
+
+def _is_inner(error: Exception) -> bool:
+    """Whether it comes from inside of a chooser, as from a signal's handler, which has a frame."""
+    trace = error.__traceback__
+    assert trace is not None  # a name for it where it is caught would be a cycle with the arguments
+    return trace.tb_next is not None and trace.tb_next.tb_next is not None
 
 
 def without(names: Set[str], options: dict[str, Any]) -> dict[str, Any]:
