@@ -1089,8 +1089,13 @@ class Acting:
     lambda w: w.set_(torch.full((1, 4), 5.0)), lambda w: w.resize_(1, 4),
     lambda w: w.data.fill_(7.0), lambda w: setattr(w, "data", torch.full((1, 4), 2.0).double()),
 ])  # fmt: skip
-def test_what_python_does_to_a_wrapped_tensor_that_is_lent(change, on, monkeypatch):
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_python_does_to_a_wrapped_tensor_in_the_middle(change, beside, on, monkeypatch):
+    """While it is lent, and beside another thread, where it is not."""
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    over = threading.Event()
+    if beside:
+        threading.Thread(target=over.wait, daemon=True).start()
 
     def run(wrap):
         h, w = torch.ones(4, 4), wrap(torch.ones(3, 4))
@@ -1099,5 +1104,8 @@ def test_what_python_does_to_a_wrapped_tensor_that_is_lent(change, on, monkeypat
             h[Acting(lambda: change(w)) :] = w
             return autofuse.unwrap(autofuse.materialize(w * 2 + 1)), h
 
-    for got, want in zip(run(autofuse.wrap), run(lambda x: x), strict=True):
-        assert_same(got, want, None)
+    try:
+        for got, want in zip(run(autofuse.wrap), run(lambda x: x), strict=True):
+            assert_same(got, want, None)
+    finally:
+        over.set()

@@ -264,8 +264,9 @@ def passed(recorder: Recorder, entry, reason, args, count, names) -> object:
         result = called_plain(entry[0], reason, args, count)
     else:
         result = called(entry[0], reason, args, count, names)
-    look_again(plain, lent, result)
     take_back(plain, lent)
+    if lent != 0:
+        look_again(args, count, result)
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - len(chain))
     if result == 0:
@@ -294,8 +295,8 @@ def called_lending(function, reason, args, first, count, names) -> object:
         if are_modes_off() != 0 and is_only_thread() != 0:
             lent = lend(plain, 0, args + 8 * first, every, 4)
     result = called(function, reason, args, count, names)
-    look_again(plain, lent, result)
     take_back(plain, lent)
+    look_again(args + 8 * first, every, result)
     return result
 
 
@@ -380,16 +381,18 @@ def take_back(place, lent):
         Py_DecRef(place[k])
 
 
-def look_again(place, lent, result):
-    """Before `take_back`: Python that ran in the middle may have changed one unseen."""
-    for k in range(lent):
-        if result == 0:  # an error is at hand, which a look would forget
-            PyObject_GenericSetAttr(place[k], AF, UNKNOWN)
-        else:
-            state = state_of(place[k])
-            if class_of(state) is Meta:
-                if is_as(place[k], state) == 0:
-                    PyObject_GenericSetAttr(place[k], AF, UNKNOWN)
+def look_again(values, count, result):
+    """Forget what is known of wrapped tensors that Python has changed in the middle of an op."""
+    for k in range(count):
+        x = values[k]
+        if class_of(x) is Tensor:
+            if result == 0:  # an error is at hand, which a look would forget
+                PyObject_GenericSetAttr(x, AF, UNKNOWN)
+            else:
+                state = state_of(x)
+                if class_of(state) is Meta:
+                    if is_as(x, state) == 0:
+                        PyObject_GenericSetAttr(x, AF, UNKNOWN)
 
 
 def is_strided(tensor):
