@@ -258,7 +258,7 @@ def passed(recorder: Recorder, entry, reason, args, count, names) -> object:
     lent = 0
     kind = class_of(entry[0])
     if kind is Builtin or kind is Function or (count > 1 and has_wrapped(args + 8, count - 1) != 0):
-        if grad_mode() == 0 and are_modes_off() != 0 and is_only_thread() != 0:
+        if may_lend() != 0:
             lent = lend(plain, 0, args, count, 4)
     if lent != 0 and lent < 4 and names == 0 and kind is not Function:
         result = called_plain(entry[0], reason, args, count)
@@ -291,9 +291,8 @@ def called_lending(function, reason, args, first, count, names) -> object:
         every += PyTuple_Size(names)
     plain = room(4)
     lent = 0
-    if has_wrapped(args + 8 * first, every) != 0 and grad_mode() == 0:
-        if are_modes_off() != 0 and is_only_thread() != 0:
-            lent = lend(plain, 0, args + 8 * first, every, 4)
+    if has_wrapped(args + 8 * first, every) != 0 and may_lend() != 0:
+        lent = lend(plain, 0, args + 8 * first, every, 4)
     result = called(function, reason, args, count, names)
     take_back(plain, lent)
     look_again(args + 8 * first, every, result)
@@ -342,6 +341,11 @@ def wrap(items, count):
 def are_modes_off():
     """Whether no mode has torch run Python in the middle of an op."""
     return looked_on() == 0 and call_pointer(DISPATCH_MODES) == 0
+
+
+def may_lend():
+    """Whether nobody can meet a wrapped tensor that is plain meanwhile."""
+    return grad_mode() == 0 and are_modes_off() != 0 and is_only_thread() != 0
 
 
 def is_only_thread():

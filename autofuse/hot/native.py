@@ -302,7 +302,7 @@ class _Native:
             else:
                 self.runs.append((function, len(entries)))
                 entries.append((name, data))
-        self.fused = len(entries)
+        self.calling = len(entries)
         entries.append(("calling", cells_of(fused.fuse(lambda: None), "function", "unseen")))
         self._kept = [data for _, data in entries]
         self._words, begun = _laid_out(entries)
@@ -321,7 +321,7 @@ class _Native:
 
     def stand_before(self, made: _Function) -> None:
         """Let what `fuse` has made run as machine code, or not."""
-        self.calls.set(made, self.machine.entry(self.fused) if self.on else self.calls.python)
+        self.calls.set(made, self.machine.entry(self.calling) if self.on else self.calls.python)
 
     def switch(self, on: bool) -> None:
         """Let the functions run as machine code, or not: 2.6 ms."""

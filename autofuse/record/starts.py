@@ -38,7 +38,7 @@ def tell_start(chain: Chain, runner: Runner) -> None:
     start, chain.start = chain.start, None
     first = runner.nodes[0]
     assert start is not None and first.parent is not None and first.op is not None
-    stand = first.parent.next.get(first.key)
+    stand = _stand_of(first)
     if stand is None or stand.starts is None:  # the chain has begun otherwise after all
         return
     if len(stand.starts) >= _MOST:
@@ -59,9 +59,14 @@ def doubt_starts(runner: Runner) -> None:
     if runner.runs % _DOUBTS or not runner.runs:
         return
     first = runner.nodes[0]
-    assert first.parent is not None
-    stand = first.parent.next.get(first.key)
+    stand = _stand_of(first)
     if stand is not None and stand.starts is not None:
         for start, node in list(stand.starts.items()):
             if node is first:
                 stand.starts.pop(start, None)
+
+
+def _stand_of(first: Node) -> Node | None:
+    """What stands where chains that begin with `first` do."""
+    assert first.parent is not None
+    return first.parent.next.get(first.key)
