@@ -106,56 +106,72 @@ class _Walk:
 class Site:
     """Where calls come by that cost about the same."""
 
-    __slots__ = ("contest", "device", "owner")
+    __slots__ = ("contest", "device")
 
     def __init__(self) -> None:
-        self.owner: ref[torch.nn.Module] | None = None
         self.device: torch.device | None = None  # of the tensors that entered, a GPU if one is
         self.contest: Contest | None = None
 
 
+# by device and about the size of the first tensor, and inference mode, which decides what a check
+# of torch's guards accepts
+_Sites = dict[tuple[int, int, bool], Site]
+
+
+class Owner:
+    """A module whose forward is fused, which a class has one of for all, or none; in a grad mode.
+
+    While the calls of all its sites are plain, the next few are, without a look at which site is
+    theirs: that look takes 0.5 us, and 2 to 8 where others have used the caches since.
+    """
+
+    __slots__ = ("granted", "module", "sites")
+
+    def __init__(self) -> None:
+        self.sites: _Sites = {}
+        self.granted: Contest | None = None  # which has granted these calls
+        self.module: ref[torch.nn.Module] | None = None
+
+
 calls: WeakSet[Callable[..., Any]] = WeakSet()  # what `fuse` has made; machine code stands before
-_MOST_SITES = 4096  # of a function
+_MOST_OWNERS, _MOST_SITES = 4096, 512  # of a function, of an owner
 _FEW_SITES = 8  # that are looked at one by one
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    # by module (a class has one forward for all), device and about the size of the first tensor,
-    # grad mode and inference mode, which decides what a check of torch's guards accepts
-    sites: dict[tuple[int, int, int, bool, bool], Site] = {}
+    owners: dict[int, Owner] = {}  # by the first module's id, 0 for none; one more under grad
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    # while every site's calls are plain, the next few are, without a look at which site is theirs:
-    # that look takes 0.5 us, and 2 where others have used the caches since
-    unseen: Contest | None = None
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal unseen
         if is_dynamo_compiling():
             return function(*args, **kwargs)
-        contest = unseen
-        if contest is not None:
+        module = tensor = None
+        for value in args:
+            if value.__class__ is Plain:
+                tensor = value
+                break
+            if module is None and isinstance(value, torch.nn.Module):
+                module = value
+        owner = owners.get((0 if module is None else id(module)) + is_grad_enabled())
+        if owner is not None and owner.granted is not None:
+            contest = owner.granted
             if contest.free > 0 and contest.way == PLAIN and not loans and measures():
                 if hooks.flushing is None:
                     contest.free -= 1
-                    return _as_it_is(function, args, kwargs)  # of any site
-            unseen = None
+                    return _as_it_is(function, args, kwargs)  # of any of its sites
+            owner.granted = None
         if this_thread.closed:  # in torch.jit.trace sizes would be tensors
             return _as_it_is(function, args, kwargs)
-        # --- hot path: plain: 1 us, 3.7 with cold caches, unseen 1.9 (CPU, 3.11) ---
-        owner = size = 0
-        device = -2  # none; -1 is a CPU
-        for value in args:
-            if value.__class__ is Plain:
-                if function_modes():
-                    size, device = _size_and_device(value)
-                else:
-                    size, device = value.numel().bit_length(), value.get_device()
-                break
-            if not owner and isinstance(value, torch.nn.Module):
-                owner = id(value)
-        key = owner, size, device, is_grad_enabled(), is_inference_mode_enabled()
-        site = sites.get(key)
+        # --- hot path: plain: 1 us, 3.7 with cold caches, granted 1.9 (CPU, 3.11) ---
+        if tensor is None:
+            size, device = 0, -2  # -1 is a CPU
+        elif function_modes():
+            size, device = _size_and_device(tensor)
+        else:
+            size, device = tensor.numel().bit_length(), tensor.get_device()
+        key = size, device, is_inference_mode_enabled()
+        site = None if owner is None else owner.sites.get(key)
         contest, decided = None if site is None else site.contest, False
         if contest is not None and contest.left > 0:
             contest.left -= 1
@@ -163,8 +179,9 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if contest.way == PLAIN and measures() and not (loans and _would_record(args, kwargs)):
                 if hooks.flushing is not None:
                     _state.counts.eager[name, aside(contest)] += 1
-                elif not contest.left % LOOKS and _are_all_plain(sites) and contest.grant():
-                    unseen = contest
+                elif not contest.left % LOOKS and owner is not None:
+                    if _are_all_plain(owner.sites) and contest.grant():
+                        owner.granted = contest
                 return _as_it_is(function, args, kwargs, contest)
         # --- otherwise ---
         if is_compiling() or this_thread.depth:
@@ -175,12 +192,11 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             return call_fused(function, args, kwargs, site)
         if site is None:
             _state.counts.in_use = True
-            if len(sites) >= _MOST_SITES:
-                sites.clear()
-            site = sites.setdefault(key, Site())
-            if owner:  # the next module may get its id, but not its site
-                module = next(x for x in args if id(x) == owner)
-                site.owner = ref(module, lambda _: sites.pop(key, None))
+            if owner is None:
+                owner = _owner_of(module, owners)
+            elif len(owner.sites) >= _MOST_SITES:
+                owner.sites.clear()
+            site = owner.sites.setdefault(key, Site())
         return _called(function, args, kwargs, site, contest)
 
     calls.add(call)
@@ -188,7 +204,24 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _are_all_plain(sites: dict[Any, Site]) -> bool:
+def _owner_of(module: torch.nn.Module | None, owners: dict[int, Owner]) -> Owner:
+    """What is to be known of a module, or of none, here."""
+    if len(owners) >= _MOST_OWNERS:
+        owners.clear()
+    key = (0 if module is None else id(module)) + is_grad_enabled()
+    owner = owners.setdefault(key, Owner())
+    if module is not None:  # the next one may get its id, but not its sites
+        owner.module = ref(module, lambda gone: _forget(owners, key, gone))
+    return owner
+
+
+def _forget(owners: dict[int, Owner], key: int, module: ref[torch.nn.Module]) -> None:
+    owner = owners.get(key)
+    if owner is not None and owner.module is module:
+        del owners[key]
+
+
+def _are_all_plain(sites: _Sites) -> bool:
     return len(sites) <= _FEW_SITES and all(
         site.contest is not None and site.contest.way == PLAIN and site.contest.left > 0
         for site in list(sites.values())

@@ -7,8 +7,9 @@ The programs (zoo_*.py) know nothing of autofuse. Each runs eagerly, with its st
 with `config.measure = False`, where every call is fused and every result wrapped. They go on from
 the same seed and take turns, once fused calls have found their way and results have come to stay
 plain or not, which each row finds anew; a row's figure is the median over the rounds of the ratio
-to eager. Eager runs twice, so that it is seen what chance makes of such a figure. Results, parameters, buffers and gradients after some steps, and after all that was timed,
-are compared with eager's: on CUDA bit for bit, on the CPU the largest difference is said. Writes
+to eager. Eager runs twice: what the second run takes of the first is by chance. Results,
+parameters, buffers and gradients after some steps, and after all that was timed, are compared with
+eager's: on CUDA bit for bit, on the CPU the largest difference is said. Writes
 bench/results/zoo_<machine>.json, row by row, and prints the table, worst first.
 """
 
@@ -75,7 +76,8 @@ class Run:
         self._feeds, self._grad, self._wrapped = start.feeds, row.grad, peer in ("autofuse", ALL)
         self.result: Any = None  # of the last step
         self._measures = peer not in (EVERY, ALL)
-        self._thread = "engine" if peer in ("eager", AGAIN) else "auto"  # where PyTorch runs backward
+        # where PyTorch runs backward
+        self._thread = "engine" if peer in ("eager", AGAIN) else "auto"
         self._numbers = _random_state(device)
         if peer.startswith("autofuse.fuse"):
             self.step = autofuse.fuse(self.step)

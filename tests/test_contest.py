@@ -318,15 +318,19 @@ def chain(x):
     return (x * 2 + 1).sigmoid() * x
 
 
-def sites_of(function):
+def owners_of(function):
     cells = [cell.cell_contents for cell in function.__closure__]
-    (sites,) = [cell for cell in cells if isinstance(cell, dict)]
-    return sites
+    (owners,) = [cell for cell in cells if isinstance(cell, dict)]
+    return owners
 
 
-def contest_of(function):
+def sites_of(function, module=None):
+    return owners_of(function)[(0 if module is None else id(module)) + 1].sites  # under grad
+
+
+def contest_of(function, module=None):
     """The only one."""
-    (site,) = sites_of(function).values()
+    (site,) = sites_of(function, module).values()
     return site.contest
 
 
@@ -565,6 +569,35 @@ def test_modules_of_one_class_are_places_of_their_own(rigged):
     assert flushes_of(first, x) == 0 and flushes_of(second, x) == 1
 
 
+def test_what_is_granted_is_a_modules_own(rigged, exact, on):
+    """Whatever is known of others of its class: one that stays fused keeps no other from it."""
+
+    class Gate(torch.nn.Module):
+        def forward(self, x):
+            return chain(x)
+
+    x, forward = torch.randn(8), autofuse.fuse(Gate()).__class__.forward
+    plain, fused = autofuse.fuse(Gate()), autofuse.fuse(Gate())
+    for _ in range(100):
+        plain(x)
+    rigged.fused = 5.0
+    for _ in range(100):
+        fused(x)
+    for _ in range(3 * LOOKS):
+        assert flushes_of(plain, x) == 0 and flushes_of(fused, x) == 1
+    contest = contest_of(forward, plain)
+    assert 0 < contest.free < LOOKS - 1 or contest.left % LOOKS == 0
+    assert contest_of(forward, fused).free == 0
+    with torch.no_grad():
+        assert flushes_of(plain, x) == 1
+    for _ in range(2):  # a place of its own, which keeps none of the others from it
+        contest.free or plain(x)
+    assert contest.free and len(owners_of(forward)) == 3
+    del plain
+    gc.collect()
+    assert list(owners_of(forward)) == [id(fused) + 1]
+
+
 def test_devices_are_places_of_their_own(rigged, monkeypatch):
     """A dry run on the CPU decides nothing, by the host's clock, for what runs on a GPU."""
     function, x = autofuse.fuse(chain), torch.randn(8)
@@ -744,9 +777,9 @@ def test_a_module_in_the_place_of_another_is_a_new_one(rigged):
     module, x = torch.nn.Identity(), torch.randn(8)
     function(module, x)
     function(torch.nn.Identity(), x)
-    assert len(sites_of(function)) == 1
+    assert [*owners_of(function)] == [id(module) + 1]
     del module
-    assert not sites_of(function)
+    assert not owners_of(function)
 
 
 class Graph:

@@ -303,7 +303,7 @@ class _Native:
                 self.runs.append((function, len(entries)))
                 entries.append((name, data))
         self.calling = len(entries)
-        entries.append(("calling", cells_of(fused.fuse(lambda: None), "function", "unseen")))
+        entries.append(("calling", cells_of(fused.fuse(lambda: None), "function", "owners")))
         self._kept = [data for _, data in entries]
         self._words, begun = _laid_out(entries)
         names = {**vars(_python), **vars(c)}
