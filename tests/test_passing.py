@@ -23,7 +23,7 @@ from autofuse.chain.state import this_thread
 from autofuse.dispatch.handlers import HOT
 from autofuse.dispatch.protocol import HANDLERS
 from autofuse.record.flush import flush_all
-from support import NATIVE, assert_same, elsewhere, functions_called
+from support import DEVICES, NATIVE, assert_same, elsewhere, functions_called
 
 
 def set_item(x, i, value):
@@ -1006,6 +1006,76 @@ def test_a_product_with_what_is_plain_runs_little_python(kind):
     finally:
         sys.setprofile(None)
     assert met[0] == "_rmatmul" and "run_eager" not in met
+
+
+# of c and k [3, 4] complex, c wrapped and k plain, and x [3, 4] float, wrapped
+UNREAD = {
+    "c * c": lambda c, k, x: c * c,
+    "c - k": lambda c, k, x: (c - k, k - c, torch.sub(c, k), torch.sub(k, c)),
+    "c / x": lambda c, k, x: (c / x, x / c, torch.div(x, c), c * x, x + c),
+    "x * k": lambda c, k, x: (x * k, k * x, torch.mul(x, k), torch.add(k, x)),
+    "c * 2.0": lambda c, k, x: (c * 2.0, 2.0 * c, c - 1, 1 + c, torch.mul(c, 3.0)),
+    "1 - c": lambda c, k, x: (1 - c, 2.0 / c),
+    "c * 2j": lambda c, k, x: (c * 2j, 2j * c, c - 1j, 1j - c, torch.add(c, 2j)),
+    "x * 2j": lambda c, k, x: (x * 2j, 2j * x, x - 1j, torch.mul(x, 1j)),
+    "-c": lambda c, k, x: (-c, c.neg(), torch.neg(c), c.exp(), torch.sin(c), c.sqrt()),
+    "abs(c)": lambda c, k, x: (abs(c), c.abs(), torch.abs(c) * 2.0 + 1.0),
+    "c == c": lambda c, k, x: (c == k, c != 1j, torch.eq(c, x)),
+    "c < c": lambda c, k, x: c < k,
+    "c % 2": lambda c, k, x: c % 2,
+    "~c": lambda c, k, x: ~c,
+    "wrong": lambda c, k, x: c * k[:, :3],
+    "to and fro": lambda c, k, x: torch.fft.irfft(torch.fft.rfft(x * 2.0 + 1.0) * 0.5) * x - 1.0,
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_no_kernel_reads_is_eagers(name, grad, pending, device, on):
+    def run(wrap):
+        c, k = (torch.randn(3, 4, dtype=torch.complex64, device=device) for _ in range(2))
+        x = torch.randn(3, 4, device=device)
+        for t in (c, x):
+            t.requires_grad_(grad)
+        leaves = c, x
+        c, x = wrap(c), wrap(x)
+        if pending:
+            x = x * 2.0 + 1.0
+        try:
+            out = UNREAD[name](c, k, x)
+        except Exception as error:
+            return type(error), str(error)
+        outs = [t for t in (out if isinstance(out, tuple) else (out,))]
+        real = [torch.view_as_real(t) if t.is_complex() else t for t in outs]
+        graded = [t for t in real if t.requires_grad]
+        slopes = ()
+        if graded:
+            slopes = torch.autograd.grad(sum(t.sum() for t in graded), leaves, allow_unused=True)
+        slopes = [g if g is None or not g.is_complex() else torch.view_as_real(g) for g in slopes]
+        return [autofuse.unwrap(t)[0] for t in real], slopes
+
+    torch.manual_seed(3)
+    want = run(lambda t: t)
+    for _ in range(4):  # origins are judged meanwhile, and calls like it are known
+        torch.manual_seed(3)
+        got = run(autofuse.wrap)
+        assert_same(got, want, None if device == "cuda" else 1e-6)
+
+
+@pytest.mark.skipif(True not in NATIVE, reason="there is no machine code")
+@pytest.mark.parametrize("name", [
+    "c * c", "c - k", "c / x", "x * k", "c * 2.0", "c * 2j", "x * 2j", "-c", "c == c",
+])  # fmt: skip
+def test_what_no_kernel_reads_runs_no_python(name):
+    """It stands between chains again and again, as what a Fourier transform gives."""
+    autofuse.config.native = True
+    c, k = torch.randn(3, 4, dtype=torch.complex64), torch.randn(3, 4, dtype=torch.complex64)
+    c, x = autofuse.wrap(c), autofuse.wrap(torch.randn(3, 4))
+    for _ in range(300):  # origins are judged meanwhile
+        UNREAD[name](c, k, x)
+    assert not functions_called(lambda: UNREAD[name](c, k, x))
 
 
 # of h [3, 4] plain, and x [3, 4], i [3], m [3, 4] wrapped and concrete

@@ -184,7 +184,7 @@ def _generate(row: Op, func: Handler, rest: Handler | None = None) -> Handler:
     exec(_handler_code(_UNARY if len(row.names) == 1 else _BINARY), space)
     handler = space["handler"]
     handler.__name__ = getattr(func, "__name__", row.name)
-    HOT.append(("handler", handler, (row, len(row.names), func)))
+    HOT.append(("handler", handler, (func, known_of(func), row, len(row.names))))
     return handler
 
 
@@ -372,7 +372,8 @@ def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handle
         return self.reciprocal() * other
 
     number_row = None if scalar_row is None else OPS[scalar_row]
-    HOT.append(("reflected", reflected, (OPS[tensor_row], forward, number_row, func)))
+    of_tensors = forward, known_of(forward), OPS[tensor_row]
+    HOT.append(("reflected", reflected, (*of_tensors, func, known_of(func), number_row)))
     return reflected
 
 

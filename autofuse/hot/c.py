@@ -138,6 +138,7 @@ SETITEM: Any = GIVEN  # (tensor, index, value): C's function behind it, a C int
 indexed: Any = GIVEN  # the handler of it
 METHOD: Any = GIVEN  # (function, args, flags, names): what runs methods with keywords in C
 strided: Any = GIVEN  # the layout
+CODED: Any = GIVEN  # dtypes that kernels read
 HANDLERS: Any = GIVEN  # `protocol.HANDLERS`
 OPTIONS: Any = GIVEN
 known_functions: Any = GIVEN  # what is known of torch's functions, by these

@@ -234,7 +234,7 @@ def is_concrete(recorder: Recorder, known: Known, x):
     """Whether `x` is concrete now, and no Input of a chain whose order of uses counts."""
     kind = class_of(x)
     if kind is not Tensor:
-        if kind is float or kind is int or kind is bool or x is None:
+        if kind is float or kind is int or kind is bool or x is None or kind is complex:
             return 1
         if is_simple(kind) == 0:
             return 0

@@ -2,9 +2,9 @@
 
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
-the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
-`values`, `inputs`, `record`, `launch`, `flush`, `call`, `spell`, `reduce`, `write`, `lend` and
-`builtins`, in the language of `body`.
+the interpreter: nothing interrupts it, and other threads run only where it says so. Its parts:
+`values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `spell`, `reduce`, `write`,
+`lend` and `builtins`, in the language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -32,6 +32,7 @@ from .. import api, fused, hooks, lending
 from ..chain import liveness, state, verified
 from ..chain.shell import Tensor
 from ..dispatch import eager, handlers, nested, protocol, unrecorded
+from ..dtypes import CODES
 from ..errors import warn_once
 from ..kernel.llvm import processor
 from ..record import flush, numbers, origins, ranges, record, writes
@@ -41,6 +42,7 @@ from ..torch_private import DeviceContext, TensorBase, count_write, function_mod
 from . import builtins as _builtins
 from . import c, call, inputs, lend, overrides, values, write
 from . import flush as _flush
+from . import handle as _handle
 from . import launch as _launch
 from . import record as _record
 from . import reduce as _reduce
@@ -60,8 +62,8 @@ from .places import (
 from .verdict import verdict
 
 _STAGES = (
-    values, inputs, _record, _launch, _flush, call, overrides, _spell, _reduce, write, lend,
-    _builtins,
+    values, inputs, _record, _launch, _flush, call, _handle, overrides, _spell, _reduce, write,
+    lend, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
 
@@ -260,6 +262,7 @@ def _given() -> dict[str, Any]:
         "HANDLERS": protocol.HANDLERS, "OPTIONS": protocol.OPTIONS,
         "indexed": protocol.HANDLERS[TensorBase.__getitem__],
         "SLOTS": tuple(~k for k in range(64)), "strided": torch.strided, "AT_ONCE": (False,),
+        "CODED": tuple(CODES),
         "origins": origins.origins, "trials": origins.trials, "STAY": origins.STAY,
         "between": origins.between, "measuring": origins.measuring, "wanted": verified.wanted,
         "ask_origin": origins.ask, "exactly": writes.reads_apart,

@@ -1,4 +1,4 @@
-"""Recording an op, as machine code: `record.record`, and the handlers in front of it."""
+"""Recording an op, as machine code: `record.record`."""
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
@@ -20,7 +20,6 @@ from .values import (
     count_one,
     functions_off,
     grad_mode,
-    is_number,
     is_ours,
     looked_on,
     recorder_of,
@@ -28,32 +27,6 @@ from .values import (
     state_of,
     switch_back,
 )
-
-
-def handler(entry, function, args, count, names) -> object:
-    """A handler of `dispatch`; entry: its op, how many operands there are, the torch function."""
-    if names == 0 and count == entry[1]:
-        for k in range(count):
-            if class_of(args[k]) is Tensor:
-                return recorded(entry[2], entry[0], args, count, 0)
-    return 0
-
-
-def reflected(entry, function, args, count, names) -> object:
-    """A reflected operator of `dispatch`.
-
-    entry: the op and the torch function of two tensors, those of a tensor and a number or None.
-    """
-    if names != 0 or count != 2 or class_of(args[0]) is not Tensor:
-        return 0
-    if is_number(args[1]) != 0:
-        if entry[2] is None:
-            return 0
-        return recorded(entry[3], entry[2], args, count, 0)
-    operands = room(2)
-    operands[0] = args[1]
-    operands[1] = args[0]
-    return recorded(entry[1], entry[0], operands, count, 0)
 
 
 def record(entry, op, operands: tuple) -> object:
