@@ -11,7 +11,7 @@ ZERO = F32(0)
 
 
 def _combined(op):
-    if op in ("sum", "mean"):
+    if op in ("sum", "mean", "vector_norm"):
         return lambda a, b: F32(a + b)
     if op == "amax":
         return lambda a, b: a if a != a or a > b else b
@@ -36,7 +36,8 @@ def reduced(op, row, start, rows, across, vec):
     rows: how many there are; across: threads x and y of a row; vec: elements of a vector, or 1.
     """
     combine = _combined(op)
-    identity = F32({"sum": 0, "mean": 0, "amax": -np.inf, "amin": np.inf}[op])
+    take = (lambda a, x: fma(x, x, a)) if op == "vector_norm" else combine
+    identity = F32({"amax": -np.inf, "amin": np.inf}.get(op, 0))
     width, height = across
     threads, n = width * height, len(row)
     found = []
@@ -44,7 +45,7 @@ def reduced(op, row, start, rows, across, vec):
         if vec == 1:
             slots = [identity] * 4
             for k, at in enumerate(range(t, n, threads)):
-                slots[k % 4] = combine(slots[k % 4], row[at])
+                slots[k % 4] = take(slots[k % 4], row[at])
         else:
             slots = [identity] * vec
             shift = start % vec
@@ -52,16 +53,16 @@ def reduced(op, row, start, rows, across, vec):
             if shift:
                 begin, end = -shift, n + shift
                 if shift <= t < vec:
-                    slots[0] = combine(slots[0], row[begin + t])
+                    slots[0] = take(slots[0], row[begin + t])
                 begin, end = begin + vec, end - vec
             at = t
             while at * vec + vec - 1 < end:
                 for k in range(vec):
-                    slots[k] = combine(slots[k], row[begin + at * vec + k])
+                    slots[k] = take(slots[k], row[begin + at * vec + k])
                 at += threads
             at = end - end % vec + t
             if at < end:
-                slots[0] = combine(slots[0], row[begin + at])
+                slots[0] = take(slots[0], row[begin + at])
         value = slots[0]
         for other in slots[1:]:
             value = combine(value, other)
@@ -81,7 +82,7 @@ def reduced(op, row, start, rows, across, vec):
     total = by_y[0]
     if op == "mean":
         total = F32(total * F32(F32(rows) / F32(rows * n)))
-    return total
+    return F32(np.sqrt(total)) if op == "vector_norm" else total
 
 
 def _block(values, nothing, combine):

@@ -45,6 +45,8 @@ def test_reductions_are_looked_up():
     """Under their names; the reason of one that is eager is no longer there once it is recorded."""
     assert look_up("torch.softmax") == ("softmax", LAST)
     assert look_up("F.layer_norm") == ("layer_norm", LAST)
+    assert look_up("torch.linalg.vector_norm") == ("linalg_vector_norm", LAST)
+    assert look_up("F.normalize") == ("normalize", LAST)
     assert look_up("torch.var") == ("var", EAGER_REDUCTIONS["var"])
     assert not {*REDUCTIONS} & {*EAGER_REDUCTIONS} and not {*REDUCTIONS} & {*coverage()}
     for name in EAGER_REDUCTIONS:

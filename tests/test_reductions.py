@@ -289,6 +289,12 @@ CALLS = {
     "torch.layer_norm": lambda x: torch.layer_norm(x, [8]),
     "rms_norm": lambda x: F.rms_norm(x, (8,)),
     "RMSNorm": torch.nn.RMSNorm(8).requires_grad_(False),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "linalg.norm": lambda x: torch.linalg.norm(x, 2, -1, keepdim=True),
+    "torch.norm": lambda x: torch.norm(x, dim=1),
+    "norm": lambda x: x.norm(2, -1, True),
+    "norm, names": lambda x: x.norm(p="fro", dim=(-1,), keepdim=False),
+    "normalize": lambda x: F.normalize(x, dim=-1),
 }
 
 
@@ -303,7 +309,7 @@ def test_spellings_are_recorded(recorded, name):
         assert_same(autofuse.unwrap(autofuse.materialize(y)), want, None)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "normalize"])  # two ops more
 def test_calls_as_before_are_recorded_by_machine_code(recorded, name, monkeypatch):
     """And run by it where nothing follows; a function in Python asks Python then."""
     if not native.active():
@@ -476,6 +482,12 @@ EAGER_CALLS = {
     "one column": lambda x: x[:, :1].contiguous().sum(-1),
     "int": lambda x: x.int().sum(-1),
     "double": lambda x: torch.softmax(x.double(), -1),
+    "norm of all": lambda x: x.norm(),
+    "norm of a matrix": lambda x: torch.linalg.norm(x, "fro", (0, 1)),
+    "another norm": lambda x: x.norm(1, -1),
+    "norm to another dtype": lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64),
+    "normalized columns": lambda x: F.normalize(x, dim=0),
+    "normalized by another norm": lambda x: F.normalize(x, 3.0, -1),
 }
 
 
@@ -496,6 +508,9 @@ ERRORS = {
     "weight": lambda x: F.layer_norm(x, (8,), torch.ones(7), torch.ones(7)),
     "argument": lambda x: x.sum(-1, wrong=True),
     "too many": lambda x: torch.amax(x, -1, True, True, True),
+    "norm": lambda x: torch.linalg.norm(x, "fro", -1),
+    "dim of norm": lambda x: x.norm(dim=3),
+    "normalize": lambda x: F.normalize(x, dim=4),
 }
 
 
@@ -789,6 +804,8 @@ PROGRAMS = {
     "centred": lambda x, y, w, b: x - x.mean(-1, keepdim=True),
     "numbers": lambda x, y, w, b: (x * y).sum(-1),
     "extrema": lambda x, y, w, b: (x + y).amax(-1, keepdim=True) - (x * y).amin(-1, keepdim=True),
+    "lengths": lambda x, y, w, b: (x + y).norm(dim=-1) * 2.0,
+    "normalize": lambda x, y, w, b: F.normalize(x * y, dim=-1) * w,
 }  # fmt: skip
 
 

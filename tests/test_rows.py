@@ -31,6 +31,8 @@ def reduction(name, affine=False, keepdim=True):
     """The op that is recorded for `name`."""
     if name in ("softmax", "log_softmax"):
         return reductions._soft_row(name)
+    if name == "vector_norm":
+        return reductions._length(keepdim)
     if name.endswith("_norm"):
         weights = {"layer_norm": "w b ", "rms_norm": "w "}[name] if affine else ""
         return reductions._normed_row(name, f"x {weights}eps:opmath")
@@ -95,7 +97,7 @@ SHAPES = [(3, 2), (5, 7), (9, 33), (6, 127), (20, 128), (20, 131), (5, 257), (20
 
 
 @pytest.mark.parametrize("code", DTYPES)
-@pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin"])
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin", "vector_norm"])
 def test_reduce_kernel_in_torchs_order(name, code):
     for m, n in SHAPES:
         x = random(code, m, n)
@@ -143,7 +145,7 @@ UNEVEN = [(6, 131), (3, 257), (5, 132), (2, 1030)]  # of four, of eight, or of b
 
 
 @pytest.mark.parametrize("code", DTYPES)
-@pytest.mark.parametrize("name", ["mean", "amax"])
+@pytest.mark.parametrize("name", ["mean", "amax", "vector_norm"])
 @pytest.mark.parametrize("layout", layouts("f32", 2, 128))
 def test_rows_that_are_no_whole_number_of_vectors(name, code, layout):
     """Beside operands of all layouts, before the reduction and after it."""
@@ -200,7 +202,7 @@ def test_uneven_rows_of_three_dimensions(name, code):
 
 
 @pytest.mark.parametrize("code", DTYPES)
-@pytest.mark.parametrize("name", ["sum", "mean", "amax"])
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "vector_norm"])
 def test_uneven_rows_in_memory_begin_where_it_does(name, code):
     """Torch's threads go by addresses."""
     m, n = 3, 131

@@ -126,6 +126,7 @@ DIFFERENTIATED: dict[str, Callable[[Values], Any]] = {
     "RMSNorm as written": _rms_written,
     "x * sum(x * y)": lambda v: v.x * (v.x * v.y).sum(-1, keepdim=True),
     "x - mean(x * y) * 2": lambda v: v.x - (v.x * v.y).mean(-1).mul(2.0).unsqueeze(-1),
+    "normalize(x * y) * w": lambda v: F.normalize(v.x * v.y, dim=-1) * v.w,
 }  # fmt: skip
 PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "softmax(x * s + mask)": lambda v: F.softmax(v.x * 0.125 + v.y, -1),
@@ -153,6 +154,9 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "sum(x * turned) * turned": lambda v: (v.x * v.turned).sum(-1, keepdim=True) * v.turned,
     "rms_norm(x + padded) + w": lambda v: F.rms_norm(v.x + v.padded, v.x.shape[-1:], v.w) + v.w,
     "mean, amin of three dims": _three_dims,
+    "x / norm(x + y)": lambda v: v.x / (v.x + v.y).norm(dim=-1, keepdim=True),
+    "normalize(x * y) * w": lambda v: F.normalize(v.x * v.y, dim=-1) * v.w,
+    "vector_norm(x) + 1": lambda v: torch.linalg.vector_norm(v.x, dim=-1) + 1.0,
     "what layer_norm saves": _layer_norm_saves,
 }
 HAS_NODE = has_kernel(NODES["rms_norm"], "CUDA")  # elsewhere autograd takes it apart

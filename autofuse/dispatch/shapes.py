@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node
 from ..chain.verified import wanted
-from ..ops.reductions import REDUCTIONS
+from ..ops.reductions import COMPOSED, REDUCTIONS
 from ..ops.views import JOINS, VIEWS
 from ..record.joins import record_join
 from ..record.record import record
@@ -20,7 +22,7 @@ from ..record.views import record_view
 from ..torch_private import looked_on
 from .chosen import Choices, chosen_by
 from .eager import Handler, run_eager
-from .handlers import HOT, handle, unhandled
+from .handlers import HOT, handle, passing, unhandled
 from .protocol import HANDLERS
 from .unrecorded import known_of
 
@@ -33,14 +35,36 @@ def install_shapes() -> None:
     """Put handlers in the place of these ops, once those of the table are there."""
     RECORDING.extend(HANDLERS)
     for name, choose in REDUCTIONS.items():
-        for place, func in unhandled(name):
+        for place, func in (*unhandled(name), *_of_linalg(name)):
+            if place is torch._C._VariableFunctions and getattr(torch, name) is not func:
+                continue  # a function in Python stands for it, whose node is another op's
             handle(place, name, reducing(choose, func))
+    for name, compose in COMPOSED.items():
+        for place, func in unhandled(name):
+            handle(place, name, _composed(compose, func))
     for name in VIEWS:
         for place, func in unhandled(name):
             handle(place, name, viewing(name, func))
     for name in JOINS:
         for place, func in unhandled(name):
             handle(place, name, joining(name, func))
+
+
+def _of_linalg(name: str) -> list[tuple[Any, Handler]]:
+    func = getattr(torch._C._linalg, name, None)
+    return [] if func is None else [(torch._C._linalg, func)]
+
+
+def _composed(compose: Handler, func: Handler) -> Handler:
+    """A handler for a function that torch makes of others, where these reduce rows."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        reduces = wanted and not looked_on() and not (args and is_never_reduced(args[0]))
+        result = chosen_by(compose, args, kwargs) if reduces else None
+        return rest(*args, **kwargs) if result is None else result
+
+    rest = passing(func)
+    return functools.wraps(func)(call)
 
 
 def reducing(choose: Handler, func: Handler) -> Handler:

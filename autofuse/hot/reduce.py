@@ -104,14 +104,14 @@ def about_rows(tensor) -> object:
 
 
 def argument(flat, size, x):
-    """As `flattened`, for what functions of rows are given besides: tensors, floats and bools."""
+    """As `flattened`, for what functions of rows get besides: tensors, floats, bools and names."""
     kind = class_of(x)
     if size > 20:
         return 0
     if is_ours(x) != 0:
         flat[size] = Tensor
         return size + 1
-    if kind is bool or kind is float:
+    if kind is bool or kind is float or kind is str:
         flat[size] = kind
         flat[size + 1] = x
         return size + 2

@@ -20,7 +20,7 @@ from .targets import F32, I1, I32, Cuda, Value, joined
 _INFINITY = float("inf")
 _LOWEST = -3.4028234663852886e38  # of float32
 _SMALL = (127 - 96) << 23  # the bits of 2^-96, whose remainders have 2^-143 for their last place
-_FLOAT = {"sum": 0.0, "mean": 0.0, "amax": -_INFINITY, "amin": _INFINITY}
+_FLOAT = {"sum": 0.0, "mean": 0.0, "vector_norm": 0.0, "amax": -_INFINITY, "amin": _INFINITY}
 
 
 def emit_rows(
@@ -44,27 +44,30 @@ class _Reductions(RowThreads):
         self.values += [Value(value, "f32") for value in found]
 
     def _combine(self, op: str, a: Any, b: Any) -> Any:
-        """What the reduce kernel makes of what it has, `a`, and another one."""
-        if op in ("sum", "mean"):
+        """What the reduce kernel makes of what it has, `a`, and what another thread has."""
+        if op in ("sum", "mean", "vector_norm"):
             return self.do("add", a, b)
         builder = self.builder
         better = builder.fcmp_ordered(">" if op == "amax" else "<", a, b)
         nan = builder.fcmp_unordered("uno", a, a)
         return builder.select(builder.or_(nan, better), a, b)
 
+    def _taken(self, op: str, a: Any, x: Any) -> Any:
+        """What it makes of what it has and an element."""
+        return self.do("fma", x, x, a) if op == "vector_norm" else self._combine(op, a, x)
+
     def _reduce_kernel(self, stage: Stage) -> State:
         """Reduce.cuh."""
         op, vec = stage.op, stage.walk.vec
         slots = vec if vec > 1 else 4
-        combine = lambda a, b: [self._combine(op, x, y) for x, y in zip(a, b, strict=True)]  # noqa: E731
         state = [self.f(_FLOAT[op])] * slots
 
         def take(state: State, elements: list[Any], group: int) -> State:
             if vec > 1:
-                return combine(state, elements)
+                return [self._taken(op, a, x) for a, x in zip(state, elements, strict=True)]
             assert group >= 0  # short rows: the elements of a thread go to one slot after another
             new = list(state)
-            new[group % 4] = self._combine(op, state[group % 4], elements[0])
+            new[group % 4] = self._taken(op, state[group % 4], elements[0])
             return new
 
         if stage.uneven:
@@ -77,6 +80,8 @@ class _Reductions(RowThreads):
         value = self._across(stage, value)
         if op == "mean":
             value = self.do("mul", value, self._factor())
+        if op == "vector_norm":
+            value = self.do("sqrt", value)
         return self.given([value])
 
     def _factor(self) -> Any:
@@ -111,7 +116,7 @@ class _Reductions(RowThreads):
         def one(state: State, inside: Any, column: Any) -> State:
             column = builder.select(inside, column, word(0))
             (element,) = self.elements(part, column, 1, -1)
-            first = builder.select(inside, self._combine(op, state[0], element), state[0])
+            first = builder.select(inside, self._taken(op, state[0], element), state[0])
             return [first, *state[1:]]
 
         state = one(state, head, builder.sub(thread, shift))

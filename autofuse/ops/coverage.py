@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .operators import BINARY_OPERATORS
-from .reductions import REDUCTIONS
+from .reductions import COMPOSED, REDUCTIONS
 from .row import COMPOSITES, OPS, PLAIN, SPELLINGS
 
 _SERIES = "a series that is summed until it converges"
@@ -80,9 +80,9 @@ def coverage() -> dict[str, str]:
 _ORDER = "a reduction whose order was not reproduced"
 EAGER_REDUCTIONS: dict[str, str] = {
     **dict.fromkeys(
-        ("var", "std", "var_mean", "std_mean", "norm", "vector_norm", "prod", "nansum", "logsumexp",
-         "cumsum", "cumprod", "group_norm", "batch_norm", "instance_norm", "nll_loss",
-         "cross_entropy", "softmin", "normalize"), _ORDER,
+        ("var", "std", "var_mean", "std_mean", "prod", "nansum", "logsumexp", "cumsum", "cumprod",
+         "group_norm", "batch_norm", "instance_norm", "nll_loss", "cross_entropy", "softmin"),
+        _ORDER,
     ),
     **dict.fromkeys(
         ("max", "min", "argmax", "argmin", "all", "any", "median"), "a reduction of another kind"
@@ -96,8 +96,9 @@ def look_up(name: str) -> tuple[str, str] | None:
     is none, among the pointwise ones, those that autofuse fuses besides, and reductions."""
     bare = name.rpartition(".")[2]
     own = dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused")
-    for table in (coverage(), own, dict.fromkeys(REDUCTIONS, LAST), EAGER_REDUCTIONS):
-        for known in (bare, f"special_{bare}", _base(bare)):
+    reduced = dict.fromkeys((*REDUCTIONS, *COMPOSED), LAST)
+    for table in (coverage(), own, reduced, EAGER_REDUCTIONS):
+        for known in (bare, f"special_{bare}", f"linalg_{bare}", _base(bare)):
             if known in table:
                 return known, table[known]
     return None

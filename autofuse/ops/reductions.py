@@ -48,9 +48,11 @@ NODES = {
     "sum": "sum.dim_IntList", "mean": "mean.dim", "amax": "amax", "amin": "amin",
     "softmax": "_softmax", "log_softmax": "_log_softmax",
     "layer_norm": "native_layer_norm", "rms_norm": "_fused_rms_norm",
+    "vector_norm": "linalg_vector_norm",
 }  # fmt: skip
 REDUCTIONS: dict[str, Callable[..., tuple[Reduction, tuple[Any, ...]] | None]] = {}
 _reduced = registrar(REDUCTIONS)
+COMPOSED: dict[str, Callable[..., Any]] = {}  # what stands for functions that torch makes of these
 
 
 @cache
@@ -59,6 +61,13 @@ def _number_a_row(name: str, keepdim: bool) -> Reduction:
     keeps, grad = ("x out", "") if name in ("amax", "amin") else ("", f"{name}_backward(g)")
     eager = lambda x: function(x, -1, keepdim)  # noqa: E731
     return Reduction(name, "x", "", keeps=keeps, grad=grad, keepdim=keepdim, eager=eager)
+
+
+@cache
+def _length(keepdim: bool) -> Reduction:
+    """The Euclidean norm of each row."""
+    eager = lambda x: torch.linalg.vector_norm(x, 2, -1, keepdim)  # noqa: E731
+    return Reduction("vector_norm", "x", "", keeps="x out", keepdim=keepdim, eager=eager)
 
 
 @cache
@@ -116,7 +125,7 @@ def cast_of(op: Reduction, kind: str, dtypes: list[torch.dtype]) -> torch.dtype 
 
     dtypes: of its tensors.
     """
-    name = {"sum": NODES["sum"], "mean": NODES["mean"]}.get(op.name, op.name)
+    name = NODES[op.name] if op.name in ("sum", "mean", "vector_norm") else op.name
     name = f"{name}.int" if op.name in ("softmax", "log_softmax") else name
     if set(dtypes) == {torch.float32} or not has_kernel(name, f"Autocast{kind.upper()}"):
         return None
@@ -209,3 +218,40 @@ def rms_norm(
     if weight is None:
         return _normed_row("rms_norm", "x eps:opmath"), (input, eps)
     return _normed_row("rms_norm", "x w eps:opmath"), (input, weight, eps)
+
+
+@_reduced()
+def linalg_vector_norm(
+    x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> tuple[Reduction, tuple[Any, ...]] | None:
+    if type(ord) not in (int, float) or ord != 2 or dtype is not None:
+        return None
+    if type(keepdim) is not bool or not _is_row_wise(x, dim):
+        return None
+    return _length(keepdim), (x,)
+
+
+@_reduced()
+def linalg_norm(
+    A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> tuple[Reduction, tuple[Any, ...]] | None:
+    return linalg_vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+
+
+@_reduced()
+def norm(
+    input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None,
+    dtype: Any = None,
+) -> tuple[Reduction, tuple[Any, ...]] | None:  # fmt: skip
+    if out is not None:
+        return None
+    return linalg_vector_norm(input, 2 if p == "fro" else p, dim, keepdim, dtype=dtype)
+
+
+@registrar(COMPOSED)()
+def normalize(
+    input: Any, p: Any = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> torch.Tensor | None:
+    if out is not None or norm(input, p, dim) is None:
+        return None
+    return input / input.norm(p, dim, keepdim=True).clamp_min(eps).expand_as(input)
