@@ -254,4 +254,7 @@ def normalize(
 ) -> torch.Tensor | None:
     if out is not None or norm(input, p, dim) is None:
         return None
-    return input / input.norm(p, dim, keepdim=True).clamp_min(eps).expand_as(input)
+    lengths = input.norm(p, dim, keepdim=True).clamp_min(eps)
+    if torch.is_grad_enabled() and input.requires_grad:  # a node of eager's
+        lengths = lengths.expand_as(input)
+    return input / lengths
