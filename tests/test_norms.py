@@ -97,6 +97,9 @@ PROGRAMS = {
     "sum": lambda x, y, w, b: (x * y).sum(-1) * 0.5,
     "sum, keepdim": lambda x, y, w, b: x * (x * y).sum(-1, keepdim=True),
     "mean": lambda x, y, w, b: (x - y).mean(-1) + 1.0,
+    "norm": lambda x, y, w, b: (x * y).norm(dim=-1) * 0.5,
+    "normalize": lambda x, y, w, b: F.normalize(x * y, dim=-1) * w + y,
+    "length, keepdim": lambda x, y, w, b: x / torch.linalg.vector_norm(x - y, 2, -1, True),
     "variance": lambda x, y, w, b: (x - x.mean(-1, keepdim=True)).square().mean(-1),
     "amax": lambda x, y, w, b: (lambda h: h - h.amax(-1, keepdim=True))(x * y),
     "amin": lambda x, y, w, b: (x + y).amin(-1) * 3.0,
@@ -171,7 +174,9 @@ RELU = PROGRAMS["layer_norm"]  # whose nodes compute nothing that rounds
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["layer_norm", "softmax", "sum", "mean", "variance", "two"])
+@pytest.mark.parametrize("name", [
+    "layer_norm", "softmax", "sum", "mean", "norm", "normalize", "variance", "two",
+])  # fmt: skip
 def test_dtypes_of_gradients(hung, name, dtype):
     xs = leaves(dtype=dtype)
     want, grads = trained(PROGRAMS[name], xs, wrap=False)
@@ -215,7 +220,7 @@ def test_what_is_saved_is_what_eager_saves(hung):
     """The dead operand of a softmax or a sum has no memory, that of a layer norm has."""
     xs = leaves()
     for name, stored in (
-        ("softmax", 2), ("log_softmax", 2), ("sum", 1), ("mean", 1), ("layer_norm", 4),
+        ("softmax", 2), ("log_softmax", 2), ("sum", 1), ("mean", 1), ("layer_norm", 4), ("norm", 3),
         ("layer_norm of a value", 5), ("layer_norm alone", 4),
     ):  # fmt: skip
         trained(PROGRAMS[name], xs, wrap=True)
@@ -514,6 +519,7 @@ STEPS = {
     "sum": lambda p, q, w, b: p * q.sum(-1, keepdim=True),
     "mean": lambda p, q, w, b: p - q.mean(-1, keepdim=True),
     "amax": lambda p, q, w, b: p - p.amax(-1, keepdim=True),
+    "norm": lambda p, q, w, b: p / (q.norm(dim=-1, keepdim=True) + 1.0),
 }  # fmt: skip
 
 

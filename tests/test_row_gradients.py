@@ -174,6 +174,7 @@ def results(program, xs):
         (lambda x, y, w, b: torch.log_softmax(x * y, -1), ["LogSoftmaxBackward0"]),
         (lambda x, y, w, b: (x * y).sum(-1), ["SumBackward1"]),
         (lambda x, y, w, b: (x * y).mean(-1, keepdim=True), ["MeanBackward1"]),
+        (lambda x, y, w, b: (x * y).norm(dim=-1), ["LinalgVectorNormBackward0"]),
         (lambda x, y, w, b: (x * y).mean(-1) + 1.0, ["AddBackward0"]),
         # over rows, and of numbers of them
         (lambda x, y, w, b: torch.softmax(x * y, -1).sum(-1) + 1.0,
@@ -329,12 +330,12 @@ def test_weights_get_theirs_from_torch(emulated, needs):  # noqa: F811
 
 
 @pytest.mark.parametrize("keepdim", [False, True])
-@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("op", ["sum", "mean", "norm"])
 def test_a_number_of_each_row_of_a_norm(emulated, op, keepdim):  # noqa: F811
     """Its gradient repeats along the row: torch's op for the weights is given a copy."""
     program = lambda x, y, w, b: getattr(  # noqa: E731
         F.layer_norm(x * y, (512,), w, b), op
-    )(-1, keepdim)
+    )(dim=-1, keepdim=keepdim)
     xs, others = leaves(n=512), leaves(n=512)
     out, want = results(program, xs), program(*others)
     launched.clear()
@@ -378,7 +379,7 @@ def test_gradients_are_compared_when_a_gpu_is_verified(emulated, name, monkeypat
 
     monkeypatch.setattr(verify, "differing", differing)
     outcome = verify.compare(name, torch.float32, [(5, 132, "plain", 0)], "cpu")
-    in_rows = "norm" in name or "softmax" in name
+    in_rows = "layer" in name or "softmax" in name
     assert len(launched) == 1 + in_rows, "the others' are no row kernels, and run as ops here"
     assert outcome.reduced == in_rows and len(seen) >= 2
 
@@ -442,6 +443,8 @@ MIDDLE = {
     ),
     "sum": lambda h, w, b: h.sum(-1, keepdim=True),
     "mean": lambda h, w, b: h.mean(-1),
+    "norm": lambda h, w, b: h.norm(dim=-1),
+    "vector_norm": lambda h, w, b: torch.linalg.vector_norm(h, dim=-1, keepdim=True),
 }
 
 

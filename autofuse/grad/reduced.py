@@ -37,11 +37,20 @@ def by_torch(
     if op.name in ("sum", "mean"):
         spread, columns = _spread(op.keepdim, shape), shape[-1]
         return lambda g: (spread(g) / columns if op.name == "mean" else spread(g),)
+    if op.name == "vector_norm":
+        number = (lambda x: x) if op.keepdim else (lambda x: torch.unsqueeze(x, -1))
+        return lambda g, x, out: (_length_by_torch(number(g), x, number(out)),)
     if op.statistics:
         norm = _norm_by_torch(op.name, needs, shape[-1])
         return partial(_rms_norm_by_torch, norm, names, needs) if "eps" in names else norm
     backward = getattr(torch.ops.aten, f"_{op.name}_backward_data").default
     return lambda g, out: (backward(g, out, -1, out.dtype),)
+
+
+def _length_by_torch(g: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    # functions, for operators of what was saved would be recorded
+    direction = torch.masked_fill(torch.div(x, out), torch.eq(out, 0), 0)
+    return torch.mul(g, direction)
 
 
 def _tensors(values: Values) -> list[Any]:
@@ -157,6 +166,13 @@ def on_tape(
         if op.name == "mean":
             return (tape.apply(OPS["div"], (seen, tape.number(shape[-1]))),)
         return (seen,)
+    if op.name == "vector_norm":
+        g, out = (tape.part(_spread(op.keepdim, shape), y) for y in (g, values["out"]))
+        zero = tape.number(0)
+        direction = tape.apply(OPS["div"], (values["x"], out))
+        none = tape.apply(OPS["eq"], (out, zero))
+        direction = tape.apply(OPS["masked_fill"], (direction, none, zero))
+        return (tape.apply(OPS["mul"], (g, direction)),)
     g = tape.whole(g)  # as torch's ops make it
     if op.statistics:
         found: list[Any] = [

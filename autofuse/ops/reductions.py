@@ -67,7 +67,8 @@ def _number_a_row(name: str, keepdim: bool) -> Reduction:
 def _length(keepdim: bool) -> Reduction:
     """The Euclidean norm of each row."""
     eager = lambda x: torch.linalg.vector_norm(x, 2, -1, keepdim)  # noqa: E731
-    return Reduction("vector_norm", "x", "", keeps="x out", keepdim=keepdim, eager=eager)
+    return Reduction("vector_norm", "x", "", keeps="x out", grad="vector_norm_backward(g, x, out)",
+                     keepdim=keepdim, eager=eager)  # fmt: skip
 
 
 @cache
