@@ -40,6 +40,7 @@ import zoo_calculus  # noqa: E402, F401 - registers its rows
 import zoo_cells  # noqa: E402, F401
 import zoo_learning  # noqa: E402, F401
 import zoo_networks  # noqa: E402, F401
+import zoo_others  # noqa: E402, F401
 import zoo_physics  # noqa: E402, F401
 from peers import arrays_of, wrapped_args  # noqa: E402
 from results import DIRECTORY, Cell, Results  # noqa: E402

@@ -105,7 +105,7 @@ def test_few_steps_have_results_on_trial(name, monkeypatch):
 
 @pytest.mark.parametrize("path", [
     "bench/zoo_calculus.py", "bench/zoo_cells.py", "bench/zoo_learning.py",
-    "bench/zoo_networks.py", "bench/zoo_physics.py", "bench/zoo_row.py",
+    "bench/zoo_networks.py", "bench/zoo_others.py", "bench/zoo_physics.py", "bench/zoo_row.py",
 ])  # fmt: skip
 def test_programs_know_nothing_of_autofuse(path):
     text = (ROOT / path).read_text()
