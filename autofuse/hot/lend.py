@@ -29,7 +29,7 @@ def calling(entry, function, args, count, names) -> object:
     if owner == 0:
         return 0
     contest: Contest = owner.granted
-    if contest is None or len(measuring) == 0 or len(loans) != 0:
+    if class_of(contest) is not Contest or len(measuring) == 0 or len(loans) != 0:
         return 0
     free = int(contest.free)
     if free <= 0 or int(contest.way) != PLAIN:
