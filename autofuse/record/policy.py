@@ -18,6 +18,7 @@ from ..grad.backward import MANY_SWEEPS
 from ..grad.segments import Outline
 from ..kernel.text import calls_functions
 from ..ops.reductions import Reduction
+from ..run.runner import Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
 from .contest import Contest, clock_of
@@ -148,19 +149,19 @@ def _work(nodes: list[Node]) -> float:
     return total
 
 
-def gain_at_start(nodes: list[Node], short: bool) -> float:
-    """us by which it costs less to record the first of a chain that was, of `nodes`.
+def gain_at_start(runner: Runner) -> float:
+    """us by which it costs less to have recorded the first op of a chain that `runner` runs.
 
-    At most what the op costs, for what follows it may pay without it. short: the chain costs less
-    as the ops it is.
+    At most what the op costs, for what follows it may pay without it.
     """
-    first, device_type = nodes[0], nodes[0].recorder.device.type
-    if short:
+    nodes, device_type = runner.nodes, runner.device.type
+    first = nodes[0]
+    if runner.short:
         return -SHORT_US[device_type]
     assert first.meta is not None
     if nodes[-1].holds_grad:
         costs = _GRAD_US[device_type]
-        host = costs.op + costs.gradient - costs.recorded
+        host = min(runner.margin, costs.op + costs.gradient - costs.recorded)
     else:
         gain = _gain(nodes, device_type, _OP_US[device_type])
         host = min(max(gain, 0.0), us_recorded(1, device_type))
@@ -188,12 +189,12 @@ class Balance:
         """Ask anew: what was told before does not count."""
         self.gain, self.told, self.lost = 0.0, 0, 0  # us, chains, those of them that are short
 
-    def tell(self, nodes: list[Node], short: bool) -> bool:
-        """Count a chain, of `nodes`; whether there is a verdict."""
-        self.gain += gain_at_start(nodes, short)
+    def tell(self, runner: Runner) -> bool:
+        """Count a chain that `runner` runs; whether there is a verdict."""
+        self.gain += gain_at_start(runner)
         self.told += 1
-        self.lost += short
-        enough = _SURE * SHORT_US[nodes[0].recorder.device.type]
+        self.lost += bool(runner.short)
+        enough = _SURE * SHORT_US[runner.device.type]
         if self.eager is None and not self.lost:  # it is doubted soon
             enough = 0.0
         if self.lost < TRIES and self.told < _MANY and self.gain < enough:
@@ -292,12 +293,16 @@ def rest(recorder: Recorder) -> None:
 def pays(nodes: list[Node], outline: Outline, first: int = 0) -> bool:
     """Whether fusing a chain under grad costs less than running its ops, forward and backward.
 
-    A GPU moves memory beside that, three tensors for an op, of which fusing saves two.
-
     first: where it were to begin, if the ops before were eager.
     """
-    if config.always_fuse:
-        return True
+    return config.always_fuse or margin(nodes, outline, first) > 0
+
+
+def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
+    """By how many us: see `pays`.
+
+    A GPU moves memory beside that, three tensors for an op, of which fusing saves two.
+    """
     device_type = nodes[0].recorder.device.type
     costs = _GRAD_US[device_type]
     ops = sum(node.base < 0 for node in nodes[first:])  # torch makes views either way
@@ -332,8 +337,8 @@ def pays(nodes: list[Node], outline: Outline, first: int = 0) -> bool:
             traffic += moved / _BYTES_PER_US["cuda"]
     if device_type == "cpu":
         work = _work(nodes[first:])
-        return fused + work / 2 < eager + work
-    return max(fused, traffic / 3) < max(eager, traffic)
+        return eager + work / 2 - fused
+    return max(eager, traffic) - max(fused, traffic / 3)
 
 
 def losing(nodes: list[Node], outline: Outline) -> int | None:

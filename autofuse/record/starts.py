@@ -49,7 +49,7 @@ def tell_start(chain: Chain, runner: Runner) -> None:
             starts.clear()
             starts.balances.clear()
         balance = starts.balances[start] = Balance()
-    if not balance.tell(runner.nodes, bool(runner.short)):
+    if not balance.tell(runner):
         return
     node = first
     if balance.eager:
