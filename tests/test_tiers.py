@@ -1135,9 +1135,10 @@ class TestShortChains:
             z = z * 1.0
         assert_same(autofuse.unwrap(autofuse.materialize(z)), x + x, None)
 
-    def test_a_place_where_chains_have_paid_and_only_lose_since_is_left_alone(self):
+    def test_a_place_where_chains_have_paid_and_only_lose_since_is_left_alone(self, monkeypatch):
         """As a rule the first backward tells that gradients are wanted of gradients, for ever."""
         autofuse.record.policy.FLUSH_US.update(cpu=6.0)
+        monkeypatch.setitem(autofuse.record.policy.SHORT_US, "cpu", 1.0)
         w, recorded = autofuse.wrap(torch.randn(4, 4)), []
         for k in range(100):
             autofuse.reset_stats()

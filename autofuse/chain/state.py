@@ -109,7 +109,7 @@ class Node:
         # ...or the nodes to take by instructions, where chains that begin so pay at some of them
         self.starts: dict[int, Node] | None = None
         self.swept = 0  # backwards of the chain that ends here under `create_graph`
-        self.skips = 0  # how often that was not recorded
+        self.skips = 0  # how often that was not recorded, of what is, how often that may be
         self.long = False  # a chain that begins here has paid as a fused one
         self.reason = ""  # why this op is eager here, if it is
         self.counted = ("", "")  # what is counted then

@@ -18,6 +18,7 @@ from ..grad.backward import MANY_SWEEPS
 from ..grad.segments import Outline
 from ..kernel.text import calls_functions
 from ..ops.reductions import Reduction
+from ..run.runner import Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
 from .contest import Contest, clock_of
@@ -35,6 +36,10 @@ _PLAIN_US = {"cuda": 6.1, "cpu": 1.3}  # an eager op on plain tensors
 PASSED_US = {"cuda": 0.9, "cpu": 0.8}
 WRAPPED_US = 0.1
 MIXED_US = 0.3  # what one costs more on a plain tensor beside a wrapped one
+# What a chain that runs as the ops it is costs beside them: to record it, to flush it in Python and
+# `ways.ShortRunner`. On a CPU 6 to 8, alone in a loop; in programs on hosts of GPUs, where those 40
+# frames of Python are not in the caches, 40 to 150
+SHORT_US = {"cuda": 60.0, "cpu": 7.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +74,14 @@ _ALONE_US, _FUNCTION, _IDLE_US = 37e-6, 8, 10.0
 # A chain that costs less as the ops it is runs as these (`ways.ShortRunner`), TRIES times. Then
 # other nodes stand for its first and for all that would begin a chain after it (`make_eager`),
 # whose ops are run at once (`dispatch.eager`) and not recorded any more, SKIPS times: longer chains
-# may begin so by then (`skipped`). Once one is fused that does, its first node is `long`: then it
-# is told apart by instructions of the program whether what begins there pays (`starts`).
-TRIES, SKIPS = 3, 100
+# may begin so by then (`skipped`). If none does, that is _GROWTH times as often from then on, up to
+# _LONGEST times. Once one is fused, its first node is `long`: then it is told apart by instructions
+# of the program whether what begins there pays (`starts`).
+TRIES, SKIPS, _GROWTH, _LONGEST = 3, 100, 4, 16
+# A verdict on an instruction stands until SKIPS ops were eager there or TRIES chains have lost, and
+# _GROWTH times as long whenever it is the same again, up to so many times. Then it is asked until
+# TRIES chains have lost there, or others have gained what so many lose, or so many have begun
+_FIRMEST, _SURE, _MANY = 64, 4, 256
 ASIDE = "a fused call that gains too little"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
 
@@ -139,6 +149,73 @@ def _work(nodes: list[Node]) -> float:
     return total
 
 
+def gain_at_start(runner: Runner) -> float:
+    """us by which it costs less to have recorded the first op of a chain that `runner` runs.
+
+    At most what the op costs, for what follows it may pay without it.
+    """
+    nodes, device_type = runner.nodes, runner.device.type
+    first = nodes[0]
+    if runner.short:
+        return -SHORT_US[device_type]
+    assert first.meta is not None
+    if nodes[-1].holds_grad:
+        costs = _GRAD_US[device_type]
+        host = min(runner.margin, costs.op + costs.gradient - costs.recorded)
+    else:
+        gain = _gain(nodes, device_type, _OP_US[device_type])
+        host = min(max(gain, 0.0), us_recorded(1, device_type))
+    if device_type == "cpu":
+        return host + _work([first]) / 2
+    return host + us_moved(2 * first.meta.nbytes, device_type)
+
+
+class Balance:
+    """What chains gain that begin at one instruction: its sign decides whether they are recorded.
+
+    It takes several, for one instruction may begin chains that pay and chains that do not, as the
+    residual of all layers of a net does.
+    """
+
+    __slots__ = ("eager", "gain", "left", "lost", "times", "told")
+
+    def __init__(self) -> None:
+        self.eager: bool | None = None  # the last verdict
+        self.times = 1  # how many times as long as a first one it stands
+        self.left = 0  # until it is asked anew: ops that are eager, or chains that lose
+        self.ask()
+
+    def ask(self) -> None:
+        """Ask anew: what was told before does not count."""
+        self.gain, self.told, self.lost = 0.0, 0, 0  # us, chains, those of them that are short
+
+    def tell(self, runner: Runner) -> bool:
+        """Count a chain that `runner` runs; whether there is a verdict."""
+        self.gain += gain_at_start(runner)
+        self.told += 1
+        self.lost += bool(runner.short)
+        enough = _SURE * SHORT_US[runner.device.type]
+        if self.eager is None and not self.lost:  # it is doubted soon
+            enough = 0.0
+        if self.lost < TRIES and self.told < _MANY and self.gain < enough:
+            return False
+        eager = self.gain < 0
+        self.times = min(self.times * _GROWTH, _FIRMEST) if eager is self.eager else 1
+        self.left = (SKIPS if eager else TRIES) * self.times
+        self.eager = eager
+        self.ask()
+        return True
+
+
+class Starts(dict[int, Node]):
+    """What an op is recorded as at which instructions, or that it is eager there; `Node.starts`."""
+
+    __slots__ = ("balances",)
+
+    def __init__(self) -> None:
+        self.balances: dict[int, Balance] = {}  # of these, and of those that are asked
+
+
 def us_recorded(ops: int, device_type: str) -> float:
     """us by which so many recorded ops cost less than eager ones on wrapped tensors."""
     return (_OP_US[device_type] - _RECORDED_US) * ops
@@ -155,8 +232,11 @@ def make_eager(nodes: list[Node], reason: str) -> None:
     Once the first does, what it gives is in memory, and with the next a chain would begin, which is
     shorter: each of them would be planned, for some ms, and tried by itself.
     """
-    root = nodes[0].parent
+    first, root = nodes[0], nodes[0].parent
     assert root is not None
+    if root.next.get(first.key) is first:  # which remembers how long it was eager before
+        first.skips = min(first.skips * _GROWTH, SKIPS * _LONGEST) or SKIPS
+    skips = SKIPS - max(first.skips, SKIPS)
     for node in nodes:
         if not is_run(node):
             continue
@@ -165,15 +245,15 @@ def make_eager(nodes: list[Node], reason: str) -> None:
         if known is None:
             root.recorder.size += 1
         elif known.returns is not None:
-            known.skips = 0  # the first brings them all back
+            known.skips = skips  # the first brings them all back
             continue
         elif known.shell is None:
             continue
         assert node.op is not None
         stand = eager_node(root.recorder, root, node.op, reason, node.meta)
         if known is not None and known.long:
-            stand.reason, stand.starts = "", {}
-        stand.key, stand.returns = key, (root, key, known)
+            stand.reason, stand.starts = "", Starts()
+        stand.key, stand.returns, stand.skips = key, (root, key, known), skips
         root.next[key], root.recent = stand, None
 
 
@@ -213,12 +293,16 @@ def rest(recorder: Recorder) -> None:
 def pays(nodes: list[Node], outline: Outline, first: int = 0) -> bool:
     """Whether fusing a chain under grad costs less than running its ops, forward and backward.
 
-    A GPU moves memory beside that, three tensors for an op, of which fusing saves two.
-
     first: where it were to begin, if the ops before were eager.
     """
-    if config.always_fuse:
-        return True
+    return config.always_fuse or margin(nodes, outline, first) > 0
+
+
+def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
+    """By how many us: see `pays`.
+
+    A GPU moves memory beside that, three tensors for an op, of which fusing saves two.
+    """
     device_type = nodes[0].recorder.device.type
     costs = _GRAD_US[device_type]
     ops = sum(node.base < 0 for node in nodes[first:])  # torch makes views either way
@@ -253,8 +337,8 @@ def pays(nodes: list[Node], outline: Outline, first: int = 0) -> bool:
             traffic += moved / _BYTES_PER_US["cuda"]
     if device_type == "cpu":
         work = _work(nodes[first:])
-        return fused + work / 2 < eager + work
-    return max(fused, traffic / 3) < max(eager, traffic)
+        return eager + work / 2 - fused
+    return max(eager, traffic) - max(fused, traffic / 3)
 
 
 def losing(nodes: list[Node], outline: Outline) -> int | None:

@@ -2,8 +2,9 @@
 
 A residual `x + y` may end in a product here and begin a long chain there. Where `policy.make_eager`
 finds that a chain has paid which begins with its op, the verdict is of the instruction at which one
-begins: there the op is recorded, or run as eager PyTorch for a while. What has paid need not go on
-to: where what is recorded loses again and again, it is asked anew.
+begins: there the op is recorded, or run as eager PyTorch for a while. One instruction may begin
+chains of both kinds, and what has paid need not go on to: the verdict is on several chains in sum
+(`policy.Balance`), and it is asked anew, ever more rarely while it stays the same.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from ..chain.state import Chain, Node
 from ..chain.trie import eager_node
 from ..run.runner import Runner
 from .origins import instruction
-from .policy import TRIES
+from .policy import SKIPS, Balance, Starts
 
 _MOST = 256  # of an op that are told apart
-_DOUBTS = 8  # one in so many runs of a chain that loses asks anew where it has begun
+_LOST = "chains that gain too little begin here"
 
 
 def at_start(stand: Node) -> tuple[Node, int | None]:
@@ -34,36 +35,47 @@ def at_start(stand: Node) -> tuple[Node, int | None]:
 
 
 def tell_start(chain: Chain, runner: Runner) -> None:
-    """Let what begins where `chain` has begun be recorded from now on, or be eager for a while."""
+    """Count for where `chain` has begun what it gains, and decide on it if that is enough."""
     start, chain.start = chain.start, None
     first = runner.nodes[0]
     assert start is not None and first.parent is not None and first.op is not None
     stand = _stand_of(first)
-    if stand is None or stand.starts is None:  # the chain has begun otherwise after all
+    starts = None if stand is None else stand.starts
+    if not isinstance(starts, Starts):  # the chain has begun otherwise after all
         return
-    if len(stand.starts) >= _MOST:
-        stand.starts.clear()
-    if not runner.short:
-        stand.starts[start] = first
-    elif runner.runs >= TRIES:
-        eager = eager_node(first.recorder, first.parent, first.op, runner.short, first.meta)
-        eager.returns = (stand, start, None)
-        stand.starts[start] = eager
+    balance = starts.balances.get(start)
+    if balance is None:
+        if len(starts.balances) >= _MOST:
+            starts.clear()
+            starts.balances.clear()
+        balance = starts.balances[start] = Balance()
+    if not balance.tell(runner):
+        return
+    node = first
+    if balance.eager:
+        why = runner.short or _LOST
+        node = eager_node(first.recorder, first.parent, first.op, why, first.meta)
+        assert stand is not None
+        node.returns, node.skips = (stand, start, None), SKIPS - balance.left
+    starts[start] = node
 
 
 def doubt_starts(runner: Runner) -> None:
-    """Ask anew at the instructions where what begins as the chain of `runner`, which loses, pays.
+    """Ask anew where what begins as the chain of `runner`, which loses, has lost often enough.
 
-    It has begun at one of them: which one nobody has looked for, as where it pays.
+    It has begun at one of these instructions: which one nobody has looked for, as where it pays.
     """
-    if runner.runs % _DOUBTS or not runner.runs:
-        return
     first = runner.nodes[0]
     stand = _stand_of(first)
-    if stand is not None and stand.starts is not None:
-        for start, node in list(stand.starts.items()):
-            if node is first:
-                stand.starts.pop(start, None)
+    starts = None if stand is None else stand.starts
+    if not isinstance(starts, Starts):
+        return
+    for start, node in list(starts.items()):
+        balance = starts.balances.get(start)
+        if node is first and balance is not None:
+            balance.left -= 1
+            if balance.left <= 0:
+                starts.pop(start, None)
 
 
 def _stand_of(first: Node) -> Node | None:

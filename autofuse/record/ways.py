@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 from ..chain.liveness import DEAD
@@ -21,7 +22,7 @@ from ..settings.config import config
 from ..supply import kernels as compiling
 from ..supply.kernels import Order
 from ..supply.load import processors_of
-from .policy import TRIES, are_alone, is_short, losing, make_eager, pays, rest
+from .policy import TRIES, are_alone, is_short, losing, make_eager, margin, pays, rest
 from .ranges import annotated, open_ranges
 
 
@@ -88,12 +89,12 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
     short, tells = is_short(nodes, device.type), _tells(node)
     if short and not tells:
         return ShortRunner(node, outputs, "a short chain")
-    graph, computed = None, outputs
+    graph, computed, gain = None, outputs, math.inf
     if tells or any(nodes[output.step].meta.requires_grad for output in outputs):  # type: ignore[union-attr]
         outline = _outline(node, outputs)
         if outline is None:
             return EagerRunner(node, outputs)
-        costly = not pays(nodes, outline)
+        costly, gain = not pays(nodes, outline), margin(nodes, outline)
         if costly and not tells:
             leading = losing(nodes, outline)
             return ShortRunner(node, outputs, "a short chain under grad", leading)
@@ -116,7 +117,7 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
                 return EagerRunner(node, outputs)
             *others, last = computed
             computed = (*others, Output(last.step, COPY))
-    return WaitingRunner(node, computed, pieces, graph).ready()
+    return WaitingRunner(node, computed, pieces, graph, gain).ready()
 
 
 def _tells(node: Node) -> bool:
@@ -157,13 +158,18 @@ class WaitingRunner(EagerRunner):
     waiting = True
 
     def __init__(
-        self, tip: Node, outputs: tuple[Output, ...], pieces: tuple[Piece, ...], graph: Graph | None
+        self,
+        tip: Node,
+        outputs: tuple[Output, ...],
+        pieces: tuple[Piece, ...],
+        graph: Graph | None,
+        margin: float,
     ) -> None:
         """outputs: of the kernels; what nobody sees of them is not computed meanwhile."""
         tells = graph is not None and graph.tells
         seen = tuple(x for x in outputs if x.kind != STORED or tells)
         super().__init__(tip, seen, pieces)
-        self.computed = outputs
+        self.computed, self.margin = outputs, margin
         self.graph = graph  # what a runner with kernels leaves behind
         if graph is not None and tells:  # and this one too
             graph.attach_to(self)
@@ -181,6 +187,7 @@ class WaitingRunner(EagerRunner):
         packs = () if self.graph is None else self.graph.packs
         make = runner_class(self.device)
         runner = make(self.tip, self.computed, self.pieces, kernels, packs)
+        runner.margin = self.margin
         if self.graph is not None:
             self.graph.attach_to(runner)
         return runner.bind()

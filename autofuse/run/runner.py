@@ -6,6 +6,7 @@ check the Inputs, allocate, write pointers and scalars, launch. `cuda` and `cpu`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class Runner:
     saved_bytes = 0  # kept for backward
     waiting = False  # for kernels
     short = ""  # why it runs ops that cost less than a kernel, if it does
+    margin = math.inf  # us by which they cost more under grad, if that is known
     tells = False  # hooks of saved tensors, of what `attach` saves
     ops: Callable[..., list[torch.Tensor]] | None = None  # the same by eager ops, once needed
 
