@@ -51,7 +51,7 @@ def reducing(choose: Handler, func: Handler) -> Handler:
             return run_eager(func, args, kwargs)
         chosen = chosen_by(choose, args, kwargs)
         shell = None if chosen is None else record(*chosen)
-        return run_eager(func, args, kwargs) if shell is None else shell
+        return shell if isinstance(shell, Tensor) else run_eager(func, args, kwargs, shell)
 
     handler, known = functools.wraps(func)(call), known_of(func)
     if not known.writes:
@@ -80,7 +80,7 @@ def viewing(name: str, func: Handler) -> Handler:
         return run_eager(func, args, kwargs)
 
     handler, known = functools.wraps(func)(call), known_of(func)
-    if known.in_c and not known.writes:
+    if (known.in_c and not known.writes) or known.lends:
         HOT.append(("viewing", handler, (func, known)))
     return handler
 
@@ -89,11 +89,10 @@ def joining(name: str, func: Handler) -> Handler:
     """A handler for `func`, which puts tensors side by side: pending values, where they belong."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        joined = None
         if not kwargs or (len(args) == 1 and kwargs.keys() == {"dim"}):
             joined = record_join(name, *args, **kwargs) if 0 < len(args) < 3 else None
-            if joined is not None:
-                return joined
-        return run_eager(func, args, kwargs)
+        return joined if isinstance(joined, Tensor) else run_eager(func, args, kwargs, joined)
 
     handler = functools.wraps(func)(call)
     HOT.append(("joining", handler, (func, known_of(func))))

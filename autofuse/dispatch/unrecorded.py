@@ -25,9 +25,9 @@ PASSED = {"adaptive_avg_pool2d", "chain_matmul", "einsum", "embedding", "group_n
           "softmax", "split", "tensordot", "unflatten"}  # fmt: skip
 # Python functions that only pass their tensors on to C
 LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,
-           F.mish, F.elu, F.softmax, F.log_softmax, F.mse_loss, F.l1_loss, F.dropout,
-           F.batch_norm, F.rms_norm, F.pad, F.interpolate, torch.einsum, torch.norm, torch.split,
-           Plain.norm, Plain.split}  # fmt: skip
+           F.mish, F.elu, F.mse_loss, F.l1_loss, F.dropout, F.batch_norm, F.rms_norm, F.pad,
+           F.interpolate, torch.einsum, torch.norm, torch.split, Plain.norm,
+           Plain.split}  # fmt: skip
 
 
 # methods and functions that write the values of their first argument, and nothing else of it
@@ -72,6 +72,8 @@ class Known:
 
 
 known_functions: dict[Any, Known] = {}  # torch's; machine code asks
+# torch's methods in Python, some of which its decorators have made
+_METHODS = {func for func in vars(Plain).values() if func.__class__ is FunctionType}
 
 
 def known_of(func: Callable[..., Any]) -> Known:
@@ -90,7 +92,7 @@ def _is_torch_own(func: Callable[..., Any]) -> bool:
     if module.partition(".")[0] != "torch" or _is_patch(func):
         return False
     there = getattr(sys.modules.get(module), getattr(func, "__name__", ""), None)
-    return there is func or getattr(func, "__closure__", func) is None
+    return there is func or func in _METHODS or getattr(func, "__closure__", func) is None
 
 
 def _is_patch(func: Any) -> bool:

@@ -99,9 +99,9 @@ SIZED = 16  # where a tuple has how many
 COUNT = (1 << 63) - 1  # of the flags of a vectorcall, how many arguments have no keyword
 LISTED = 24  # where a list has the address of its first item
 SLICED = 16  # where a slice has its start, stop and step
-AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, EAGER = (
+AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE = (
     "_af", "autofuse_current", "flushing", "words", "recorders", "",
-    "write", "inplace", "materialize", "eager",
+    "write", "inplace", "materialize",
 )  # fmt: skip
 
 # objects of `chain`, `record` and torch

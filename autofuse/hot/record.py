@@ -105,7 +105,7 @@ def recorded(func, op, operands, count, wanted) -> object:
         node = begun
     shell = node.shell
     if shell is None:
-        if func == 0 or node.reason is EMPTY or len(chain) != 0:
+        if func == 0 or node.reason is EMPTY or (len(chain) != 0 and func != TELL):
             return 0
         return run_short(recorder, func, node, operands, count)
     if wanted != 0 and node.meta is not wanted:

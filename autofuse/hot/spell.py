@@ -8,7 +8,7 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
-from .call import is_everyday, passed
+from .call import is_everyday, passed, run
 from .inputs import likely_meta
 from .record import recorded_as, tupled
 from .values import (
@@ -49,16 +49,16 @@ def spelling(table, function, args, count, names) -> object:
         return 0
     if class_of(found) is int:
         return kept(args[int(found)])
-    known: Known = entry[1]
-    if known.in_c is not True:
-        return recorded_as(0, kept(found), args)
     result = recorded_as(TELL, kept(found), args)
     if result == 0 or class_of(result) is not Node:
         return result
+    known: Known = entry[1]
+    node: Node = result
+    if known.in_c is not True:
+        return run(entry[0], known, node.counted, args, count, names)
     recorder: Recorder = current_recorder()
     if recorder == 0:
         return 0
-    node: Node = result
     if is_everyday(recorder, known, args, count, names) == 0:
         return 0
     return passed(recorder, entry, node.counted, args, count, names)
