@@ -202,6 +202,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
         return None if given else choose(*args, **without(targets, kwargs))
 
     rest, written = passing(func), in_place(named, func) if "inplace" in targets else None
+    known = known_of(func)
 
     def spelled(*args: Any, **kwargs: Any) -> Any:
         options = kwargs
@@ -219,7 +220,10 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
                     chosen = chosen_by(choose, args, options)
                     if chosen.__class__ is tuple:  # whether it casts differs from op to op
                         done = record_write(chosen[0], out, chosen[1], cast=False)
-                        return out if done is True else run_eager(func, args, kwargs, done)
+                        if done is not True:
+                            return run_eager(func, args, kwargs, done)
+                        known.to_out = True  # torch has found that it takes one
+                        return out
                 return run_eager(func, args, kwargs)
         chosen = chosen_by(choose, args, options)
         if chosen.__class__ is tuple:
@@ -232,7 +236,6 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
             return chosen
         return rest(*args, **kwargs)
 
-    known = known_of(func)
     if not known.writes and choose not in MAKING:
         HOT.append(("spelling", spelled, (func, known, Choices(named), written)))
     return spelled

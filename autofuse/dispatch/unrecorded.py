@@ -51,7 +51,7 @@ TARGETS = {"out", "inplace"}  # keywords by which a function may write
 class Known:
     """What `run_eager` has to know of a function."""
 
-    __slots__ = ("asks", "in_c", "lends", "name", "own", "reason", "targets", "writes")
+    __slots__ = ("asks", "in_c", "lends", "name", "own", "reason", "targets", "to_out", "writes")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.name = getattr(func, "__name__", "function")
@@ -65,6 +65,7 @@ class Known:
         self.own = self.in_c or func.__class__ in IN_C or _is_torch_own(func)
         # running statistics are written in training alone
         self.targets = TARGETS | {"training"} if func is F.batch_norm else TARGETS
+        self.to_out = False  # whether a kernel has written its result where `out` says
         self.writes = _writes(self.name, func) and func is not F.batch_norm
         # whether it runs on wrapped tensors whose class is a plain one's meanwhile
         alone = self.writes or self.name in _EXACT_CLASS | COPIES

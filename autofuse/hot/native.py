@@ -3,7 +3,7 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. It is made of
-`values`, `inputs`, `record`, `launch`, `flush`, `call`, `spell`, `reduce`, `write`, `lend` and
+`values`, `inputs`, `record`, `launch`, `flush`, `call`, `write`, `spell`, `reduce`, `lend` and
 `builtins`, in the language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
@@ -60,7 +60,7 @@ from .places import (
 from .verdict import verdict
 
 _STAGES = (
-    values, inputs, _record, _launch, _flush, call, overrides, _spell, _reduce, write, lend,
+    values, inputs, _record, _launch, _flush, call, overrides, write, _spell, _reduce, lend,
     _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
@@ -259,6 +259,7 @@ def _given() -> dict[str, Any]:
         "known_functions": unrecorded.known_functions,
         "HANDLERS": protocol.HANDLERS, "OPTIONS": protocol.OPTIONS,
         "indexed": protocol.HANDLERS[TensorBase.__getitem__],
+        "reciprocal_of": protocol.HANDLERS[TensorBase.reciprocal],
         "SLOTS": tuple(~k for k in range(64)), "strided": torch.strided, "AT_ONCE": (False,),
         "origins": origins.origins, "trials": origins.trials, "STAY": origins.STAY,
         "between": origins.between, "measuring": origins.measuring, "wanted": verified.wanted,

@@ -18,6 +18,7 @@ from .values import (
     autocast_mode,
     class_of,
     count_one,
+    current_recorder,
     functions_off,
     grad_mode,
     is_number,
@@ -48,12 +49,23 @@ def reflected(entry, function, args, count, names) -> object:
         return 0
     if is_number(args[1]) != 0:
         if entry[2] is None:
-            return 0
+            return divided(args[1], args[0])
         return recorded(entry[3], entry[2], args, count, 0)
     operands = room(2)
     operands[0] = args[1]
     operands[1] = args[0]
     return recorded(entry[1], entry[0], operands, count, 0)
+
+
+def divided(number, x) -> object:
+    """`number / x`, of a wrapped tensor, as torch has it."""
+    recorder: Recorder = current_recorder()
+    if recorder == 0 or recorder.off is True or looked_on() != 0:
+        return 0
+    args = room(1)
+    args[0] = x
+    inverse = PyObject_Vectorcall(reciprocal_of, args, 1, 0)
+    return PyNumber_Multiply(inverse, number)  # which stays plain where that does
 
 
 def record(entry, op, operands: tuple) -> object:
@@ -141,6 +153,11 @@ def recorded(func, op, operands, count, wanted) -> object:
 def recorded_as(func, found: tuple, args) -> object:
     """The same of the op that a chooser has found, of these arguments; see `dispatch.chosen`."""
     operands = room(8)
+    return recorded(func, found[0], operands, placed(operands, found, args), 0)
+
+
+def placed(operands, found: tuple, args):
+    """Put the operands that a chooser has found at `operands`: how many these are."""
     count = len(found) - 1
     for k in range(count):
         part = found[k + 1]
@@ -148,7 +165,7 @@ def recorded_as(func, found: tuple, args) -> object:
             operands[k] = args[int(part)]
         else:
             operands[k] = load(part + ITEMS)
-    return recorded(func, found[0], operands, count, 0)
+    return count
 
 
 def tupled(flat, size) -> object:
