@@ -413,6 +413,7 @@ def _rmatmul(self: Any, /, *args: Any, **options: Any) -> Any:
     return torch.matmul(args[0], self)
 
 
+HOT.append(("multiplying", _rmatmul, (torch.matmul,)))
 PLACES = (torch, F, torch._C._nn, torch.special, torch._C._VariableFunctions)
 
 

@@ -27,6 +27,7 @@ from .values import (
     grad_mode,
     has_target,
     has_wrapped,
+    is_ours,
     is_simple,
     item_at,
     looked_on,
@@ -147,10 +148,24 @@ def viewing(table, function, args, count, names) -> object:
             tip: Node = chain.tip
             if tip.rows is not None:  # row kernels read no index maps
                 return looking(table, function, args, count, names)
+        if names == 0 and count == 2 and has_tensor(args[1]) != 0:
+            own: tuple = PyDict_GetItemWithError(table[0], function)
+            if own != 0 and own[0] is getitem:  # no view
+                return passing(table, function, args, count, names)
         if names != 0 or count > 7:
             return 0
         return recorded_views(function, args, count)
     return looking(table, function, args, count, names)
+
+
+def has_tensor(index):
+    """Whether it is one, or several with one among them."""
+    if class_of(index) is tuple:
+        for k in range(PyTuple_Size(index)):
+            if is_ours(load(index + ITEMS + 8 * k)) != 0:
+                return 1
+        return 0
+    return is_ours(index)
 
 
 def looking(table, function, args, count, names) -> object:
@@ -191,6 +206,19 @@ def has_pending(items, count):
             if class_of(state_of(items[k])) is Node:
                 return 1
     return 0
+
+
+def multiplying(entry, function, args, count, names) -> object:
+    """`handlers._rmatmul`; entry: torch.matmul."""
+    recorder: Recorder = current_recorder()
+    if names != 0 or count != 2 or is_ours(args[1]) == 0 or recorder == 0:
+        return 0
+    if recorder.off is True or are_modes_off() == 0:
+        return 0
+    operands = room(2)
+    operands[0] = args[1]
+    operands[1] = args[0]
+    return PyObject_Vectorcall(entry[0], operands, 2, 0)
 
 
 def is_everyday(recorder: Recorder, known: Known, args, count, names):

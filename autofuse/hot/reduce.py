@@ -29,7 +29,7 @@ def reducing(table, function, args, count, names) -> object:
             found = choice_of(entry, args, count, names)
             if found == 0:
                 return 0
-            if found is not None:
+            if class_of(found) is tuple:
                 result = recorded_as(TELL, found, args)
                 if result == 0 or class_of(result) is not Node:
                     return result

@@ -50,19 +50,22 @@ def spelling(table, function, args, count, names) -> object:
         return 0
     if class_of(found) is int:
         return kept(args[int(found)])
-    result = recorded_as(TELL, kept(found), args)
-    if result == 0 or class_of(result) is not Node:
-        return result
     known: Known = entry[1]
-    node: Node = result
+    reason = known.reason
+    if found is not False:
+        result = recorded_as(TELL, kept(found), args)
+        if result == 0 or class_of(result) is not Node:
+            return result
+        node: Node = result
+        reason = node.counted
     if known.in_c is not True:
-        return run(entry[0], known, node.counted, args, count, names)
+        return run(entry[0], known, reason, args, count, names)
     recorder: Recorder = current_recorder()
     if recorder == 0:
         return 0
     if is_everyday(recorder, known, args, count, names) == 0:
         return 0
-    return passed(recorder, entry, node.counted, args, count, names)
+    return passed(recorder, entry, reason, args, count, names)
 
 
 def written(entry, args, count, names: tuple) -> object:
