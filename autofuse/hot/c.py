@@ -96,6 +96,7 @@ EQUAL = 2  # Py_EQ
 WITH_KEYWORDS = 3  # METH_VARARGS | METH_KEYWORDS, as torch has its functions called
 MOST_CHOICES = 256  # calls of a function that are known
 TELL = 1  # in place of a function: that it is to be called
+ANEW = 1  # in place of a Meta: see `record.recorded`
 FAILED = (1 << 32) - 1  # the bits of a C int, which is not 0 where a setter fails
 SIZED = 16  # where a tuple has how many
 COUNT = (1 << 63) - 1  # of the flags of a vectorcall, how many arguments have no keyword

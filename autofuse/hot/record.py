@@ -36,7 +36,7 @@ def handler(entry, function, args, count, names) -> object:
     if names == 0 and count == entry[1]:
         for k in range(count):
             if class_of(args[k]) is Tensor:
-                return recorded(entry[2], entry[0], args, count, 0)
+                return recorded(entry[2], entry[0], args, count, ANEW)
     return 0
 
 
@@ -50,11 +50,11 @@ def reflected(entry, function, args, count, names) -> object:
     if is_number(args[1]) != 0:
         if entry[2] is None:
             return divided(args[1], args[0])
-        return recorded(entry[3], entry[2], args, count, 0)
+        return recorded(entry[3], entry[2], args, count, ANEW)
     operands = room(2)
     operands[0] = args[1]
     operands[1] = args[0]
-    return recorded(entry[1], entry[0], operands, count, 0)
+    return recorded(entry[1], entry[0], operands, count, ANEW)
 
 
 def divided(number, x) -> object:
@@ -70,14 +70,15 @@ def divided(number, x) -> object:
 
 def record(entry, op, operands: tuple) -> object:
     """`record.record`."""
-    return recorded(0, op, operands + ITEMS, len(operands), 0)
+    return recorded(0, op, operands + ITEMS, len(operands), ANEW)
 
 
 def recorded(func, op, operands, count, wanted) -> object:
     """A new reference to the result of `op` over `operands`; 0 where Python has to decide.
 
     func: the torch function, by which an op is run that is better off eager; or 0; or TELL, for the
-    node that says so. wanted: the Meta that the result has to have, or 0.
+    node that says so. wanted: the Meta that the result has to have, or 0; or ANEW, for any, and on
+    another chain where the op cuts this one.
     """
     recorder: Recorder = recorder_of(operands, count)
     if recorder == 0 or recorder is None or count > 7:
@@ -117,10 +118,12 @@ def recorded(func, op, operands, count, wanted) -> object:
         node = begun
     shell = node.shell
     if shell is None:
+        if wanted == ANEW and node.cuts is not EMPTY:
+            return recorded_anew(recorder, kept(node), func, op, operands, count)
         if func == 0 or node.reason is EMPTY or (len(chain) != 0 and func != TELL):
             return 0
         return run_short(recorder, func, node, operands, count)
-    if wanted != 0 and node.meta is not wanted:
+    if wanted != 0 and wanted != ANEW and node.meta is not wanted:
         return 0
     key = node.key + ITEMS
     if consts != 0 and node.limits is not None and fits(node, operands, key, count) == 0:
@@ -150,10 +153,18 @@ def recorded(func, op, operands, count, wanted) -> object:
     return result
 
 
+def recorded_anew(recorder: Recorder, node: Node, func, op, operands, count) -> object:
+    """`recorded` on another chain, once the open one is flushed, for `node` cuts that."""
+    recorder.reading = False
+    if borrowed(ask2(chain_flush, recorder, node.cuts)) == 0 or PyList_Size(recorder.chain) != 0:
+        return 0
+    return recorded(func, op, operands, count, 0)
+
+
 def recorded_as(func, found: tuple, args) -> object:
     """The same of the op that a chooser has found, of these arguments; see `dispatch.chosen`."""
     operands = room(8)
-    return recorded(func, found[0], operands, placed(operands, found, args), 0)
+    return recorded(func, found[0], operands, placed(operands, found, args), ANEW)
 
 
 def placed(operands, found: tuple, args):
