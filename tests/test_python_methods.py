@@ -210,3 +210,39 @@ def test_a_mode_is_told_of_a_method_as_torch_does(on):
             x**2, x // 2, 2 // x, 2 % x, x.unflatten(1, (2, 3))
         seen.append(told)
     assert seen[0] == seen[1]
+
+
+TWICE = {
+    "x * x": lambda x, y: x * x,
+    "x * y, y * y": lambda x, y: x * y + y * y,
+    "addcmul": lambda x, y: torch.addcmul(x, y, y),
+    "addcmul of one": lambda x, y: torch.addcmul(y, y, y),
+    "addcmul of the first": lambda x, y: torch.addcmul(x, y, x),
+    "where": lambda x, y: torch.where(x > 0.0, y, y) * 2.0,
+    "x ** x": lambda x, y: x.abs() ** x.abs(),
+    "behind others": lambda x, y: (x * 2.0 + 1.0) * torch.lerp(y, y, y),
+}
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "plain beside"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", TWICE)
+def test_a_tensor_that_an_op_reads_twice_is_one_input(name, grad, kind, on, always):
+    program, made = TWICE[name], []
+    a, b, c, d = (t.clone().requires_grad_(grad) for t in (X, X + 1.0, X, X + 1.0))
+    x, y = autofuse.wrap(a), autofuse.wrap(b) if kind == "wrapped" else b
+    for _ in range(3):
+        made[:] = [autofuse.materialize(program(x, y))]
+    called = functions_called(lambda: made.append(program(x, y)))
+    plain = grad and kind != "wrapped"  # what torch makes of that alone is an Input of its own
+    assert not on or plain or called == []
+    want = program(c, d)
+    for got in made:
+        assert_same(autofuse.unwrap(autofuse.materialize(got)).detach(), want.detach(), 1e-6)
+    if grad:
+        made[-1].sum().backward()
+        want.sum().backward()
+        for ours, theirs in ((a.grad, c.grad), (b.grad, d.grad)):
+            assert (ours is None) is (theirs is None)
+            if ours is not None:
+                assert_same(ours, theirs, 1e-5)

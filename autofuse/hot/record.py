@@ -97,10 +97,11 @@ def recorded(func, op, operands, count, wanted) -> object:
         if item == 0:
             return 0
         if class_of(item) is Meta:
-            for earlier in range(k):  # the same tensor twice is one Input
-                if operands[earlier] is operands[k]:
-                    return 0
-            fresh += 1
+            slot = slot_of_same(tip, operands, key, k)
+            if slot == 0:
+                fresh += 1
+            else:
+                item = slot
         elif class_of(item) is type:
             consts += 1
         key[k + 1] = item
@@ -151,6 +152,20 @@ def recorded(func, op, operands, count, wanted) -> object:
             if borrowed(ask2(relieve, recorder, chain)) == 0:
                 return 0
     return result
+
+
+def slot_of_same(tip: Node, operands, key, k):
+    """What stands in an edge for operand k, a new Input, if it is an earlier one too; or 0."""
+    inputs: tuple = tip.inputs
+    position = len(inputs)
+    for earlier in range(k):
+        if operands[earlier] is operands[k]:
+            if position < len(SLOTS):
+                return SLOTS[position]
+            return EMPTY  # no edge has this
+        if class_of(key[earlier + 1]) is Meta:
+            position += 1
+    return 0
 
 
 def recorded_anew(recorder: Recorder, node: Node, func, op, operands, count) -> object:
