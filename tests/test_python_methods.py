@@ -5,11 +5,11 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from test_reductions import recording  # noqa: F401
 from torch.overrides import TorchFunctionMode
 
 import autofuse
 from autofuse.dispatch.unrecorded import Known, known_functions, known_of
-from autofuse.ops.reductions import DEVICES
 from autofuse.record import policy
 from autofuse.record.modes import forget_all
 from support import NATIVE, assert_same, functions_called
@@ -166,17 +166,14 @@ def test_an_op_that_stands_alone_is_counted_once(name, grad, on, short):
 
 @pytest.mark.parametrize("call", [lambda x: F.softmax(x, -1), lambda x: x.softmax(-1),
                                   lambda x: x.sum(-1)])  # fmt: skip
-def test_a_reduction_that_stands_alone_is_counted_once(call, on, short):
-    DEVICES.add("cpu")
-    try:
-        w = autofuse.wrap(X)
-        for _ in range(4 * policy.TRIES):
-            autofuse.materialize(call(w))
-        autofuse.reset_stats()
-        call(w)
-        assert list(autofuse.stats().eager_ops.values()) == [1]
-    finally:
-        DEVICES.discard("cpu")
+def test_a_reduction_that_stands_alone_is_counted_once(call, on, recording, short):  # noqa: F811
+    w = autofuse.wrap(X)
+    for _ in range(4 * policy.TRIES):
+        autofuse.materialize(call(w))
+    autofuse.reset_stats()
+    call(w)
+    (((_, reason), times),) = autofuse.stats().eager_ops.items()
+    assert (reason, times) == ("a chain of one op", 1)
 
 
 REFUSED = {
