@@ -16,7 +16,7 @@ from autofuse.dispatch import handlers
 from autofuse.dispatch.chosen import Choices, chosen_by
 from autofuse.hot import native
 from autofuse.ops import row as rows
-from support import assert_same
+from support import assert_same, functions_called
 
 W = autofuse.wrap
 X = torch.linspace(-2.0, 2.0, 24).view(4, 6)
@@ -196,6 +196,28 @@ def test_no_python_runs_for_a_call_that_is_known(call):
         finally:
             sys.setprofile(before)
         assert len(frames) == 1, (always, frames)
+
+
+@pytest.mark.skipif(not native.active(), reason="machine code is off")
+@pytest.mark.parametrize("call", [
+    lambda w, v: F.mse_loss(w, v), lambda w, v: F.smooth_l1_loss(w, v, reduction="sum"),
+    lambda w, v: w**1.000001, lambda w, v: w.long() ** 2.5,
+    lambda w, v: torch.pow(w, float("inf")), lambda w, v: F.huber_loss(w, v),
+])  # fmt: skip
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_a_chooser_leaves_to_torch_it_is_not_asked_again(call, grad):
+    x = X.abs().requires_grad_(grad)
+    w, v = W(x), W(Y)
+    for _ in range(20):
+        autofuse.materialize(call(w, v))
+    autofuse.reset_stats()
+    made = []
+    called = functions_called(lambda: made.append(call(w, v)))
+    assert "spelled" not in called and "chosen_by" not in called
+    assert sum(autofuse.stats().eager_ops.values()) <= 2  # a cast is one, too
+    want = call(x, Y)
+    assert_same(made[0], want, 1e-6)
+    assert made[0].requires_grad is want.requires_grad
 
 
 @pytest.mark.parametrize("wrong", [

@@ -155,6 +155,7 @@ ENTERED = {
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
     "passing": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
     "running": ("call", lambda o: from_c(autofuse.Tensor.unique)(o.x)),
+    "multiplying": ("_rmatmul", lambda o: from_c(autofuse.Tensor.__rmatmul__)(o.x, o.plain)),
     "spelling": (
         "spelled", lambda o: from_c(protocol.OPTIONS[torch.nn.functional.relu])(o.w, inplace=True)
     ),

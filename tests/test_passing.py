@@ -987,25 +987,35 @@ def test_no_function_of_torch_in_c_goes_by_python():
 
 @pytest.mark.skipif(True not in NATIVE, reason="there is no machine code")
 @pytest.mark.parametrize("kind", ["wrapped", "pending"])
-def test_a_product_with_what_is_plain_runs_little_python(kind):
+def test_a_product_with_what_is_plain_runs_no_python(kind, monkeypatch):
     """Python asks the reflected operator of a subclass first, which torch writes in Python."""
-    autofuse.config.native = True
-    met = []
-
-    def told(frame, event, _):
-        if event == "call":
-            met.append(frame.f_code.co_name)
-
+    monkeypatch.setattr(autofuse.config, "native", True)
     plain, (x, _, _) = torch.ones(3, 4), operands("wrapped", False)
+    want = plain @ autofuse.unwrap(x)
     for _ in range(50):  # its origin is judged
         plain @ x
     x = operands(kind, False)[0]
-    sys.setprofile(told)
-    try:
-        plain @ x
-    finally:
-        sys.setprofile(None)
-    assert met[0] == "_rmatmul" and "run_eager" not in met
+    made = []
+    called = functions_called(lambda: made.append(plain @ x))
+    assert not {"_rmatmul", "run_eager"} & {*called} and (called == [] or kind == "pending")
+    assert_same(autofuse.unwrap(made[0]), want, 1e-6)
+
+
+@pytest.mark.skipif(True not in NATIVE, reason="there is no machine code")
+@pytest.mark.parametrize("index", [
+    lambda i, p: i, lambda i, p: p, lambda i, p: (..., i), lambda i, p: (p, slice(1, 3)),
+    lambda i, p: (0, p), lambda i, p: (i, p),
+])  # fmt: skip
+def test_a_pending_value_is_indexed_by_a_tensor_as_machine_code(index, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "native", True)
+    x, plain = torch.rand(3, 4), torch.tensor([0, 2, 1])
+    w, i = autofuse.wrap(x), autofuse.wrap(plain)
+    for _ in range(5):
+        pending = w * 2.0
+        made = []
+        called = functions_called(lambda: made.append(pending[index(i, plain)]))  # noqa: B023
+    assert not {"record_view", "run_eager", "call"} & {*called}  # but a flush of a CPU's
+    assert_same(autofuse.unwrap(made[0]), (x * 2.0)[index(plain, plain)], None)
 
 
 # of c and k [3, 4] complex, c wrapped and k plain, and x [3, 4] float, wrapped
@@ -1066,7 +1076,7 @@ def test_what_no_kernel_reads_is_eagers(name, grad, pending, device, on):
 
 @pytest.mark.skipif(True not in NATIVE, reason="there is no machine code")
 @pytest.mark.parametrize("name", [
-    "c * c", "c - k", "c / x", "x * k", "c * 2.0", "c * 2j", "x * 2j", "-c", "c == c",
+    "c * c", "c - k", "c / x", "x * k", "c * 2.0", "1 - c", "c * 2j", "x * 2j", "-c", "c == c",
 ])  # fmt: skip
 def test_what_no_kernel_reads_runs_no_python(name):
     """It stands between chains again and again, as what a Fourier transform gives."""

@@ -26,16 +26,17 @@ def chosen_by(choose: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     # modes are told of what was called, and not of what it is made of
     if this_thread.closed or looked_on():
         return None
-    return _asked(choose, args, kwargs)
+    return _asked(choose, args, kwargs, None)
 
 
-def _asked(choose: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _asked(choose: Callable[..., Any], args: Any, kwargs: Any, failed: Any) -> Any:
+    """What it says; `failed` of arguments that it does not know."""
     try:
         return choose(*args, **kwargs)
     except _UNKNOWN_ARGUMENTS as error:
         if _is_inner(error) and is_foreign(error):
             raise
-        return None
+        return failed
 
 
 def _is_inner(error: Exception) -> bool:
@@ -54,8 +55,9 @@ class Choices(dict[Any, Any]):
     """By the keys of calls of one function, what its chooser would say of them again.
 
     That is (op, *operands), each of which is the position of an argument or a number in a tuple; or
-    the position of the argument that is handed back; or None where it has to be asked, or has no
-    answer. Machine code keeps it, if the arguments are still what the key says.
+    the position of the argument that is handed back; or False where it leaves the call to torch; or
+    None where it has to be asked. Machine code keeps it, if the arguments are still what the key
+    says.
     """
 
     def __init__(self, choose: Callable[..., Any]) -> None:
@@ -66,7 +68,8 @@ class Choices(dict[Any, Any]):
         values = (*args, *kwargs.values())
         if any(map(_is_device, values)):  # it may be that of now
             return None
-        return _placed(_asked(self.choose, args, kwargs), values)
+        chosen = _asked(self.choose, args, kwargs, ...)
+        return False if chosen is None else _placed(chosen, values)
 
 
 def _is_device(value: Any) -> bool:

@@ -9,7 +9,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable
 from threading import get_ident
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,7 @@ from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread,
 from ..record.numbers import is_next, pass_over
 from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
 from ..record.policy import skipped
+from ..record.record import Refusal
 from ..torch_private import (
     NoModes,
     dispatch_modes,
@@ -46,22 +47,26 @@ OURS = set(map(id, (Tensor, Plain, Parameter)))  # classes of tensors that are r
 _MANY = set(map(id, (tuple, list)))
 
 
-def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
+def run_eager(
+    func: Handler, args: Any, kwargs: Any = None, refusal: Refusal | Literal[False] | None = None
+) -> Any:
     """Run `func` as eager PyTorch on plain tensors, and wrap what it returns.
 
     Pending arguments become concrete. A Python function finds every wrapped argument to be an
     ordinary `torch.Tensor`, the same object, so that it meets nothing it does not know. Those of
     the table do not always come here: `F.leaky_relu` in place, or `F.hardswish` by `run_short`,
     finds wrapped ones, and only passes them on to C, with torch functions off.
+
+    refusal: what it is counted under, if something has kept it from being recorded.
     """
     known = known_of(func)
     if function_modes() and known.asks and looked_on():
         return func(*args, **kwargs or {})  # it tells them, and whoever passes it on comes here
     if known.writes or not known.in_c or (kwargs and _has_target(known, kwargs)):
-        return run_any(func, known, args, kwargs)
+        return run_any(func, known, args, kwargs, None, refusal)
     recorder, first = this_thread.current, None
     if this_thread.closed and dispatch_modes():  # they are told of classes too
-        return run_any(func, known, args, kwargs)
+        return run_any(func, known, args, kwargs, None, refusal)
     if recorder is None:
         begin(args)
     elif recorder.running is not None:
@@ -76,20 +81,20 @@ def run_eager(func: Handler, args: Any, kwargs: Any = None) -> Any:
             if state.recorder is not None:
                 flush(state.recorder, known.name)
                 if x._af.recorder is not None:  # in the middle of the flush that makes it
-                    return run_any(func, known, args, kwargs)
+                    return run_any(func, known, args, kwargs, None, refusal)
             elif state.__class__ is not Meta and state is not UNKNOWN:
                 if is_on_trial(state, x):
                     sources = (*sources, state)
                 elif state.__class__ is not Tried:
-                    return run_any(func, known, args, kwargs)
+                    return run_any(func, known, args, kwargs, None, refusal)
         elif id(x.__class__) not in SIMPLE and not (
             id(x.__class__) in _MANY
             and (not x or x[0].__class__ is int or _made_concrete(x, known))
         ):
-            return run_any(func, known, args, kwargs)
+            return run_any(func, known, args, kwargs, None, refusal)
     with functions_off():
         result = func(*args, **kwargs) if kwargs else func(*args)
-    counts.eager[known.reason] += 1
+    counts.eager[refusal or known.reason] += 1
     if first is not None:
         pass_over(first)
     if not sources:
@@ -157,8 +162,9 @@ def _keep_order(recorder: Any, args: Any) -> int | None:
 
 
 def run_any(
-    func: Handler, known: Known, args: Any, kwargs: Any, call: Handler | None = None
-) -> Any:
+    func: Handler, known: Known, args: Any, kwargs: Any, call: Handler | None = None,
+    refusal: Refusal | Literal[False] | None = None,
+) -> Any:  # fmt: skip
     """`run_eager` for nested arguments, keywords, Python functions, other classes and writes.
 
     call: what to call with plain tensors in place of `func`.
@@ -166,7 +172,7 @@ def run_any(
     name = known.name
     writes = known.writes or (kwargs and _has_target(known, kwargs))
     if writes and get_ident() not in writing:
-        return announced(run_any, func, known, args, kwargs, call)
+        return announced(run_any, func, known, args, kwargs, call, refusal)
     recorder = this_thread.current
     if recorder is not None and recorder.running is not None:
         write_first(recorder)
@@ -198,7 +204,7 @@ def run_any(
     if any(map(_is_apart, wrapped)):
         stood: dict[int, Tensor] = {}
         args, kwargs = released(args, stood), released(kwargs or {}, stood)
-        result = run_eager(func, args, kwargs)
+        result = run_eager(func, args, kwargs, refusal)
         return stood.get(id(result), result)  # in-place functions return an argument
     if name in COPIES:
         for tensor in wrapped:
@@ -206,7 +212,7 @@ def run_any(
     if in_c:
         with functions_off():
             result = func(*args, **kwargs) if kwargs else func(*args)
-        counts.eager[known.reason] += 1
+        counts.eager[refusal or known.reason] += 1
         if first is not None:
             pass_over(first)
         return lifted(result, ask(result, sources, mixed), known.name)
@@ -218,7 +224,7 @@ def run_any(
     finally:
         for tensor in wrapped:
             tensor.__class__ = Tensor
-    counts.eager[known.reason] += 1
+    counts.eager[refusal or known.reason] += 1
     if first is not None and known.own:
         pass_over(first)
     return lifted(result, ask(result, sources, mixed), known.name)

@@ -27,7 +27,7 @@ from ..ops.row import MAKING, OPS, RETURNING, Op
 from ..record.flush import flush_thread
 from ..record.numbers import follows
 from ..record.origins import keep
-from ..record.record import record, record_fresh, relieve
+from ..record.record import Refusal, record, record_fresh, relieve
 from ..record.writes import flush_readers, record_inplace, record_write
 from ..torch_private import autocast_is_on, dispatch_modes, functions_off, looked_on
 from .chosen import Choices, chosen_by, without
@@ -80,7 +80,7 @@ def handler(self, /, *more, **options):
     if more or options:
         return REST(self, *more, **options)
     shell = record(OP, (self,))
-    return run_eager(FUNC, (self,)) if shell is None else shell
+    return shell if shell.__class__ is Tensor else run_eager(FUNC, (self,), None, shell)
 """
 
 _BINARY = """
@@ -153,7 +153,7 @@ def handler(self, other=REST, /, *more, **options):
     if more or options or other is REST:
         return REST(self, *((other, *more) if other is not REST else more), **options)
     shell = record(OP, (self, other))
-    return run_eager(FUNC, (self, other)) if shell is None else shell
+    return shell if shell.__class__ is Tensor else run_eager(FUNC, (self, other), None, shell)
 """
 
 
@@ -202,6 +202,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
         return None if given else choose(*args, **without(targets, kwargs))
 
     rest, written = passing(func), in_place(named, func) if "inplace" in targets else None
+    known = known_of(func)
 
     def spelled(*args: Any, **kwargs: Any) -> Any:
         options = kwargs
@@ -218,19 +219,23 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
                         flush_readers(out, func.__name__, others=True)
                     chosen = chosen_by(choose, args, options)
                     if chosen.__class__ is tuple:  # whether it casts differs from op to op
-                        if record_write(chosen[0], out, chosen[1], cast=False):
-                            return out
+                        done = record_write(chosen[0], out, chosen[1], cast=False)
+                        if done is not True:
+                            return run_eager(func, args, kwargs, done)
+                        known.to_out = True  # torch has found that it takes one
+                        return out
                 return run_eager(func, args, kwargs)
         chosen = chosen_by(choose, args, options)
         if chosen.__class__ is tuple:
             shell = record(*chosen)
-            if shell is not None:
+            if isinstance(shell, Tensor):
                 return shell
+            if shell is not None:
+                return run_eager(func, args, kwargs, shell)
         elif chosen is not None and not has_others((*args, *kwargs.values())):
             return chosen
         return rest(*args, **kwargs)
 
-    known = known_of(func)
     if not known.writes and choose not in MAKING:
         HOT.append(("spelling", spelled, (func, known, Choices(named), written)))
     return spelled
@@ -245,8 +250,8 @@ def eager_alone(*args: Any, **kwargs: Any) -> None:
     """A chooser for what is not recorded."""
 
 
-def write_chosen(chosen: Any, target: Any) -> bool:
-    """Record what was chosen as a write to `target`, if that can be."""
+def write_chosen(chosen: Any, target: Any) -> bool | Refusal:
+    """Record what was chosen as a write to `target`, if that can be: as `record_write`."""
     if chosen.__class__ is not tuple or id(target.__class__) not in OURS:
         return False
     put = record_write if target._af.recorder is None else record_inplace
@@ -294,9 +299,8 @@ def in_place(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
         return pending(self, *args, **kwargs)
 
     def pending(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if write_chosen(chosen_by(choose, (self, *args), kwargs), self):
-            return self
-        return run_eager(func, (self, *args), kwargs)
+        done = write_chosen(chosen_by(choose, (self, *args), kwargs), self)
+        return self if done is True else run_eager(func, (self, *args), kwargs, done)
 
     arity = 0 if plain is None else len(plain.names)
     HOT.append(("writing", call, (func, known, plain, arity, pending)))
@@ -362,7 +366,9 @@ def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handle
         (other,) = args
         if id(other.__class__) in OURS:
             shell = record(OPS[tensor_row], (other, self))
-            return run_eager(forward, (other, self)) if shell is None else shell
+            if isinstance(shell, Tensor):
+                return shell
+            return run_eager(forward, (other, self), None, shell)
         if looked_on():
             return run_eager(func, (self, other))
         if scalar is not None:
@@ -408,6 +414,7 @@ def _rmatmul(self: Any, /, *args: Any, **options: Any) -> Any:
     return torch.matmul(args[0], self)
 
 
+HOT.append(("multiplying", _rmatmul, (torch.matmul,)))
 PLACES = (torch, F, torch._C._nn, torch.special, torch._C._VariableFunctions)
 
 

@@ -99,7 +99,7 @@ def _fills(x: Any, mask: Any, value: Any) -> bool:
         return False
     if mask.dtype is not torch.bool or mask.shape != x.shape:
         return False
-    return write_chosen(chosen_by(SPELLINGS["masked_fill"], (x, mask, value), {}), x)
+    return write_chosen(chosen_by(SPELLINGS["masked_fill"], (x, mask, value), {}), x) is True
 
 
 def _copying(func: Handler) -> Handler:

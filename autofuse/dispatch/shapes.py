@@ -63,8 +63,10 @@ def _composed(compose: Handler, func: Handler) -> Handler:
         result = chosen_by(compose, args, kwargs) if reduces else None
         return rest(*args, **kwargs) if result is None else result
 
-    rest = passing(func)
-    return functools.wraps(func)(call)
+    rest, handler, known = passing(func), functools.wraps(func)(call), known_of(func)
+    if known.lends:
+        HOT.append(("composing", handler, (func, known)))
+    return handler
 
 
 def reducing(choose: Handler, func: Handler) -> Handler:
@@ -75,7 +77,7 @@ def reducing(choose: Handler, func: Handler) -> Handler:
             return run_eager(func, args, kwargs)
         chosen = chosen_by(choose, args, kwargs)
         shell = None if chosen is None else record(*chosen)
-        return run_eager(func, args, kwargs) if shell is None else shell
+        return shell if isinstance(shell, Tensor) else run_eager(func, args, kwargs, shell)
 
     handler, known = functools.wraps(func)(call), known_of(func)
     if not known.writes:
@@ -104,7 +106,7 @@ def viewing(name: str, func: Handler) -> Handler:
         return run_eager(func, args, kwargs)
 
     handler, known = functools.wraps(func)(call), known_of(func)
-    if known.in_c and not known.writes:
+    if (known.in_c and not known.writes) or known.lends:
         HOT.append(("viewing", handler, (func, known)))
     return handler
 
@@ -113,11 +115,10 @@ def joining(name: str, func: Handler) -> Handler:
     """A handler for `func`, which puts tensors side by side: pending values, where they belong."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        joined = None
         if not kwargs or (len(args) == 1 and kwargs.keys() == {"dim"}):
             joined = record_join(name, *args, **kwargs) if 0 < len(args) < 3 else None
-            if joined is not None:
-                return joined
-        return run_eager(func, args, kwargs)
+        return joined if isinstance(joined, Tensor) else run_eager(func, args, kwargs, joined)
 
     handler = functools.wraps(func)(call)
     HOT.append(("joining", handler, (func, known_of(func))))

@@ -25,9 +25,9 @@ PASSED = {"adaptive_avg_pool2d", "chain_matmul", "einsum", "embedding", "group_n
           "softmax", "split", "tensordot", "unflatten"}  # fmt: skip
 # Python functions that only pass their tensors on to C
 LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,
-           F.mish, F.elu, F.softmax, F.log_softmax, F.mse_loss, F.l1_loss, F.dropout,
-           F.batch_norm, F.rms_norm, F.pad, F.interpolate, torch.einsum, torch.norm, torch.split,
-           Plain.norm, Plain.split}  # fmt: skip
+           F.mish, F.elu, F.mse_loss, F.l1_loss, F.dropout, F.batch_norm, F.rms_norm, F.pad,
+           F.interpolate, torch.einsum, torch.norm, torch.split, Plain.norm,
+           Plain.split}  # fmt: skip
 
 
 # methods and functions that write the values of their first argument, and nothing else of it
@@ -51,7 +51,7 @@ TARGETS = {"out", "inplace"}  # keywords by which a function may write
 class Known:
     """What `run_eager` has to know of a function."""
 
-    __slots__ = ("asks", "in_c", "lends", "name", "own", "reason", "targets", "writes")
+    __slots__ = ("asks", "in_c", "lends", "name", "own", "reason", "targets", "to_out", "writes")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.name = getattr(func, "__name__", "function")
@@ -65,6 +65,7 @@ class Known:
         self.own = self.in_c or func.__class__ in IN_C or _is_torch_own(func)
         # running statistics are written in training alone
         self.targets = TARGETS | {"training"} if func is F.batch_norm else TARGETS
+        self.to_out = False  # whether a kernel has written its result where `out` says
         self.writes = _writes(self.name, func) and func is not F.batch_norm
         # whether it runs on wrapped tensors whose class is a plain one's meanwhile
         alone = self.writes or self.name in _EXACT_CLASS | COPIES
@@ -72,6 +73,8 @@ class Known:
 
 
 known_functions: dict[Any, Known] = {}  # torch's; machine code asks
+# torch's methods in Python, some of which its decorators have made
+_METHODS = {func for func in vars(Plain).values() if func.__class__ is FunctionType}
 
 
 def known_of(func: Callable[..., Any]) -> Known:
@@ -90,7 +93,7 @@ def _is_torch_own(func: Callable[..., Any]) -> bool:
     if module.partition(".")[0] != "torch" or _is_patch(func):
         return False
     there = getattr(sys.modules.get(module), getattr(func, "__name__", ""), None)
-    return there is func or getattr(func, "__closure__", func) is None
+    return there is func or func in _METHODS or getattr(func, "__closure__", func) is None
 
 
 def _is_patch(func: Any) -> bool:

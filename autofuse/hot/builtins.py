@@ -61,12 +61,18 @@ def builtin_beside(function, args, count, names) -> object:
             result = targeted(function, args, count, names)
             if result != 0 or PyErr_Occurred() != 0:
                 return result
-        elif has_wrapped(args, count) == 0:
-            # plain tensors alone: what is pending may have yet to read `out`
+        elif has_wrapped(args, count) == 0 or is_written(function) != 0:
+            # of plain tensors alone, too, what is pending may have yet to read `out`
             known = override(function, args, values, names)
     if known != 0:
         return PyObject_Vectorcall(known, args, count, names)
     return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
+
+
+def is_written(function):
+    """Whether a kernel has written where `out` says: or else torch's parser knows who takes it."""
+    known: Known = PyDict_GetItemWithError(known_functions, function)
+    return known != 0 and known.to_out is True
 
 
 def targeted(function, args, count, names: tuple) -> object:

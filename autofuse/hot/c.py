@@ -66,6 +66,7 @@ PyList_Size = C("word", 1)
 PyLong_AsLong = C("word", 1)
 PyLong_AsVoidPtr = C("word", 1)
 PyLong_FromLong = C("new", 1)
+PyNumber_Multiply = C("new", 2)
 PyObject_Call = C("new", 3)
 PyObject_CallNoArgs = C("new", 1)
 PyObject_CallOneArg = C("new", 2)
@@ -81,6 +82,7 @@ PyThreadState_GetInterpreter = C("word", 1)
 PyThreadState_Next = C("word", 1)
 PyThread_get_thread_ident = C("word", 0)
 PyType_GetFlags = C("word", 1)
+PyTuple_GetSlice = C("new", 3)
 PyTuple_New = C("new", 1)
 PyTuple_Size = C("word", 1)
 PyType_IsSubtype = C("int", 2)
@@ -94,14 +96,15 @@ EQUAL = 2  # Py_EQ
 WITH_KEYWORDS = 3  # METH_VARARGS | METH_KEYWORDS, as torch has its functions called
 MOST_CHOICES = 256  # calls of a function that are known
 TELL = 1  # in place of a function: that it is to be called
+ANEW = 1  # in place of a Meta: see `record.recorded`
 FAILED = (1 << 32) - 1  # the bits of a C int, which is not 0 where a setter fails
 SIZED = 16  # where a tuple has how many
 COUNT = (1 << 63) - 1  # of the flags of a vectorcall, how many arguments have no keyword
 LISTED = 24  # where a list has the address of its first item
 SLICED = 16  # where a slice has its start, stop and step
-AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, EAGER = (
+AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, OUT = (
     "_af", "autofuse_current", "flushing", "words", "recorders", "",
-    "write", "inplace", "materialize", "eager",
+    "write", "inplace", "materialize", "out",
 )  # fmt: skip
 
 # objects of `chain`, `record` and torch
@@ -136,6 +139,7 @@ left_plain: Any = GIVEN  # `fused.left_plain`
 setitem: Any = GIVEN  # `Tensor.__setitem__` of torch's
 SETITEM: Any = GIVEN  # (tensor, index, value): C's function behind it, a C int
 indexed: Any = GIVEN  # the handler of it
+reciprocal_of: Any = GIVEN  # the handler of `Tensor.reciprocal`
 METHOD: Any = GIVEN  # (function, args, flags, names): what runs methods with keywords in C
 strided: Any = GIVEN  # the layout
 CODED: Any = GIVEN  # dtypes that kernels read

@@ -27,6 +27,7 @@ from .values import (
     grad_mode,
     has_target,
     has_wrapped,
+    is_ours,
     is_simple,
     item_at,
     looked_on,
@@ -89,10 +90,11 @@ def running(table, function, args, count, names) -> object:
     if own == 0:
         return 0
     entry = own + ITEMS
-    return run(entry[0], entry[1], args, count, names)
+    known: Known = entry[1]
+    return run(entry[0], known, known.reason, args, count, names)
 
 
-def run(function, known: Known, args, count, names) -> object:
+def run(function, known: Known, reason, args, count, names) -> object:
     """What a function in Python gives that finds wrapped tensors plain; 0 if Python has to."""
     recorder: Recorder = current_recorder()
     if recorder == 0 or known.lends is not True:
@@ -115,7 +117,7 @@ def run(function, known: Known, args, count, names) -> object:
     take_back(plain, lent)
     if result == 0:
         return 0
-    count_eager(known.reason)
+    count_eager(reason)
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - len(chain))
     return wrapped(recorder, result)
@@ -138,18 +140,43 @@ def are_few(args, count, most):
 
 
 def viewing(table, function, args, count, names) -> object:
-    """`passing` for a function that gives views, or of a pending value `record.views`."""
+    """`run_eager` for a function that gives views, or of a pending value `record.views`."""
     if count != 0 and class_of(args[0]) is Tensor and class_of(state_of(args[0])) is Node:
         recorder: Recorder = current_recorder()
         if recorder != 0 and recorder is not None:
             chain: Chain = recorder.chain
             tip: Node = chain.tip
             if tip.rows is not None:  # row kernels read no index maps
+                return looking(table, function, args, count, names)
+        if names == 0 and count == 2 and has_tensor(args[1]) != 0:
+            own: tuple = PyDict_GetItemWithError(table[0], function)
+            if own != 0 and own[0] is getitem:  # no view
                 return passing(table, function, args, count, names)
         if names != 0 or count > 7:
             return 0
         return recorded_views(function, args, count)
-    return passing(table, function, args, count, names)
+    return looking(table, function, args, count, names)
+
+
+def has_tensor(index):
+    """Whether it is one, or several with one among them."""
+    if class_of(index) is tuple:
+        for k in range(PyTuple_Size(index)):
+            if is_ours(load(index + ITEMS + 8 * k)) != 0:
+                return 1
+        return 0
+    return is_ours(index)
+
+
+def looking(table, function, args, count, names) -> object:
+    """`run_eager` for a function that gives views, mostly one in C."""
+    own: tuple = PyDict_GetItemWithError(table[0], function)
+    if own == 0:
+        return 0
+    known: Known = own[1]
+    if known.in_c is True:
+        return passing(table, function, args, count, names)
+    return running(table, function, args, count, names)
 
 
 def joining(table, function, args, count, names) -> object:
@@ -179,6 +206,19 @@ def has_pending(items, count):
             if class_of(state_of(items[k])) is Node:
                 return 1
     return 0
+
+
+def multiplying(entry, function, args, count, names) -> object:
+    """`handlers._rmatmul`; entry: torch.matmul."""
+    recorder: Recorder = current_recorder()
+    if names != 0 or count != 2 or is_ours(args[1]) == 0 or recorder == 0:
+        return 0
+    if recorder.off is True or are_modes_off() == 0:
+        return 0
+    operands = room(2)
+    operands[0] = args[1]
+    operands[1] = args[0]
+    return PyObject_Vectorcall(entry[0], operands, 2, 0)
 
 
 def is_everyday(recorder: Recorder, known: Known, args, count, names):

@@ -13,7 +13,7 @@ from ..dispatch.unrecorded import Known
 from .c import *
 from .call import is_everyday, passed, run
 from .record import recorded
-from .values import class_of, current_recorder, is_number, is_ours, state_of
+from .values import class_of, current_recorder, is_number, is_ours, looked_on, state_of
 
 
 def handler(entry, function, args, count, names) -> object:
@@ -38,7 +38,7 @@ def reflected(entry, function, args, count, names) -> object:
         return 0
     if is_number(args[1]) != 0:
         if entry[5] is None:
-            return 0
+            return divided(args[1], args[0])
         return recorded_or_passed(entry + 24, entry[5], args, 2)
     operands = room(2)
     operands[0] = args[1]
@@ -46,12 +46,23 @@ def reflected(entry, function, args, count, names) -> object:
     return recorded_or_passed(entry, entry[2], operands, 2)
 
 
+def divided(number, x) -> object:
+    """`number / x`, of a wrapped tensor, as torch has it."""
+    recorder: Recorder = current_recorder()
+    if recorder == 0 or recorder.off is True or looked_on() != 0:
+        return 0
+    args = room(1)
+    args[0] = x
+    inverse = PyObject_Vectorcall(reciprocal_of, args, 1, 0)
+    return PyNumber_Multiply(inverse, number)  # which stays plain where that does
+
+
 def recorded_or_passed(entry, op, operands, count) -> object:
     """`recorded`; or, of operands that are never recorded, what `call.passing` gives.
 
     entry: begins with the function, and what is known of it.
     """
-    result = recorded(entry[0], op, operands, count, 0)
+    result = recorded(entry[0], op, operands, count, ANEW)
     if result != 0 or PyErr_Occurred() != 0 or is_read(operands, count) != 0:
         return result
     known: Known = entry[1]
@@ -60,7 +71,7 @@ def recorded_or_passed(entry, op, operands, count) -> object:
         return 0
     recorder.reading = False
     if known.in_c is not True:
-        return run(entry[0], known, operands, count, 0)
+        return run(entry[0], known, known.reason, operands, count, 0)
     if is_everyday(recorder, known, operands, count, 0) == 0:
         return 0
     return passed(recorder, entry, known.reason, operands, count, 0)

@@ -3,7 +3,7 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. Its parts:
-`values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `spell`, `reduce`, `write`,
+`values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `write`, `spell`, `reduce`,
 `lend` and `builtins`, in the language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
@@ -62,7 +62,7 @@ from .places import (
 from .verdict import verdict
 
 _STAGES = (
-    values, inputs, _record, _launch, _flush, call, _handle, overrides, _spell, _reduce, write,
+    values, inputs, _record, _launch, _flush, call, _handle, overrides, write, _spell, _reduce,
     lend, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
@@ -261,6 +261,7 @@ def _given() -> dict[str, Any]:
         "known_functions": unrecorded.known_functions,
         "HANDLERS": protocol.HANDLERS, "OPTIONS": protocol.OPTIONS,
         "indexed": protocol.HANDLERS[TensorBase.__getitem__],
+        "reciprocal_of": protocol.HANDLERS[TensorBase.reciprocal],
         "SLOTS": tuple(~k for k in range(64)), "strided": torch.strided, "AT_ONCE": (False,),
         "CODED": tuple(CODES),
         "origins": origins.origins, "trials": origins.trials, "STAY": origins.STAY,
@@ -290,7 +291,7 @@ class _Native:
         # one entry for all, which finds in a table what each is given, or one entry for each, which
         # takes 20 ns less and 0.2 ms more of every import
         shared = ("passing", "running", "reducing", "viewing", "joining", "returning", "unread",
-                  "spelling")  # fmt: skip
+                  "composing", "spelling")  # fmt: skip
         tables: dict[str, dict[_Function, tuple[Any, ...]]] = {name: {} for name in shared}
         entries: list[tuple[str, tuple[Any, ...]]]
         entries = [(name, (table,)) for name, table in tables.items()]

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from ..chain.shell import Tensor
+from ..dispatch.unrecorded import Known
 from .c import *
 from .call import run
-from .values import class_of, is_ours, looked_on
+from .values import class_of, is_simple, looked_on
 
 
 def torch_function(entry, function, args, count, names) -> object:
@@ -39,9 +40,9 @@ def ask_overrides(entry, function, args, count, names) -> object:
         if known != 0:
             return PyObject_Vectorcall(known, args + 16, count - 2, given)
         if PyErr_Occurred() == 0:
-            found = PyDict_GetItemWithError(known_functions, args[0])
+            found: Known = PyDict_GetItemWithError(known_functions, args[0])
             if found != 0:
-                return run(args[0], found, args + 16, count - 2, given)
+                return run(args[0], found, found.reason, args + 16, count - 2, given)
     return 0
 
 
@@ -53,7 +54,7 @@ def are_alone(tensors: tuple):
     for x in tensors:
         if class_of(x) is Tensor:
             wrapped = 1
-        elif x is not None and is_ours(x) == 0:  # an option that was not given
+        elif is_simple(class_of(x)) == 0:
             return 0
     return wrapped
 

@@ -31,14 +31,15 @@ from .values import (
 
 def record(entry, op, operands: tuple) -> object:
     """`record.record`."""
-    return recorded(0, op, operands + ITEMS, len(operands), 0)
+    return recorded(0, op, operands + ITEMS, len(operands), ANEW)
 
 
 def recorded(func, op, operands, count, wanted) -> object:
     """A new reference to the result of `op` over `operands`; 0 where Python has to decide.
 
     func: the torch function, by which an op is run that is better off eager; or 0; or TELL, for the
-    node that says so. wanted: the Meta that the result has to have, or 0.
+    node that says so. wanted: the Meta that the result has to have, or 0; or ANEW, for any, and on
+    another chain where the op cuts this one.
     """
     recorder: Recorder = recorder_of(operands, count)
     if recorder == 0 or recorder is None or count > 7:
@@ -57,10 +58,11 @@ def recorded(func, op, operands, count, wanted) -> object:
         if item == 0:
             return 0
         if class_of(item) is Meta:
-            for earlier in range(k):  # the same tensor twice is one Input
-                if operands[earlier] is operands[k]:
-                    return 0
-            fresh += 1
+            slot = slot_of_same(tip, operands, key, k)
+            if slot == 0:
+                fresh += 1
+            else:
+                item = slot
         elif class_of(item) is type:
             consts += 1
         key[k + 1] = item
@@ -78,10 +80,12 @@ def recorded(func, op, operands, count, wanted) -> object:
         node = begun
     shell = node.shell
     if shell is None:
-        if func == 0 or node.reason is EMPTY or len(chain) != 0:
+        if wanted == ANEW and node.cuts is not EMPTY:
+            return recorded_anew(recorder, kept(node), func, op, operands, count)
+        if func == 0 or node.reason is EMPTY or (len(chain) != 0 and func != TELL):
             return 0
         return run_short(recorder, func, node, operands, count)
-    if wanted != 0 and node.meta is not wanted:
+    if wanted != 0 and wanted != ANEW and node.meta is not wanted:
         return 0
     key = node.key + ITEMS
     if consts != 0 and node.limits is not None and fits(node, operands, key, count) == 0:
@@ -111,9 +115,36 @@ def recorded(func, op, operands, count, wanted) -> object:
     return result
 
 
+def slot_of_same(tip: Node, operands, key, k):
+    """What stands in an edge for operand k, a new Input, if it is an earlier one too; or 0."""
+    inputs: tuple = tip.inputs
+    position = len(inputs)
+    for earlier in range(k):
+        if operands[earlier] is operands[k]:
+            if position < len(SLOTS):
+                return SLOTS[position]
+            return EMPTY  # no edge has this
+        if class_of(key[earlier + 1]) is Meta:
+            position += 1
+    return 0
+
+
+def recorded_anew(recorder: Recorder, node: Node, func, op, operands, count) -> object:
+    """`recorded` on another chain, once the open one is flushed, for `node` cuts that."""
+    recorder.reading = False
+    if borrowed(ask2(chain_flush, recorder, node.cuts)) == 0 or PyList_Size(recorder.chain) != 0:
+        return 0
+    return recorded(func, op, operands, count, 0)
+
+
 def recorded_as(func, found: tuple, args) -> object:
     """The same of the op that a chooser has found, of these arguments; see `dispatch.chosen`."""
     operands = room(8)
+    return recorded(func, found[0], operands, placed(operands, found, args), ANEW)
+
+
+def placed(operands, found: tuple, args):
+    """Put the operands that a chooser has found at `operands`: how many these are."""
     count = len(found) - 1
     for k in range(count):
         part = found[k + 1]
@@ -121,7 +152,7 @@ def recorded_as(func, found: tuple, args) -> object:
             operands[k] = args[int(part)]
         else:
             operands[k] = load(part + ITEMS)
-    return recorded(func, found[0], operands, count, 0)
+    return count
 
 
 def tupled(flat, size) -> object:

@@ -8,7 +8,7 @@ from ..chain.shell import Tensor
 from ..chain.state import Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
-from .call import is_everyday, passed
+from .call import is_everyday, passed, run, running
 from .record import flattened, recorded_as, tupled
 from .spell import known_choice
 from .values import class_of, current_recorder, is_ours, looked_on, state_of
@@ -29,18 +29,28 @@ def reducing(table, function, args, count, names) -> object:
             found = choice_of(entry, args, count, names)
             if found == 0:
                 return 0
-            if found is not None:
-                result = reduced(known, found, args)
+            if class_of(found) is tuple:
+                result = recorded_as(TELL, found, args)
                 if result == 0 or class_of(result) is not Node:
                     return result
                 node: Node = result
                 reason = node.counted
+    if known.in_c is not True:
+        return run(entry[0], known, reason, args, count, names)
     recorder: Recorder = current_recorder()
-    if recorder == 0 or known.in_c is not True:
+    if recorder == 0:
         return 0
     if is_everyday(recorder, known, args, count, names) == 0:
         return 0
     return passed(recorder, entry, reason, args, count, names)
+
+
+def composing(table, function, args, count, names) -> object:
+    """A function in Python that torch makes of reductions and more: `running`, where none are."""
+    if len(wanted) != 0:
+        if count == 0 or class_of(args[0]) is not Tensor or is_never_reduced(args[0]) == 0:
+            return 0
+    return running(table, function, args, count, names)
 
 
 def choice_of(entry, args, count, names) -> object:
@@ -133,19 +143,6 @@ def numbers_of(flat, size, items, count):
         flat[size + 1 + k] = items[k]
     flat[size + 1 + count] = tuple
     return size + 2 + count
-
-
-def reduced(known: Known, found: tuple, args) -> object:
-    """The result of a reduction, as `choice_of` has found it.
-
-    Where it is better off eager, its eager form's; or, of C's functions, the node that says so.
-    """
-    if known.in_c is True:
-        return recorded_as(TELL, found, args)
-    eager = tried(PyObject_GetAttr(found[0], EAGER))
-    if eager == 0:
-        return 0
-    return recorded_as(eager, found, args)
 
 
 def is_never_reduced(x):

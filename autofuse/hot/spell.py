@@ -8,9 +8,9 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
-from .call import is_everyday, passed
+from .call import is_everyday, passed, run
 from .inputs import likely_meta
-from .record import recorded_as, tupled
+from .record import placed, recorded_as, tupled
 from .values import (
     class_of,
     current_recorder,
@@ -22,6 +22,7 @@ from .values import (
     recorder_of,
     state_of,
 )
+from .write import is_free, wrote
 
 
 def spelling(table, function, args, count, names) -> object:
@@ -41,7 +42,7 @@ def spelling(table, function, args, count, names) -> object:
                     return 0
                 return PyObject_Vectorcall(entry[3], args, count, names)
         if has_target(TARGETS, names, args + 8 * count) != 0:
-            return 0
+            return written(entry, args, count, names)
     if looked_on() != 0:
         return 0
     found = choice_for(entry[2], args, count, names)
@@ -50,18 +51,43 @@ def spelling(table, function, args, count, names) -> object:
     if class_of(found) is int:
         return kept(args[int(found)])
     known: Known = entry[1]
+    reason = known.reason
+    if found is not False:
+        result = recorded_as(TELL, kept(found), args)
+        if result == 0 or class_of(result) is not Node:
+            return result
+        node: Node = result
+        reason = node.counted
     if known.in_c is not True:
-        return recorded_as(0, kept(found), args)
-    result = recorded_as(TELL, kept(found), args)
-    if result == 0 or class_of(result) is not Node:
-        return result
+        return run(entry[0], known, reason, args, count, names)
     recorder: Recorder = current_recorder()
     if recorder == 0:
         return 0
-    node: Node = result
     if is_everyday(recorder, known, args, count, names) == 0:
         return 0
-    return passed(recorder, entry, node.counted, args, count, names)
+    return passed(recorder, entry, reason, args, count, names)
+
+
+def written(entry, args, count, names: tuple) -> object:
+    """`out`, if that is the last keyword, written by the kernel of what is read; or 0."""
+    more = len(names) - 1
+    known: Known = entry[1]
+    if names[more] is not OUT or known.to_out is not True:  # torch may say that it takes none
+        return 0
+    target = args[count + more]
+    if is_ours(target) == 0 or is_free(current_recorder()) == 0:
+        return 0
+    if more == 0:
+        found = choice_for(entry[2], args, count, 0)
+    else:
+        found = choice_for(entry[2], args, count, kept(PyTuple_GetSlice(names, 0, more)))
+    if found == 0 or class_of(found) is not tuple:
+        return 0
+    own: tuple = found
+    operands = room(8)
+    if wrote(own[0], target, operands, placed(operands, own, args)) == 0:
+        return 0
+    return target
 
 
 def choice_for(choices, args, count, names) -> object:

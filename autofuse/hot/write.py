@@ -388,37 +388,38 @@ def put(recorder: Recorder, chain: Chain, target, meta: Meta, result):
 
 
 def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, count):
-    """Whether something pending is written, and by the thread that reads an element."""
+    """Whether something pending is written; `target` among what is read has the same layout."""
     pending = 0
-    reads = 0
     for k in range(count):
         x = operands[k]
         item = item_of(recorder, chain, x)
         if item == 0:
             return 0
         if x is target:
-            reads = 1
-        elif class_of(item) is int:
+            continue
+        if class_of(item) is int:
             pending = pending | is_pending(x)
         elif class_of(item) is Meta:
             other: Meta = item
             if other.flat is not True:
                 return 0
-    if pending == 0 or reads_apart(chain, target, meta) != 0:
-        return 0
-    return reads == 0 or is_even(chain, meta) != 0
+    return pending != 0 and reads_apart(chain, target, meta) == 0
 
 
-def is_even(chain: Chain, meta: Meta):
-    """Whether one thread computes an element of all of `chain`: another shape is another kernel."""
+def is_even(chain: Chain, meta: Meta, start):
+    """Whether what reads memory of `meta` at `start` has its shape: another is another kernel."""
     tip: Node = chain.tip
     if tip.viewed is True:
         return 0
+    marks: list = chain.marks
     for k in range(len(chain)):
         node: Node = state_of(chain[k])
         own: Meta = node.meta
-        if are_equal(own.shape, meta.shape) == 0:
-            return 0
+        if own.shape is not meta.shape and are_equal(own.shape, meta.shape) == 0:
+            refs: tuple = node.args
+            for ref in refs:
+                if int(ref) < 0 and int(marks[2 * ~int(ref) + 1]) == start:
+                    return 0
     return 1
 
 
@@ -451,4 +452,4 @@ def reads_apart(chain: Chain, target, meta: Meta):
                 args[2] = meta
                 return tried(PyObject_Vectorcall(exactly, args, 3, 0)) is not False
             along = 1
-    return along != 0 and is_even(chain, meta) == 0
+    return along != 0 and is_even(chain, meta, start) == 0

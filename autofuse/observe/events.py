@@ -7,7 +7,6 @@ counters are: other threads, and those of a backward, are seen too.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter
@@ -25,7 +24,6 @@ from ..errors import NotReadyError
 from ..kernel.source import Source
 from ..layout import Ints
 from ..lines import Position, user_position
-from ..record import record as _record
 from ..record.ways import ShortRunner, WaitingRunner
 from ..run.eager import EagerRunner
 from ..run.runner import Runner
@@ -135,17 +133,12 @@ class _Telling(Counter):  # type: ignore[type-arg]
 
     def __setitem__(self, key: tuple[str, str], count: int) -> None:
         super().__setitem__(key, count)
-        again = _running.refused and key[1] == "not in the table"
-        _running.refused = sys._getframe(1).f_code is _record.refuse.__code__
-        if again:  # what could not be recorded is counted again where it runs
-            return
         for observer in list(_observers):
             observer.ran_eagerly(*key)
 
 
 class _Running(threading.local):
     watch: _Watch | None = None  # of the innermost flush of this thread
-    refused = False  # the last op counted was not recorded, and is to run next
 
     @property
     def flush(self) -> Flush | None:

@@ -60,7 +60,7 @@ def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
         node = x._af if x.__class__ is Tensor else None
         if not isinstance(node, Node) or node.base >= 0 or node.op.__class__ is JoinOp:
             x = record(OPS["clone"], (x,))
-            if x is None:
+            if not isinstance(x, Tensor):
                 return None
         parts.append(x)
     return record(op, tuple(parts))

@@ -22,7 +22,6 @@ from ..chain.state import (
     Node,
     Recorder,
     begun,
-    counts,
     make_current,
     recorder_for,
     this_thread,
@@ -54,13 +53,17 @@ from .starts import at_start
 
 _Parameter = torch.nn.Parameter
 _INT64 = 1 << 63
+Refusal = tuple[str, str]  # (op, why it is not recorded)
 
 
 # --- hot path: per recorded op, budget 0.5 us ------------------------------------------------
 
 
-def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
-    """Record `op` over tensors and Python scalars; None if it has to run as eager PyTorch."""
+def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
+    """Record `op` over tensors and Python scalars; if it has to run as eager PyTorch, why, or None.
+
+    That is what it is counted under once it has run.
+    """
     recorder = this_thread.current
     if recorder is None:
         return _record_elsewhere(op, operands)
@@ -145,7 +148,8 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | None:
     if shell is None:
         if node.reason:
             skipped(node)
-            return refuse(recorder, op, node.reason)
+            recorder.reading = False
+            return node.counted
         if node.cuts:
             flush(recorder, node.cuts)
             return record(op, operands)
@@ -253,27 +257,27 @@ def _shell_of(node: Node) -> Tensor:
 _SCALAR: Any = object()
 
 
-def refuse(recorder: Recorder, op: Op, reason: str) -> None:
-    """Count why `op` is not recorded: its operands are not read after all."""
-    counts.eager[op.name, reason] += 1
+def refuse(recorder: Recorder, op: Op, reason: str) -> Refusal:
+    """Say why `op` is not recorded: its operands are not read after all."""
     recorder.reading = False
+    return op.name, reason
 
 
 def _record_cast(
     op: Op, operands: Sequence[Any], dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
+) -> Tensor | Refusal | None:
     """Record `op` after casts of the operands that autocast makes `dtype`."""
     cast = []
     for x in operands:
         if isinstance(x, torch.Tensor) and casts(x, device):
             x = record(CASTS[dtype], (x,))
-            if x is None:
+            if not isinstance(x, Tensor):
                 return None
         cast.append(x)
     return record(op, cast)
 
 
-def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | None:
+def _record_elsewhere(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
     """Record with another recorder than the one used last, or None."""
     ident = get_ident()
     chosen: Recorder | None = None

@@ -43,15 +43,15 @@ from ..torch_private import (
     raw_version_of,
 )
 from .flush import flush
-from .record import record
+from .record import Refusal, record
 
 _storage_of = torch.Tensor.untyped_storage
 
 
-def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
+def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Refusal:
     """Record an in-place op on a pending `target`: a new node, which the handle then names.
 
-    False if that is not possible; nothing has then changed.
+    False if that is not possible, or what `record` says; nothing has then changed.
     """
     node = target._af
     recorder = node.recorder
@@ -60,6 +60,8 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
     if _is_cast(op, recorder) or _is_seen_apart(recorder.chain, node):
         return False
     result = record(op, operands)
+    if isinstance(result, tuple):
+        return result
     meta, new = node.meta, _node_of(result)
     if new is None or new.meta.shape != meta.shape:  # type: ignore[union-attr]
         return False
@@ -68,7 +70,9 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool:
             return False
         result = record(CASTS[meta.dtype], (result,))
         new = _node_of(result)
-    if result is None or new is None or new.recorder is not recorder or new.meta is not meta:
+    if not isinstance(result, Tensor) or new is None:
+        return False
+    if new.recorder is not recorder or new.meta is not meta:
         return False
     # in place a comparison, whose result has no gradient, makes its target require one
     if new.grad_mode and any(x.requires_grad for x in new.inputs):
@@ -112,18 +116,20 @@ def _is_cast(op: Op, recorder: Recorder | None) -> bool:
     return is_cast(op.name, recorder.device.type)
 
 
-def _node_of(result: Tensor | None) -> Node | None:
+def _node_of(result: Any) -> Node | None:
     """The node of what was just recorded; None if it was not, or is computed by now."""
-    node = None if result is None else result._af
+    node = result._af if result.__class__ is Tensor else None
     return node if node.__class__ is Node else None
 
 
-def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bool = True) -> bool:
+def record_write(
+    op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bool = True
+) -> bool | Refusal:
     """Write an in-place op on the memory of `target` with the kernel of what it reads.
 
     target: a concrete tensor, wrapped, plain or a Parameter. cast: whether eager converts a result
     of another dtype to that of `target`. False if nothing pending is among the operands or the
-    memory is also read another way; nothing has then been written.
+    memory is also read another way, or what `record` says; nothing has then been written.
     """
     for x in operands:
         if x.__class__ is Tensor and x._af.recorder is not None:
@@ -146,6 +152,8 @@ def record_write(op: Op, target: torch.Tensor, operands: Sequence[Any], cast: bo
         if dtype is not meta.dtype and not (cast and torch.can_cast(dtype, meta.dtype)):
             return False
         result = record(write, (result,))
+    elif isinstance(result, tuple):
+        return result
     return _write(result, target, meta, made)
 
 
@@ -229,13 +237,13 @@ def _write_op(meta: Meta) -> WriteOp | None:
     return meta.write
 
 
-def _write(result: Tensor | None, target: torch.Tensor, meta: Meta, made: Meta) -> bool:
+def _write(result: Any, target: torch.Tensor, meta: Meta, made: Meta) -> bool:
     """Write the value of `result`, if that is pending and `made`, where nothing stands against it.
 
     meta, made: as from `_destination`.
     """
     node = _node_of(result)
-    if result is None or node is None or node.meta is not made:
+    if node is None or node.meta is not made:
         return False
     recorder = node.recorder
     chain = recorder.chain

@@ -56,4 +56,5 @@ def declared(function: Any, *arguments: Any) -> tuple[Any, ...]:
 
     Calling it with them makes no container, in the midst of which Python up to 3.11 may collect.
     """
-    return tuple(kind(value) for kind, value in zip(function.argtypes, arguments, strict=True))
+    # one frame less for each argument than by an iterator
+    return tuple([kind(value) for kind, value in zip(function.argtypes, arguments, strict=True)])
