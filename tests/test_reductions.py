@@ -43,13 +43,14 @@ CPU = torch.device("cpu")
 def recording(monkeypatch, always):
     """Reductions are recorded on the CPU."""
     reductions.DEVICES.add("cpu")
-    monkeypatch.setattr(verified, "_met", set())
-    verified.meet(CPU)
-    for user in ("chain.trie", "record.record"):
-        monkeypatch.setattr(f"autofuse.{user}.processors_of", lambda device: H200)
-    forget_all("test")
-    yield
-    forget_all("test")
+    with monkeypatch.context() as patch:  # over before settings are undone, which it follows
+        patch.setattr(verified, "_met", set())
+        verified.meet(CPU)
+        for user in ("chain.trie", "record.record"):
+            patch.setattr(f"autofuse.{user}.processors_of", lambda device: H200)
+        forget_all("test")
+        yield
+        forget_all("test")
     reductions.DEVICES.discard("cpu")
     verified.wanted.pop(CPU, None)
 
