@@ -23,6 +23,7 @@ from autofuse.chain.meta import plain_meta
 from autofuse.chain.shell import alias
 from autofuse.dispatch import handlers as tensor
 from autofuse.dispatch import protocol
+from autofuse.dispatch.protocol import HANDLERS
 from autofuse.hot import native
 from autofuse.hot.c import GIVEN
 from autofuse.ops.row import OPS
@@ -161,6 +162,7 @@ ENTERED = {
     ),
     "joining": ("call", lambda o: from_c(torch.cat)((o.x, o.x))),
     "reducing": ("call", lambda o: from_c(autofuse.Tensor.sum)(o.x)),
+    "composing": ("call", lambda o: from_c(HANDLERS[torch.nn.functional.normalize])(o.x)),
     "viewing": ("call", lambda o: from_c(autofuse.Tensor.t)(o.x)),
     "returning": ("call", lambda o: from_c(autofuse.Tensor.contiguous)(o.x)),
     "getting": ("get", lambda o: from_c(vars(autofuse.Tensor)["shape"].fget)(o.x)),
