@@ -255,7 +255,5 @@ def normalize(
 ) -> torch.Tensor | None:
     if out is not None or norm(input, p, dim) is None:
         return None
-    lengths = input.norm(p, dim, keepdim=True).clamp_min(eps)
-    if torch.is_grad_enabled() and input.requires_grad:  # a node of eager's
-        lengths = lengths.expand_as(input)
-    return input / lengths
+    # eager expands that first, whose gradient is the sum that a quotient's has, too
+    return input / input.norm(p, dim, keepdim=True).clamp_min(eps)
