@@ -51,7 +51,8 @@ TARGETS = {"out", "inplace"}  # keywords by which a function may write
 class Known:
     """What `run_eager` has to know of a function."""
 
-    __slots__ = ("asks", "in_c", "lends", "name", "own", "reason", "targets", "to_out", "writes")
+    __slots__ = ("asks", "in_c", "lends", "name", "out_of_tensors", "own", "reason", "targets",
+                 "to_out", "writes")  # fmt: skip
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.name = getattr(func, "__name__", "function")
@@ -66,6 +67,7 @@ class Known:
         # running statistics are written in training alone
         self.targets = TARGETS | {"training"} if func is F.batch_norm else TARGETS
         self.to_out = False  # whether a kernel has written its result where `out` says
+        self.out_of_tensors = self.name == "where"  # whether it takes none with numbers
         self.writes = _writes(self.name, func) and func is not F.batch_norm
         # whether it runs on wrapped tensors whose class is a plain one's meanwhile
         alone = self.writes or self.name in _EXACT_CLASS | COPIES

@@ -61,7 +61,7 @@ def builtin_beside(function, args, count, names) -> object:
             result = targeted(function, args, count, names)
             if result != 0 or PyErr_Occurred() != 0:
                 return result
-        elif has_wrapped(args, count) == 0 or is_written(function) != 0:
+        elif has_wrapped(args, count) == 0 or is_written(function, args, values) != 0:
             # of plain tensors alone, too, what is pending may have yet to read `out`
             known = override(function, args, values, names)
     if known != 0:
@@ -69,10 +69,16 @@ def builtin_beside(function, args, count, names) -> object:
     return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
 
 
-def is_written(function):
+def is_written(function, values, count):
     """Whether a kernel has written where `out` says: or else torch's parser knows who takes it."""
     known: Known = PyDict_GetItemWithError(known_functions, function)
-    return known != 0 and known.to_out is True
+    if known == 0 or known.to_out is not True:
+        return 0
+    if known.out_of_tensors is True:
+        for k in range(count):
+            if is_number(values[k]) != 0:
+                return 0
+    return 1
 
 
 def targeted(function, args, count, names: tuple) -> object:

@@ -36,10 +36,13 @@ def reflected(entry, function, args, count, names) -> object:
     """
     if names != 0 or count != 2 or class_of(args[0]) is not Tensor:
         return 0
-    if is_number(args[1]) != 0:
+    if is_number(args[1]) != 0 or class_of(args[1]) is complex:
         if entry[5] is None:
             return divided(args[1], args[0])
-        return recorded_or_passed(entry + 24, entry[5], args, 2)
+        of_numbers = entry + 24  # behind three others
+        return recorded_or_passed(of_numbers, entry[5], args, 2)
+    if is_ours(args[1]) == 0:
+        return 0
     operands = room(2)
     operands[0] = args[1]
     operands[1] = args[0]
