@@ -154,12 +154,13 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if module is None and isinstance(value, torch.nn.Module):
                 module = value
         owner = owners.get((0 if module is None else id(module)) + is_grad_enabled())
-        if owner is not None and owner.granted is not None:
-            contest = owner.granted
+        contest = None if owner is None else owner.granted
+        if contest is not None:
             if contest.free > 0 and contest.way == PLAIN and not loans and measures():
                 if hooks.flushing is None:
                     contest.free -= 1
                     return _as_it_is(function, args, kwargs)  # of any of its sites
+            assert owner is not None
             owner.granted = None
         if this_thread.closed:  # in torch.jit.trace sizes would be tensors
             return _as_it_is(function, args, kwargs)

@@ -261,7 +261,7 @@ def assert_same_as_eager(
 # dtypes, and results float32: of the table's ops, and of others that stand between chains
 _FLOAT32 = {"softmax", "layer_norm", "log_softmax", "cumprod", "norm", "dist", "logsumexp"}
 _WIDEST = {"addcdiv", "addcmul", "atan2", "dot", "cross"}
-_SUMS = {"sum", "cumsum"}
+_SUMS = {"sum", "cumsum", "linalg_vector_norm"}
 
 
 def _cast_to(x: Any, dtype: torch.dtype) -> Any:

@@ -488,6 +488,8 @@ EAGER_CALLS = {
     "another norm": lambda x: x.norm(1, -1),
     "norm to another dtype": lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64),
     "normalized columns": lambda x: F.normalize(x, dim=0),
+    "normalized, empty": lambda x: F.normalize(x[:, :0].t(), dim=-1),
+    "normalized with a tensor": lambda x: F.normalize(x, dim=-1, eps=torch.tensor(0.5)),
     "normalized by another norm": lambda x: F.normalize(x, 3.0, -1),
 }
 
@@ -511,6 +513,8 @@ ERRORS = {
     "too many": lambda x: torch.amax(x, -1, True, True, True),
     "norm": lambda x: torch.linalg.norm(x, "fro", -1),
     "dim of norm": lambda x: x.norm(dim=3),
+    "out of a method": lambda x: x.norm(2, -1, out=None),
+    "too many for a method": lambda x: x.norm(2, -1, False, None, None),
     "normalize": lambda x: F.normalize(x, dim=4),
 }
 

@@ -14,7 +14,8 @@ from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node
 from ..chain.verified import wanted
-from ..ops.reductions import COMPOSED, REDUCTIONS
+from ..ops.reductions import REDUCTIONS, ROW_COMPOSITES
+from ..ops.row import METHODS
 from ..ops.views import JOINS, VIEWS
 from ..record.joins import record_join
 from ..record.record import record
@@ -38,10 +39,11 @@ def install_shapes() -> None:
         for place, func in (*unhandled(name), *_of_linalg(name)):
             if place is torch._C._VariableFunctions and getattr(torch, name) is not func:
                 continue  # a function in Python stands for it, whose node is another op's
-            handle(place, name, reducing(choose, func))
-    for name, compose in COMPOSED.items():
+            of_place = METHODS.get(name, choose) if place is torch.Tensor else choose
+            handle(place, name, reducing(of_place, func))
+    for name, compose in ROW_COMPOSITES.items():
         for place, func in unhandled(name):
-            handle(place, name, _composed(compose, func))
+            handle(place, name, _row_composite(compose, func))
     for name in VIEWS:
         for place, func in unhandled(name):
             handle(place, name, viewing(name, func))
@@ -55,13 +57,13 @@ def _of_linalg(name: str) -> list[tuple[Any, Handler]]:
     return [] if func is None else [(torch._C._linalg, func)]
 
 
-def _composed(compose: Handler, func: Handler) -> Handler:
+def _row_composite(compose: Handler, func: Handler) -> Handler:
     """A handler for a function that torch makes of others, where these reduce rows."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         reduces = wanted and not looked_on() and not (args and is_never_reduced(args[0]))
-        result = chosen_by(compose, args, kwargs) if reduces else None
-        return rest(*args, **kwargs) if result is None else result
+        make = chosen_by(compose, args, kwargs) if reduces else None
+        return rest(*args, **kwargs) if make is None else make()
 
     rest, handler, known = passing(func), functools.wraps(func)(call), known_of(func)
     if known.lends:

@@ -14,7 +14,7 @@ import torch
 
 from ..chain.verified import refusals
 from ..lines import Position, shown
-from ..ops.reductions import REDUCTIONS
+from ..ops.reductions import REDUCTIONS, ROW_COMPOSITES
 from ..record.origins import STAYS
 from ..record.policy import ASIDE, FLUSH_US, us_moved, us_recorded
 from ..settings.config import config
@@ -184,7 +184,7 @@ def _kept(report: Findings, kind: str) -> Iterable[Advice]:
 def _unverified(report: Findings, kind: str) -> Iterable[Advice]:
     """Reductions where none is recorded, for nobody has compared them with eager's."""
     ended = [name for name, _ in report.eager_for("not in the table").elements()]
-    ended = [name for name in ended if name in REDUCTIONS]
+    ended = [name for name in ended if name in REDUCTIONS or name in ROW_COMPOSITES]
     for reason in refusals() if ended else ():
         yield Advice(
             f"reductions ended chains ({listed(ended)}), which those over the last dimension need "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .operators import BINARY_OPERATORS
-from .reductions import COMPOSED, REDUCTIONS
+from .reductions import REDUCTIONS, ROW_COMPOSITES
 from .row import COMPOSITES, OPS, PLAIN, SPELLINGS
 
 _SERIES = "a series that is summed until it converges"
@@ -96,7 +96,7 @@ def look_up(name: str) -> tuple[str, str] | None:
     is none, among the pointwise ones, those that autofuse fuses besides, and reductions."""
     bare = name.rpartition(".")[2]
     own = dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused")
-    reduced = dict.fromkeys((*REDUCTIONS, *COMPOSED), LAST)
+    reduced = dict.fromkeys((*REDUCTIONS, *ROW_COMPOSITES), LAST)
     for table in (coverage(), own, reduced, EAGER_REDUCTIONS):
         for known in (bare, f"special_{bare}", f"linalg_{bare}", _base(bare)):
             if known in table:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..torch_private import has_kernel
-from .row import Op, registrar
+from .row import METHODS, Op, registrar
 
 DEVICES = {"cuda"}  # types on which reductions are recorded: a CPU's order is its instruction set's
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -52,7 +52,8 @@ NODES = {
 }  # fmt: skip
 REDUCTIONS: dict[str, Callable[..., tuple[Reduction, tuple[Any, ...]] | None]] = {}
 _reduced = registrar(REDUCTIONS)
-COMPOSED: dict[str, Callable[..., Any]] = {}  # what stands for functions that torch makes of these
+# what makes the result of functions that torch makes of these and others, or None as there
+ROW_COMPOSITES: dict[str, Callable[..., Callable[[], Any] | None]] = {}
 
 
 @cache
@@ -249,11 +250,18 @@ def norm(
     return linalg_vector_norm(input, 2 if p == "fro" else p, dim, keepdim, dtype=dtype)
 
 
-@registrar(COMPOSED)()
+METHODS["norm"] = lambda input, p="fro", dim=None, keepdim=False, dtype=None: norm(
+    input, p, dim, keepdim, dtype=dtype
+)
+
+
+@registrar(ROW_COMPOSITES)()
 def normalize(
     input: Any, p: Any = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
-) -> torch.Tensor | None:
-    if out is not None or norm(input, p, dim) is None:
+) -> Callable[[], torch.Tensor] | None:
+    if out is not None or type(eps) not in (float, int) or norm(input, p, dim) is None:
         return None
-    # eager expands that first, whose gradient is the sum that a quotient's has, too
-    return input / input.norm(p, dim, keepdim=True).clamp_min(eps)
+    if 0 in input.shape:  # whose strides are others without torch's `expand_as`
+        return None
+    # that expands first, whose gradient is the sum that a quotient's has, too
+    return lambda: input / input.norm(p, dim, keepdim=True).clamp_min(eps)

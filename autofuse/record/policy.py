@@ -295,7 +295,7 @@ def pays(nodes: list[Node], outline: Outline, first: int = 0) -> bool:
 
     first: where it were to begin, if the ops before were eager.
     """
-    return config.always_fuse or margin(nodes, outline, first) > 0
+    return margin(nodes, outline, first) > 0
 
 
 def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
@@ -303,6 +303,8 @@ def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
 
     A GPU moves memory beside that, three tensors for an op, of which fusing saves two.
     """
+    if config.always_fuse:
+        return math.inf
     device_type = nodes[0].recorder.device.type
     costs = _GRAD_US[device_type]
     ops = sum(node.base < 0 for node in nodes[first:])  # torch makes views either way

@@ -15,7 +15,7 @@ from ..run.runner import Runner
 from .origins import instruction
 from .policy import SKIPS, Balance, Starts
 
-_MOST = 256  # of an op that are told apart
+_MOST = 4096  # of an op that are told apart
 _LOST = "chains that gain too little begin here"
 
 

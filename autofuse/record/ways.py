@@ -22,7 +22,7 @@ from ..settings.config import config
 from ..supply import kernels as compiling
 from ..supply.kernels import Order
 from ..supply.load import processors_of
-from .policy import TRIES, are_alone, is_short, losing, make_eager, margin, pays, rest
+from .policy import TRIES, are_alone, is_short, losing, make_eager, margin, rest
 from .ranges import annotated, open_ranges
 
 
@@ -94,7 +94,8 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
         outline = _outline(node, outputs)
         if outline is None:
             return EagerRunner(node, outputs)
-        costly, gain = not pays(nodes, outline), margin(nodes, outline)
+        gain = margin(nodes, outline)
+        costly = gain <= 0
         if costly and not tells:
             leading = losing(nodes, outline)
             return ShortRunner(node, outputs, "a short chain under grad", leading)
