@@ -280,40 +280,6 @@ def triplet(tiny, training):
     return Start(step, (torch.randn(B, D), torch.arange(B) % C), (net,))
 
 
-@program("word2vec by hand")
-def word2vec(tiny, training):
-    V, D, B, K = (20, 4, 6, 3) if tiny else (5000, 100, 512, 5)
-    unigram = torch.arange(1, V + 1).float().reciprocal().pow(0.75)
-
-    def step(W_in, W_out, center, context, lr=0.025):
-        neg = torch.multinomial(unigram, center.size(0) * K, replacement=True)
-        idx = torch.cat([context.unsqueeze(1), neg.view(-1, K)], dim=1)
-        h = W_in.index_select(0, center)
-        o = W_out[idx]
-        logits = torch.bmm(o, h.unsqueeze(2)).squeeze(2)
-        label = torch.zeros_like(logits)
-        label[:, 0] = 1
-        g = torch.sigmoid(logits.clamp(-6, 6)).sub_(label)
-        grad_h = torch.einsum("bk,bkd->bd", g, o)
-        grad_o = g.unsqueeze(2) * h.unsqueeze(1)
-        W_out.index_add_(0, idx.view(-1), grad_o.view(-1, D), alpha=-lr)
-        W_in.index_add_(0, center, grad_h.mul_(-lr))
-        norm = W_in.norm(dim=1, keepdim=True)
-        torch.where(norm > 5, W_in * (5 / norm), W_in, out=W_in)
-        signs = label * 2 - 1
-        return -F.logsigmoid(logits * signs).sum(1).mean()
-
-    return Start(
-        step,
-        (
-            (torch.rand(V, D) - 0.5) / D,
-            torch.zeros(V, D),
-            torch.randint(V, (B,)),
-            torch.randint(V, (B,)),
-        ),
-    )
-
-
 @program("Cahn-Hilliard by FFT")
 def cahn_hilliard(tiny, training):
     n = 16 if tiny else 128
