@@ -74,7 +74,7 @@ def any_way(request, monkeypatch):
     if request.param:  # chains of fewer than four ops run as ops, and soon are not recorded
         monkeypatch.setitem(policy.FLUSH_US, "cpu", 9.3)
     if request.param < 2:  # under grad they do so otherwise
-        monkeypatch.setattr(ways, "pays", lambda *_: drawn.random() < 1 - request.param / 2)
+        monkeypatch.setattr(ways, "margin", lambda *_: 1 - request.param / 2 - drawn.random())
 
 
 # --- programs: generators of what is to be compared after a step; exact ops alone ----------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_autograd_order import Doubled
 from test_checkpoints import REENTRANT, WAYS, leaves, patient
-from test_contest import contest_of, exact, rigged, sites_of  # noqa: F401 - fixtures
+from test_contest import contest_of, exact, owners_of, rigged  # noqa: F401 - fixtures
 from test_views import CASES, SHAPE, parts_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -118,7 +118,8 @@ def test_fused_calls_in_checkpoints_are_timed_by_steps(rigged, exact, reentrant)
         gradients(y, xs)
         steps.add(counts.backwards - before)
     assert steps == {1}  # those that reentrant checkpoints run in it are part of it
-    contests = [site.contest for site in sites_of(cell).values()]
+    sites = [site for owner in owners_of(cell).values() for site in owner.sites.values()]
+    contests = [site.contest for site in sites]
     assert len(contests) == 1 + reentrant  # first runs without grad are calls of their own
     assert all(contest.left > 0 and contest.costs for contest in contests)
 

@@ -1043,14 +1043,14 @@ class TestShortChains:
 
     @pytest.mark.parametrize("leading", [1, 3, 5])
     def test_what_pays_after_ops_that_do_not_is_fused(self, leading, monkeypatch):
-        def pays(nodes, outline, first=0):
-            return len(nodes) - first <= 6 - leading
+        def margin(nodes, outline, first=0):
+            return 6.5 - leading - (len(nodes) - first)
 
         def program(x):
             return torch.square(torch.neg(x * 2.0 + 1.0).abs() - 3.0)
 
         for module in (autofuse.record.policy, autofuse.record.ways):
-            monkeypatch.setattr(module, "pays", pays)
+            monkeypatch.setattr(module, "margin", margin)
         autofuse.record.policy.FLUSH_US.update(cpu=1e-3)
         x = torch.randn(4, requires_grad=True)
         for k in range(6):
