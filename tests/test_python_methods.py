@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import autofuse
 from autofuse.dispatch.unrecorded import Known, known_functions, known_of
+from autofuse.ops.row import OPS
 from autofuse.record import policy
 from autofuse.record.modes import forget_all
 from support import NATIVE, assert_same, functions_called
@@ -158,7 +159,9 @@ def test_an_op_that_stands_alone_is_counted_once(name, grad, on, short):
     made = []
     called = functions_called(lambda: made.append(call(w)))
     (((counted, reason), times),) = autofuse.stats().eager_ops.items()
-    why = "no derivative rule" if grad and op == "floor_divide" else "a chain of one op"
+    row = OPS.get(op)  # some versions of torch differentiate otherwise
+    ungraded = grad and row is not None and not row.grad
+    why = "no derivative rule" if ungraded else "a chain of one op"
     assert (reason, times) == (why, 1) and counted.startswith(op[:4])
     assert not on or called == []
     assert_same(autofuse.unwrap(made[0]), call(x), 1e-6)
