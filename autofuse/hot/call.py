@@ -174,9 +174,23 @@ def looking(table, function, args, count, names) -> object:
     if own == 0:
         return 0
     known: Known = own[1]
-    if known.in_c is True:
-        return passing(table, function, args, count, names)
-    return running(table, function, args, count, names)
+    return left_eager(own + ITEMS, known.reason, args, count, names)
+
+
+def left_eager(entry, reason, args, count, names) -> object:
+    """`run_eager` for a function in C or in Python, counted under `reason`; 0 if Python has to.
+
+    entry: begins with the function, and what is known of it.
+    """
+    known: Known = entry[1]
+    if known.in_c is not True:
+        return run(entry[0], known, reason, args, count, names)
+    recorder: Recorder = current_recorder()
+    if recorder == 0:
+        return 0
+    if is_everyday(recorder, known, args, count, names) == 0:
+        return 0
+    return passed(recorder, entry, reason, args, count, names)
 
 
 def joining(table, function, args, count, names) -> object:

@@ -11,7 +11,7 @@ from ..chain.shell import Tensor
 from ..chain.state import Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
-from .call import is_everyday, passed, run
+from .call import left_eager
 from .record import recorded
 from .values import class_of, current_recorder, is_number, is_ours, looked_on, state_of
 
@@ -73,11 +73,7 @@ def recorded_or_passed(entry, op, operands, count) -> object:
     if recorder == 0:
         return 0
     recorder.reading = False
-    if known.in_c is not True:
-        return run(entry[0], known, known.reason, operands, count, 0)
-    if is_everyday(recorder, known, operands, count, 0) == 0:
-        return 0
-    return passed(recorder, entry, known.reason, operands, count, 0)
+    return left_eager(entry, known.reason, operands, count, 0)
 
 
 def is_read(operands, count):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
-from ..chain.state import Node, Recorder
+from ..chain.state import Node
 from ..dispatch.unrecorded import Known
 from .c import *
-from .call import is_everyday, passed, run, running
+from .call import left_eager, running
 from .record import flattened, recorded_as, tupled
 from .spell import known_choice
-from .values import class_of, current_recorder, is_ours, looked_on, state_of
+from .values import class_of, is_ours, looked_on, state_of
 
 
 def reducing(table, function, args, count, names) -> object:
@@ -35,14 +35,7 @@ def reducing(table, function, args, count, names) -> object:
                     return result
                 node: Node = result
                 reason = node.counted
-    if known.in_c is not True:
-        return run(entry[0], known, reason, args, count, names)
-    recorder: Recorder = current_recorder()
-    if recorder == 0:
-        return 0
-    if is_everyday(recorder, known, args, count, names) == 0:
-        return 0
-    return passed(recorder, entry, reason, args, count, names)
+    return left_eager(entry, reason, args, count, names)
 
 
 def composing(table, function, args, count, names) -> object:

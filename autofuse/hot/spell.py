@@ -8,7 +8,7 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
-from .call import is_everyday, passed, run
+from .call import left_eager
 from .inputs import likely_meta
 from .record import placed, recorded_as, tupled
 from .values import (
@@ -58,14 +58,7 @@ def spelling(table, function, args, count, names) -> object:
             return result
         node: Node = result
         reason = node.counted
-    if known.in_c is not True:
-        return run(entry[0], known, reason, args, count, names)
-    recorder: Recorder = current_recorder()
-    if recorder == 0:
-        return 0
-    if is_everyday(recorder, known, args, count, names) == 0:
-        return 0
-    return passed(recorder, entry, reason, args, count, names)
+    return left_eager(entry, reason, args, count, names)
 
 
 def written(entry, args, count, names: tuple) -> object:
