@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import autofuse
+from autofuse.hot import native
 from autofuse.layout import is_injective, meets, reach
 from support import (
     DEVICES,
@@ -548,3 +549,82 @@ def test_a_write_between_other_elements_takes_no_memory_for_them(live, device, m
     want[:, 5] = z * 3.0
     assert_same(memory, want, None)
     assert max(made, default=0) <= 2 * m.nbytes
+
+
+# --- where memory is short -----------------------------------------------------------------------
+
+
+def _total(xs, wrap):
+    """Of a chain that alone keeps its Inputs; twice the largest of them may be kept."""
+    total = wrap(xs[0].clone()) * 2.0
+    for x in xs[1:]:
+        total = total + x.clone()
+    return total
+
+
+def _into_memory(xs, wrap):
+    memory = torch.zeros(4, 5, device=xs[0].device)
+    wrap(memory).add_(_total(xs[:-1], wrap) - wrap(xs[-1].clone()))
+    return memory
+
+
+def _into_a_strided_view(xs, wrap):
+    memory = torch.zeros(6, 7, device=xs[0].device)
+    wrap(memory)[1:-1, 1:-1].add_(_total(xs[:-1], wrap) - wrap(xs[-1].clone()))
+    return memory
+
+
+def _into_an_item(xs, wrap):
+    memory = torch.zeros(6, 7, device=xs[0].device)
+    wrap(memory)[1:-1, 1:-1] = _total(xs, wrap)
+    return memory
+
+
+def _into_another_dtype(xs, wrap):
+    memory = torch.zeros(4, 5, dtype=torch.float16, device=xs[0].device)
+    wrap(memory)[:, 1:4] = _total([x[:, :3] for x in xs], wrap)
+    return memory
+
+
+def _into_a_pending_value(xs, wrap):
+    total = seen = wrap(xs[0].clone()) * 2.0
+    for x in xs[1:]:
+        total += x.clone()
+    assert seen is total
+    return total
+
+
+SHORT = [
+    _into_memory, _into_a_strided_view, _into_an_item, _into_another_dtype, _into_a_pending_value
+]  # fmt: skip
+
+
+@device_param
+@pytest.mark.parametrize("count", [3, 4, 5])
+@pytest.mark.parametrize("program", SHORT)
+def test_where_a_chain_alone_keeps_much_memory(program, count, device, monkeypatch):
+    """It may run for what the op reads that is to be written, or for that which writes it."""
+    monkeypatch.setattr(autofuse.config, "pinned_bytes", 0)
+    xs = [torch.arange(20.0, device=device).view(4, 5) + k for k in range(count)]
+    with torch.no_grad():
+        want = program(xs, lambda x: x)
+        for _ in range(4):  # by Python at first
+            assert_same(autofuse.unwrap(autofuse.materialize(program(xs, W))), want, None)
+
+
+@device_param
+@pytest.mark.parametrize("program", [_into_memory, _into_a_strided_view])
+def test_what_is_written_at_once_need_not_run_for_its_memory_before(
+    program, on, device, monkeypatch
+):
+    if not (on and native.active()):
+        pytest.skip("Python runs what is too much, and writes as eager PyTorch does")
+    monkeypatch.setattr(autofuse.config, "pinned_bytes", 0)
+    xs = [torch.arange(20.0, device=device).view(4, 5) + k for k in range(3)]
+    with torch.no_grad():
+        for _ in range(4):
+            autofuse.reset_stats()
+            program(xs, W)
+    seen = autofuse.stats()
+    assert seen.flushes == {"write": 1} and seen.kernels_launched == 1
+    assert "add_" not in [name for name, _ in seen.eager_ops]

@@ -38,8 +38,9 @@ def recorded(func, op, operands, count, wanted) -> object:
     """A new reference to the result of `op` over `operands`; 0 where Python has to decide.
 
     func: the torch function, by which an op is run that is better off eager; or 0; or TELL, for the
-    node that says so. wanted: the Meta that the result has to have, or 0; or ANEW, for any, and on
-    another chain where the op cuts this one.
+    node that says so. wanted: the Meta that the result has to have, or 0 for any, and the result is
+    pending, of this chain; or ANEW, for any, which may be on another chain where the op cuts this
+    one, and computed by now where memory was short.
     """
     recorder: Recorder = recorder_of(operands, count)
     if recorder == 0 or recorder is None or count > 7:
@@ -108,11 +109,17 @@ def recorded(func, op, operands, count, wanted) -> object:
     chain.tip = node
     PyList_Append(chain, shell)
     result = kept(shell)
-    if fresh != 0:
-        if int(chain.pinned) > int(node.pinned_limit):
-            if borrowed(ask2(relieve, recorder, chain)) == 0:
-                return 0
+    if fresh != 0 and wanted == ANEW and relieved(recorder, chain, node) == 0:
+        return 0
     return result
+
+
+def relieved(recorder: Recorder, chain: Chain, node: Node):
+    """Flush if Inputs that the chain alone keeps alive have come to much memory, which is to be
+    asked after `node`; 0 after an error."""
+    if int(chain.pinned) > int(node.pinned_limit):
+        return borrowed(ask2(relieve, recorder, chain)) != 0
+    return 1
 
 
 def slot_of_same(tip: Node, operands, key, k):

@@ -201,6 +201,14 @@ def slot_of(chain: Chain, x):
     return 0
 
 
+def node_of(x):
+    """The Node of a tensor of ours that is pending; 0 if it is computed."""
+    state: Node = state_of(x)
+    if class_of(state) is Node:
+        return state
+    return 0
+
+
 def recorder_of(operands, count):
     """The recorder of the first pending operand, or the thread's current one; 0 if none."""
     for k in range(count):

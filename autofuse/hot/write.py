@@ -11,7 +11,7 @@ from .c import *
 from .call import are_modes_off, called_lending, is_everyday, is_pending_elsewhere
 from .flush import flush_into, flush_now
 from .inputs import is_as, item_of, likely_meta
-from .record import are_watched, recorded
+from .record import are_watched, recorded, relieved
 from .values import (
     address_of,
     class_of,
@@ -19,6 +19,7 @@ from .values import (
     grad_mode,
     is_ours,
     looked_on,
+    node_of,
     state_of,
     switch_back,
     switch_off,
@@ -187,8 +188,8 @@ def record_inplace(entry, op, target: Tensor, operands: tuple) -> object:
 
 def renamed(op, target, operands, count):
     """Record an op on a pending `target`, whose handle then names the result; or 0."""
-    node: Node = state_of(target)
-    if class_of(node) is not Node:
+    node: Node = node_of(target)
+    if node == 0:
         return 0
     recorder: Recorder = node.recorder
     if int(recorder.ident) != PyThread_get_thread_ident():
@@ -203,7 +204,9 @@ def renamed(op, target, operands, count):
     result = recorded(0, op, operands, count, node.meta)
     if result == 0:
         return 0
-    new: Node = state_of(result)
+    new: Node = node_of(result)
+    if new == 0:
+        return 0
     if new.grad_mode is True:
         metas: tuple = new.inputs
         for k in range(len(metas)):
@@ -231,7 +234,7 @@ def renamed(op, target, operands, count):
         PyDict_DelItem(bumps, node.index)
     PyDict_SetItem(bumps, new.index, number)
     chain.bumps = bumps
-    return 1
+    return relieved(recorder, chain, new)
 
 
 def record_write(entry, op, target, operands: tuple) -> object:
@@ -263,7 +266,9 @@ def laid(value, made: Meta) -> object:
     """What is just recorded as `made`, whose shape and dtype it has; or 0."""
     if value == 0:
         return 0
-    node: Node = state_of(value)
+    node: Node = node_of(value)
+    if node == 0:
+        return 0
     meta: Meta = node.meta
     if meta is made:
         return value
@@ -284,9 +289,9 @@ def copied(target, value):
     if reads_apart(recorder.chain, target, meta) != 0:
         return 2
     chain: Chain = kept(recorder.chain)
-    node: Node = state_of(value)
+    node: Node = node_of(value)
     made: Meta = made_of(meta)
-    if made is None or node.recorder is not recorder:
+    if node == 0 or made is None or node.recorder is not recorder:
         return 0
     return put(recorder, chain, target, meta, recorded_write(value, made))
 
