@@ -417,6 +417,33 @@ def test_writes_need_little_python(device):
             assert {*functions_called(program(target))} - entry <= told
 
 
+@pytest.mark.parametrize("graded", [False, True])
+def test_operands_that_begin_anywhere_are_launched_without_python(graded, device):
+    """What moves 16 bytes at a time has another kernel for them, once Python has got it."""
+    if device == "cpu" and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        pytest.skip("CPU kernels are launched by Python")
+    memory = torch.randn(2, 80, device=device)
+    x, y = memory[:, :64].contiguous().view(128).requires_grad_(graded), torch.randn(128).to(device)
+
+    def program(begin):
+        z = memory.view(160)[begin : begin + 128]
+        return lambda: autofuse.materialize((autofuse.wrap(x) * 0.5 + z) / 3.0 - y)
+
+    with torch.set_grad_enabled(graded):
+        for k, begin in enumerate((0, 1, 2, 3, 4, 5, 8, 31)):
+            run = program(begin)
+            for _ in range(4 if k < 2 else 0):  # by Python at first
+                run()
+            made = []
+            names = {*functions_called(lambda run=run, made=made: made.append(run()))}
+            assert not names & {"run", "flush", "_run"}, f"{begin}: {names}"
+            want = (x * 0.5 + memory.view(160)[begin : begin + 128]) / 3.0 - y
+            assert_same(autofuse.unwrap(made[0]), want, None)
+            if graded:
+                run = torch.autograd.grad(autofuse.unwrap(made[0]), x, want)
+                assert_same(run[0], torch.autograd.grad(want, x, want)[0], None)
+
+
 def test_another_device_of_the_thread_does_not_matter():
     """A write stays with machine code where nothing is pending on the thread's other devices."""
     from autofuse.chain.state import recorder_for

@@ -30,7 +30,6 @@ from autofuse.ops import reductions
 from autofuse.record import policy
 from autofuse.record.modes import forget_all
 from autofuse.run import cuda, devices
-from autofuse.run import runner as running
 from autofuse.supply.disk import DiskCache
 from autofuse.supply.kernels import Order
 from support import assert_same, functions_called, needs_cuda
@@ -83,35 +82,25 @@ launched = []  # (name, blocks, threads)
 broken = []  # what kernels have raised
 
 
-class _EmulatedRunner(cuda.CudaRunner):
-    """Launches by running one thread after another."""
+def _launch(entry, blocks, _y, _z, threads, _ty, _tz, _shared, _stream, params, _extra):
+    """Runs one thread after another."""
+    kernel = entries[entry]
+    source, codes = kernel.source, kernel.parameters.codes
+    assert threads == source.rows.block
+    slots = (ctypes.c_void_p * len(codes)).from_address(params)
+    kinds = {"u64": ctypes.c_uint64, "i32": ctypes.c_uint32, "i64": ctypes.c_uint64,
+             "f32": ctypes.c_float}  # fmt: skip
+    values = [kinds[c].from_address(at).value for c, at in zip(codes, slots, strict=True)]
+    values = [simt.F32(v) if c == "f32" else v for c, v in zip(codes, values, strict=True)]
+    launched.append((source.name, blocks, threads))
+    try:
+        simt.run(source, blocks, values, memory=_Memory({}))
+    except BaseException as error:  # who calls it is C, which has no use for it
+        broken.append(error)
+    return 0
 
-    def __init__(self, *args):
-        running.Runner.__init__(self, *args)
 
-        def launch(entry, blocks, _y, _z, threads, _ty, _tz, _shared, _stream, params, _extra):
-            kernel = entries[entry]
-            source, codes = kernel.source, kernel.parameters.codes
-            assert threads == source.rows.block
-            slots = (ctypes.c_void_p * len(codes)).from_address(params)
-            kinds = {"u64": ctypes.c_uint64, "i32": ctypes.c_uint32, "i64": ctypes.c_uint64,
-                     "f32": ctypes.c_float}  # fmt: skip
-            values = [kinds[c].from_address(at).value for c, at in zip(codes, slots, strict=True)]
-            values = [simt.F32(v) if c == "f32" else v for c, v in zip(codes, values, strict=True)]
-            launched.append((source.name, blocks, threads))
-            try:
-                simt.run(source, blocks, values, memory=_Memory({}))
-            except BaseException as error:  # who calls it is C, which has no use for it
-                broken.append(error)
-            return 0
-
-        self._launch = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(launch)
-        self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value
-        self._loaded = self.kernels
-        self._parts = [
-            (kernel.entry, cuda.Slots(piece, kernel.parameters))
-            for kernel, piece in zip(self.kernels, self.pieces, strict=True)
-        ]
+_launcher = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(_launch)
 
 
 @pytest.fixture
@@ -126,7 +115,8 @@ def emulated(monkeypatch, recording, on):
 
     monkeypatch.setattr(Order, "filled", filled)
     monkeypatch.setattr(cuda, "empty_strided", trial.empty_strided)
-    monkeypatch.setitem(devices.RUNNERS, "cpu", _EmulatedRunner)
+    monkeypatch.setattr(cuda, "launcher", lambda: _launcher)
+    monkeypatch.setitem(devices.RUNNERS, "cpu", cuda.CudaRunner)
     monkeypatch.setattr("autofuse.record.ways.processors_of", lambda device: H200)
     launched.clear()
     broken.clear()

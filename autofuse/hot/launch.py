@@ -79,9 +79,11 @@ def sent(words, at, consts, stream):
         threads = at[2]
         parameters = at[3]
         slot = at[4]
+        addresses = slot
+        other = at + 40  # the same of the kernel for what is not aligned, but for its threads
         bits = 0
-        operands = at[5]
-        at += 48
+        operands = at[9]
+        at += 80
         for _ in range(operands):
             # pointers: which, how many bytes on, and 15 if the kernel moves 16 bytes at a time
             pointer = pointers[at[0]] + at[1]
@@ -90,7 +92,15 @@ def sent(words, at, consts, stream):
             slot += 8
             at += 24
         if bits != 0:
-            return 0
+            entry = other[0]
+            if entry == 0:
+                return 0
+            blocks = other[1]
+            parameters = other[2]
+            slot = other[3]
+            for k in range(operands):
+                slot[k] = addresses[k]
+            slot += 8 * operands
         operands = at[0]
         at += 8
         for _ in range(operands):  # Consts: which, and as what

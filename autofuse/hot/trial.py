@@ -30,7 +30,7 @@ from ..observe import counters as report
 from ..ops.arithmetic import OPS
 from ..ops.reductions import DEVICES
 from ..record import flush, modes, record, writes
-from ..run import cuda, devices, runner
+from ..run import cuda, devices
 from ..settings.config import config
 from ..supply.worker import send
 from ..torch_private import NoTorchFunction
@@ -126,21 +126,20 @@ class Called(functools.partial):  # type: ignore[type-arg]
 
 
 class LaunchingRunner(cuda.CudaRunner):
-    """CudaRunner without a driver."""
+    """CudaRunner without a driver; no operand may be unaligned, for which the same kernel is run
+    as another."""
 
-    def __init__(self, *args: Any) -> None:
-        runner.Runner.__init__(self, *args)
-        self._launch, *_ = _driver
-        self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
-        self._parts, functions = [], []
-        self._loaded = functions, self.kernels
-        for kernel, piece in zip(self.kernels, self.pieces, strict=True):
-            rank = piece.plan.rank
-            columns = piece.numbers[rank - 2] if rank > 1 else 1
-            function = _cuda_function(kernel, piece.numel // columns)
-            functions.append(function)
-            slots = cuda.Slots(piece, kernel.parameters)
-            self._parts.append((ctypes.addressof(function), slots))
+    @staticmethod
+    def part_of(kernel: Any, piece: Any) -> cuda.Part:
+        rank = piece.plan.rank
+        columns = piece.numbers[rank - 2] if rank > 1 else 1
+        function = _cuda_function(kernel, piece.numel // columns)
+        slots = cuda.Slots(piece, kernel.parameters)
+        return ctypes.addressof(function), slots, (function, kernel)
+
+    @staticmethod
+    def vectors_of(piece: Any) -> tuple[bool, ...]:
+        return (True,) * (len(piece.loads) + len(piece.stores))
 
 
 def install() -> None:
@@ -152,6 +151,7 @@ def install() -> None:
                 setattr(module, name, function)
     cuda.empty_strided = empty_strided
     _driver[:] = _launcher()
+    cuda.launcher = lambda: _driver[0]
     devices.RUNNERS["cpu"] = LaunchingRunner
 
 

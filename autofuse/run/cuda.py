@@ -95,16 +95,42 @@ def launcher() -> Callable[..., int]:
     return function
 
 
+Part = tuple[int, Slots, object]  # of a run: a kernel, its parameters, what has to stay for it
+
+
 class Unaligned:
     """Pieces for pointers that are not 16-byte aligned: one element at a time.
 
-    Where torch then reduces rows in another order, there is no kernel.
+    Where torch then reduces rows in another order, there is no kernel. Once one is there, the words
+    of the run have it too.
     """
 
-    def __init__(self, pieces: tuple[Piece, ...], device: torch.device) -> None:
-        self.pieces, self.device = pieces, device
-        self._launches: dict[int, tuple[int, Slots, Kernel]] = {}
+    def __init__(
+        self, pieces: tuple[Piece, ...], device: torch.device, part_of: Callable[..., Part]
+    ) -> None:
+        self.pieces, self.device, self._part_of = pieces, device, part_of
+        self._launches: dict[int, Part] = {}
         self._orders: dict[int, Order] = {}
+        self._followers: list[tuple[ctypes.Array[ctypes.c_int64], list[int]]] = []
+
+    def tell(self, memory: ctypes.Array[ctypes.c_int64], places: list[int]) -> None:
+        """Have words in `memory` of each kernel that is there now or later.
+
+        places: of each piece. There are four words: kernel, blocks, parameters, and where its
+        operands lie; or zeros.
+        """
+        self._followers.append((memory, places))
+        for k in self._launches:
+            self._put(k, memory, places[k])
+
+    def _put(self, k: int, memory: ctypes.Array[ctypes.c_int64], place: int) -> None:
+        plan = self.pieces[k].plan
+        if isinstance(plan, RowPlan) and any(plan.anchored):
+            return
+        entry, slots, _ = self._launches[k]
+        words = slots.blocks, slots.address, ctypes.addressof(slots.buffer)
+        memory[place + 1 : place + 4] = words
+        memory[place] = entry  # by which who reads them knows that they are there
 
     def __call__(self, k: int, *values: Any) -> tuple[int, int, int]:
         """Kernel, blocks and parameters of piece k, with `values` as its operands."""
@@ -119,7 +145,9 @@ class Unaligned:
             if kernels is None:
                 raise NotReadyError(f"{piece.plan.name}, one element at a time")
             (kernel,) = kernels
-            self._launches[k] = int(kernel.entry), Slots(piece, kernel.parameters), kernel
+            self._launches[k] = self._part_of(kernel, piece)
+            for memory, places in self._followers:
+                self._put(k, memory, places[k])
         entry, slots, _ = self._launches[k]
         slots.pack_wide(*values)
         return entry, slots.blocks, slots.address
@@ -143,11 +171,17 @@ class CudaRunner(Runner):
         super().__init__(*args)
         self._launch = launcher()
         self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
-        self._parts = [
-            (int(kernel.entry), Slots(piece, kernel.parameters))
-            for kernel, piece in zip(self.kernels, self.pieces, strict=True)
-        ]
-        self._loaded: object = self.kernels  # what the entries are of
+        self._parts = list(map(self.part_of, self.kernels, self.pieces))
+        self._unaligned = Unaligned(self.pieces, self.device, self.part_of)
+
+    @staticmethod
+    def part_of(kernel: Kernel, piece: Piece) -> Part:
+        return int(kernel.entry), Slots(piece, kernel.parameters), kernel
+
+    @staticmethod
+    def vectors_of(piece: Piece) -> tuple[bool, ...]:
+        """Of each operand, whether the kernel of `piece` wants its address to be aligned."""
+        return piece.plan.vectors
 
     _bases: Sequence[int] = ()  # steps that `views` lie in, and what makes these of their tensors
     _viewer: Callable[..., Any] | None = None
@@ -205,18 +239,23 @@ class CudaRunner(Runner):
             kept += [empty_strided, arguments]
             words += [id(empty_strided), id(arguments), len(pack), meta.nbytes]
         words.append(len(self.pieces))
-        for (entry, slots), piece in zip(self._parts, self.pieces, strict=True):
+        others: list[int] = []  # where the kernels for pointers that are not aligned come
+        for (entry, slots, _), piece in zip(self._parts, self.pieces, strict=True):
             words += [entry, slots.blocks, slots.threads, slots.address]
             words.append(ctypes.addressof(slots.buffer))
-            refs = [*piece.loads, *piece.stores]
+            others.append(len(words))
+            words += [0, 0, 0, 0]
+            refs, vectors = [*piece.loads, *piece.stores], self.vectors_of(piece)
             words.append(len(refs))
-            for ref, offset, wide in zip(refs, piece.offsets, piece.plan.vectors, strict=True):
+            for ref, offset, wide in zip(refs, piece.offsets, vectors, strict=True):
                 words += [places[ref], offset, 15 if wide else 0]
             words.append(len(piece.consts))
             codes = slots.formats[len(refs) :]
             for const, code, inverse in zip(piece.consts, codes, piece.plan.inverted, strict=True):
                 words += [const, _CONST_KINDS[code] + 2 * inverse]
-        return Words([*map(int, words)], [*kept, room, self._parts, self._loaded])
+        program = Words([*map(int, words)], [*kept, room, self._parts, self._unaligned])
+        self._unaligned.tell(program.memory, others)
+        return program
 
     def answering(
         self, given: list[Ref | None], numbers: list[str], places: list[tuple[int, int]]
@@ -258,7 +297,7 @@ class CudaRunner(Runner):
         space: dict[str, Any] = {
             **names,
             "NoModes": NoModes, "check": check_inputs, "fail": partial(_fail, self.pieces),
-            "unaligned": Unaligned(self.pieces, self.device), "launch": self._launch,
+            "unaligned": self._unaligned, "launch": self._launch,
             "empty": empty_strided,
             "version": raw_version_of, "address": address_of, "use_count": use_count,
             "swap": swap, "Tensor": Tensor, "settle": settle, "visible": self.visible,
@@ -354,7 +393,7 @@ class CudaRunner(Runner):
         So no Python runs there between the look at `values` and the end of the launch, not even a
         finalizer by the collector, nor before the write is counted.
         """
-        entry, slots = self._parts[k]
+        entry, slots, _ = self._parts[k]
         space[f"entry{k}"], space[f"pack{k}"] = entry, slots.pack
         space[f"buffer{k}"], space[f"slots{k}"] = slots.buffer, slots
         space[f"blocks{k}"], space[f"params{k}"] = slots.blocks, slots.address
@@ -372,8 +411,9 @@ class CudaRunner(Runner):
                 f"except OverflowError: slots{k}.pack_wide({arguments})",
             ]
         lines.append(f"entry, blocks, params = entry{k}, blocks{k}, params{k}")
-        if any(piece.plan.vectors):
-            wide = [f"({pointer})" for pointer in itertools.compress(pointers, piece.plan.vectors)]
+        vectors = self.vectors_of(piece)
+        if any(vectors):
+            wide = [f"({pointer})" for pointer in itertools.compress(pointers, vectors)]
             lines = [
                 f"if ({' | '.join(wide)}) & 15:",
                 f"    entry, blocks, params = unaligned({k}, {arguments})",
