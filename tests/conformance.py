@@ -437,7 +437,6 @@ EXPLAINED: dict[str, Callable[[Case, set[tuple[str, str]]], bool]] = {
         "a scalar that does not fit",
         "a wider 0-d tensor, which the CPU does not round",
         "integer division, which raises on the CPU",
-        "an integer that may not fit the dtype",
         "other bits than eager's; config.relaxed fuses it",
     ),
     "a cast that also chooses a memory format": lambda case, eager: (

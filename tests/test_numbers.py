@@ -325,6 +325,27 @@ def test_alpha_of_integers(dtype, device):
 
 
 @device_param
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_comparisons_of_integers(dtype, device):
+    """torch compares with the number modulo 2 ** bits; one that fits is recorded."""
+    x, info = random_tensor((64,), dtype, device), torch.iinfo(dtype)
+    x[:4] = torch.tensor([info.min, info.max, 0, 1], dtype=dtype)
+    compare = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
+    for number in (0, 1, -1, True, 0.5, -0.5, info.min, info.max, info.min + 1, info.max - 1):
+        for call in compare:
+            same(lambda x, call=call, number=number: call(x, number), x)
+            same(lambda x, call=call, number=number: call(x + x, number) & (x != 3), x)
+    for number in (info.max + 1, info.max + 2, info.min - 1, 300, -300, *WIDE):
+        for call in compare:
+            same(lambda x, call=call, number=number: call(x, number), x)
+            same(lambda x, call=call, number=number: call(x, number) | (x == 3), x)
+    autofuse.reset_stats()
+    for number in (0, True, info.max, info.min):
+        autofuse.unwrap((autofuse.wrap(x) + 1 == number) | (autofuse.wrap(x) < number))
+    assert {name for name, _ in autofuse.stats().eager_ops} <= {"detach"}, "what unwraps"
+
+
+@device_param
 @pytest.mark.parametrize("value", [1, 1.0, True, 0, 0.0, 0.37, -1, 1 + 1e-12, NAN])
 def test_value(value, device):
     """CUDA's addcmul leaves the product with a value of 1 out, True among them."""

@@ -32,6 +32,7 @@ _SLOW = {
     ),
 }
 _LARGE = 1 << 16  # elements
+_NARROW = ("i32", "i16", "i8", "u8")  # than an int may be
 
 
 @cache
@@ -160,9 +161,6 @@ def infer(
         return "integer division, which raises on the CPU"
     if device.type == "cpu" and math.prod(shape) >= _LARGE and _is_slow(op, code):
         return "a large tensor on the CPU, where eager is faster"
-    if op.result == "bool" and (int in views or Wide in views):
-        if code not in ("f32", "f64", "i64", "f16", "bf16"):
-            return "an integer that may not fit the dtype"
     stride = _stride(op, device, common, shape, views)
     graph = grad_mode and result.is_floating_point and any(meta.requires_grad for meta in tensors)
     if graph and not op.grad:
@@ -173,5 +171,8 @@ def infer(
     if op.fits and common is not torch.bool:
         info = torch.finfo(common) if common.is_floating_point else torch.iinfo(common)
         limits = (max(info.min, -info.max), info.max)  # `sub` negates its alpha
+    elif op.result == "bool" and code in _NARROW and (int in views or Wide in views):
+        info = torch.iinfo(common)  # what torch compares is the number modulo 2 ** bits
+        limits = (info.min, info.max)
     meta = make_meta(result, shape, stride, device, graph)
     return Inferred(tuple(args), code, meta, tuple(reads), tuple(numbers), limits)
