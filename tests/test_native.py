@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import ctypes
 import functools
 import gc
 import operator
@@ -29,6 +30,7 @@ from autofuse.hot.c import GIVEN
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
 from autofuse.record import modes, numbers, record, writes
+from autofuse.run import cuda
 from autofuse.torch_private import keys_of
 from support import DEVICES, assert_same, functions_called
 
@@ -396,6 +398,27 @@ def test_recording_runs_no_python():
     assert_recorded_without_python(program)
 
 
+def test_operands_of_many_sizes_need_no_python(device):
+    """More Metas meet where chains begin than a place of Python's knows."""
+    x, kinds = torch.randn(40, 6, device=device), []
+    for k in range(1, 31):
+        kinds += [x[:k], x[:k].int(), x[:, :1].expand(40, k).t()[:, :6], torch.nn.Parameter(x[:k])]
+    wrapped = list(map(autofuse.wrap, kinds))
+    modes.forget_all("test")
+    with torch.no_grad():
+        for w, one in (*zip(wrapped, kinds, strict=True),) * 6:
+            autofuse.materialize(w * 2)
+            autofuse.materialize(wrapped[0] + one)
+        for one in kinds:
+            w, made = autofuse.wrap(one), []  # of which nothing is known
+            names = functions_called(lambda w=w, made=made: made.append(w * 2))
+            got = autofuse.materialize(made[0])
+            names += functions_called(lambda one=one, made=made: made.append(wrapped[0] + one))
+            assert not names, one.shape
+            assert_same(autofuse.unwrap(got), one * 2, None)
+            assert_same(autofuse.unwrap(autofuse.materialize(made[1])), kinds[0] + one, None)
+
+
 def test_writes_need_little_python(device):
     """Of a write to a plain tensor `boundaries` is told; the chain that wrote is used again."""
     if device == "cpu" and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
@@ -415,6 +438,61 @@ def test_writes_need_little_python(device):
                 assert state.this_thread.current.spare is not None
             entry = {"entry"}  # of a CPU kernel
             assert {*functions_called(program(target))} - entry <= told
+
+
+def test_a_write_of_several_kernels_needs_no_python(device):
+    """The one that writes is the last, until which all can be repeated."""
+    if device == "cpu" and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+        pytest.skip("CPU kernels are launched by Python")
+    x, row = torch.randn(6, 8, device=device), torch.randn(8, device=device)
+    target, want = autofuse.wrap(x.clone()), x.clone()
+    w, r = autofuse.wrap(x), autofuse.wrap(row)
+
+    def program(target, w, r, kept):
+        weight = (r * 0.5).exp()
+        kept.append(weight)  # of another shape, and seen: it has a kernel
+        target += w * weight + target
+        return target
+
+    with torch.no_grad():
+        for k in range(8):
+            launches, kept, known = autofuse.stats().kernels_launched, [], []
+            names = functions_called(lambda kept=kept: program(target, w, r, kept))
+            assert autofuse.stats().kernels_launched == launches + 2
+            program(want, x, row, known)
+            assert_same(autofuse.unwrap(target), want, None)
+            assert_same(autofuse.unwrap(kept[0]), known[0], None)
+            assert k < 4 or {*names} <= {"program"}, names
+
+
+@pytest.mark.skipif(not os.environ.get("AUTOFUSE_TEST_LAUNCH"), reason="CUDA has no such failures")
+def test_a_write_whose_last_launch_fails_is_repeated(monkeypatch):
+    """As each of its launches that fails is, before anything is written."""
+    calls, failing = [], set()
+
+    def launch(*args):
+        calls.append(args[0])
+        return 1 if len(calls) in failing else real(*args)
+
+    real = cuda.launcher()
+    failable = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(launch)
+    monkeypatch.setattr(cuda, "launcher", lambda: failable)
+    modes.forget_all("test")
+    x, row = autofuse.wrap(torch.randn(6, 8)), autofuse.wrap(torch.randn(8))
+    target, want, kept = autofuse.wrap(torch.randn(6, 8)), None, []
+    with torch.no_grad():
+        for k in range(12):
+            want = autofuse.unwrap(target) + autofuse.unwrap(x) * (autofuse.unwrap(row) - 0.5)
+            calls.clear()
+            failing = {1} if k == 8 else {2} if k == 9 else set()
+            weight = row - 0.5
+            kept.append(weight)
+            target += x * weight
+            assert len(calls) == (3 if k == 8 else 4 if k == 9 else 2), "each is launched in the end"
+            assert_same(autofuse.unwrap(target), want, None)
+            assert_same(autofuse.unwrap(weight), autofuse.unwrap(row) - 0.5, None)
+            assert k < 8 or len(set(calls)) == 2
+    modes.forget_all("test")
 
 
 @pytest.mark.parametrize("graded", [False, True])

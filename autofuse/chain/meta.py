@@ -30,13 +30,15 @@ def same_device(device: torch.device) -> torch.device:
 
 
 Check = Callable[[torch.Tensor], bool]
+BUCKETS, WAYS = 2048, 4  # of `by_size`, and Metas in one: other dtypes and gradients of the sizes
+MIXED = 0x9E3779B1  # a prime, 2 ** 32 by the golden ratio
 
 
 class Meta:
     """What is known of a concrete tensor without reading its values; one object per content."""
 
-    __slots__ = ("checks", "device", "dtype", "flat", "inference", "keys", "nbytes", "ndim",
-                 "reach", "requires_grad", "shape", "spec", "stride", "ungraded",
+    __slots__ = ("checks", "device", "dtype", "flat", "inference", "keys", "kept", "nbytes",
+                 "ndim", "reach", "requires_grad", "shape", "spec", "stride", "ungraded",
                  "write")  # fmt: skip
     recorder: None = None  # a concrete tensor belongs to no chain
     index: int = -1
@@ -67,6 +69,7 @@ class Meta:
         self.checks: dict[type, Check | None] = {}  # tests for this content, see `_check`
         # torch's dispatch keys of such tensors, once there is a test; `hot` has its own
         self.keys: int = -1
+        self.kept: bool = False  # in `by_size`
 
 
 class Unknown:
@@ -79,6 +82,21 @@ class Unknown:
 
 UNKNOWN = Unknown()
 _metas: dict[tuple[Any, ...], Meta] = {}
+# where `hot` finds them: those with a test, by their sizes and strides, the last one first
+by_size: list[Meta | None] = [None] * (BUCKETS * WAYS)
+
+
+def _keep(meta: Meta) -> None:
+    """Let `hot` know of it."""
+    mixed = meta.ndim
+    for number in (*meta.shape, *meta.stride):
+        mixed = (mixed * 31 + number) & 0x7FFFFFFF
+    first = ((mixed * MIXED >> 20) & (BUCKETS - 1)) * WAYS
+    last = by_size[first + WAYS - 1]
+    if last is not None:
+        last.kept = False
+    by_size[first : first + WAYS] = [meta, *by_size[first : first + WAYS - 1]]
+    meta.kept = True
 
 
 def make_meta(
@@ -135,7 +153,10 @@ def met(tensor: torch.Tensor, place: Place) -> Meta | None:
         return None
     for k in range(0, len(likely), 2):
         if likely[k](tensor):
-            return likely[k + 1]
+            meta = likely[k + 1]
+            if not meta.kept:  # others have taken its place
+                _keep(meta)
+            return meta
     return None
 
 
@@ -188,6 +209,8 @@ def _check(tensor: torch.Tensor, meta: Meta) -> Check | None:
         )
         check = meta.checks[cls] = guards.check
         meta.keys = keys_of(tensor).raw_repr()
+        if not meta.kept:
+            _keep(meta)
     return check
 
 
@@ -250,5 +273,6 @@ def _new_meta(key: tuple[Any, ...]) -> Meta | None:
         return None
     if len(_metas) > 65536:
         _metas.clear()
+        by_size[:] = [None] * len(by_size)
     meta = _metas[key] = Meta(dtype, tuple(shape), stride, device, requires_grad, inference)
     return meta

@@ -3,7 +3,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import UNKNOWN, Meta
+from ..chain.meta import BUCKETS, MIXED, UNKNOWN, WAYS, Meta, by_size
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dtypes import EXACT
@@ -73,12 +73,42 @@ def item_of(recorder: Recorder, chain: Chain, x):
 
 
 def likely_meta(likely: tuple, x):
-    """The Meta of a concrete tensor, borrowed, if its place knows it; or 0."""
+    """The Meta of a concrete tensor, borrowed, if Python has met it and others at this place; or 0.
+
+    likely: of the place. In torch.vmap none is, for there a test would meet what has no sizes.
+    """
+    keys = load(load(x + TENSOR_AT) + KEYS_AT)
     k = 1  # before each Meta is its check, which Python calls
     while k < len(likely):
-        if is_as(x, likely[k]) != 0:
-            return likely[k]
+        meta: Meta = likely[k]
+        if int(meta.keys) == keys:  # and so x has sizes and strides
+            return met(x)
         k += 2
+    return 0
+
+
+def met(x):
+    """The Meta in `by_size` that x is as; or 0."""
+    place = room(1)
+    place[0] = 0
+    failed = call_pointer(DIM_OF, x + TENSOR_AT, place)
+    count = place[0]
+    failed = failed | call_pointer(SIZES_OF, x + TENSOR_AT, place)
+    sizes = place[0]
+    failed = failed | call_pointer(STRIDES_OF, x + TENSOR_AT, place)
+    strides = place[0]
+    if failed & FAILED != 0:
+        return 0
+    mixed = count
+    for k in range(count):
+        mixed = (mixed * 31 + sizes[k]) & 2147483647
+    for k in range(count):
+        mixed = (mixed * 31 + strides[k]) & 2147483647
+    first = ((mixed * MIXED >> 20) & (BUCKETS - 1)) * WAYS
+    for k in range(first, first + WAYS):
+        meta: Meta = PyList_GetItem(by_size, k)
+        if meta is not None and is_as(x, meta) != 0:
+            return meta
     return 0
 
 
