@@ -208,7 +208,8 @@ class CudaRunner(Runner):
             return None
         if not {owner.index for owner in self.visible} <= {*outputs}:
             return None
-        if self.copied or (self.writes and len(self.pieces) > 1):  # only one launch is one step
+        # where a launch fails all are repeated: the one that writes comes last
+        if self.copied or self.writes and any(self.live[-1] in p.stores for p in self.pieces[:-1]):
             return None
         kept: list[object] = []
         begin: list[int] = [not meta.inference for meta in self.inputs]
