@@ -1,7 +1,7 @@
 """What choosers of `ops` make of a call of a torch function: asked once, and kept.
 
-Machine code finds a call by what its chooser may look at: `hot.spell.choice_for` for functions with
-options, `hot.reduce.choice_of` for reductions.
+Machine code finds a call by what its chooser may look at: `hot.choice.choice_for` for functions
+with options, `hot.reduce.choice_of` for reductions.
 """
 
 from __future__ import annotations

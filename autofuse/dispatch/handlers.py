@@ -201,6 +201,8 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
         given = not method and kwargs.get("out") is not None
         return None if given else choose(*args, **without(targets, kwargs))
 
+    if choose in MAKING:
+        MAKING.add(named)
     rest, written = passing(func), in_place(named, func) if "inplace" in targets else None
     known = known_of(func)
 
@@ -303,7 +305,8 @@ def in_place(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
         return self if done is True else run_eager(func, (self, *args), kwargs, done)
 
     arity = 0 if plain is None else len(plain.names)
-    HOT.append(("writing", call, (func, known, plain, arity, pending)))
+    choices = None if choose is eager_alone or choose in MAKING else Choices(choose)
+    HOT.append(("writing", call, (func, known, plain, arity, choices, pending)))
     return call
 
 

@@ -14,7 +14,7 @@ from ..ops.row import SPELLINGS
 from ..ops.views import ATTRIBUTES
 from ..record.writes import record_copy, record_item
 from ..torch_private import TensorBase, looked_on
-from .chosen import chosen_by
+from .chosen import Choices, chosen_by
 from .eager import OURS, Handler, Plain, run_eager
 from .handlers import (
     HOT,
@@ -85,21 +85,21 @@ def _setting(func: Handler) -> Handler:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 3 and not kwargs and not (this_thread.closed or looked_on()):
-            if record_item(*args) or _fills(*args):
+            if record_item(*args) or write_chosen(chosen_by(_fill, args, {}), args[0]) is True:
                 return None
         return run_eager(func, args, kwargs)
 
-    HOT.append(("setting", call, (func, known_of(func))))
+    HOT.append(("setting", call, (func, known_of(func), Choices(_fill))))
     return call
 
 
-def _fills(x: Any, mask: Any, value: Any) -> bool:
-    """Record `x[mask] = value` with a mask of its shape and a number, as `masked_fill_`."""
-    if id(mask.__class__) not in OURS or value.__class__ not in (float, int):
-        return False
-    if mask.dtype is not torch.bool or mask.shape != x.shape:
-        return False
-    return write_chosen(chosen_by(SPELLINGS["masked_fill"], (x, mask, value), {}), x) is True
+def _fill(x: Any, mask: Any, value: Any) -> Any:
+    """A chooser for `x[mask] = value` with a mask of its shape and a number: `masked_fill_`."""
+    if id(x.__class__) not in OURS or id(mask.__class__) not in OURS:
+        return None
+    if value.__class__ not in (float, int) or mask.dtype is not torch.bool:
+        return None
+    return SPELLINGS["masked_fill"](x, mask, value) if mask.shape == x.shape else None
 
 
 def _copying(func: Handler) -> Handler:

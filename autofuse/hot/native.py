@@ -3,8 +3,8 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. Its parts:
-`values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `write`, `spell`, `reduce`,
-`lend` and `builtins`, in the language of `body`.
+`values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `write`, `spell`,
+`reduce`, `lend` and `builtins`, in the language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -40,7 +40,7 @@ from ..run import cuda, words
 from ..settings.config import config, watch
 from ..torch_private import DeviceContext, TensorBase, count_write, function_mode_at
 from . import builtins as _builtins
-from . import c, call, inputs, lend, overrides, values, write
+from . import c, call, choice, inputs, lend, overrides, values, write
 from . import flush as _flush
 from . import handle as _handle
 from . import launch as _launch
@@ -62,7 +62,8 @@ from .places import (
 from .verdict import verdict
 
 _STAGES = (
-    values, inputs, _record, _launch, _flush, call, _handle, overrides, write, _spell, _reduce,
+    values, inputs, _record, _launch, _flush, call, _handle, overrides, choice, write, _spell,
+    _reduce,
     lend, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]

@@ -9,8 +9,8 @@ from ..chain.state import Node
 from ..dispatch.unrecorded import Known
 from .c import *
 from .call import left_eager, running
+from .choice import known_choice
 from .record import flattened, recorded_as, tupled
-from .spell import known_choice
 from .values import class_of, is_ours, looked_on, state_of
 
 
@@ -47,7 +47,7 @@ def composing(table, function, args, count, names) -> object:
 
 
 def choice_of(entry, args, count, names) -> object:
-    """What a chooser says of a reduction with such arguments, as `spell.choice_for`.
+    """What a chooser says of a reduction with such arguments, as `choice.choice_for`.
 
     The key has the first tensor's dtype, device, number of dimensions and columns, and the options.
     """

@@ -9,9 +9,10 @@ from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
 from .call import are_modes_off, called_lending, is_everyday, is_pending_elsewhere
+from .choice import choice_for
 from .flush import flush_into, flush_now
 from .inputs import is_as, item_of, likely_meta
-from .record import are_watched, recorded, relieved
+from .record import are_watched, placed, recorded, relieved
 from .values import (
     address_of,
     class_of,
@@ -30,7 +31,7 @@ def writing(entry, function, args, count, names) -> object:
     """An in-place method or function.
 
     entry: the function, what is known of it, the op that it is with operands alone (or None) and
-    how many there are, what else Python does.
+    how many there are, its `Choices` of other calls or None, what else Python does.
     """
     recorder: Recorder = current_recorder()
     every = count
@@ -47,19 +48,35 @@ def writing(entry, function, args, count, names) -> object:
         if is_empty(recorder) != 0:
             written = write_now(entry[0], known, args, count, names)
     elif names == 0 and entry[2] is not None and count == entry[3]:
-        if class_of(state_of(target)) is Node:
-            written = renamed(entry[2], target, args, count)
-        else:
-            written = wrote(entry[2], target, args, count)
+        written = recorded_on(entry[2], target, args, count)
+    elif entry[4] is not None:
+        written = chosen_on(entry[4], args, count, names)
     if PyErr_Occurred() != 0:
         return 0
     if written == 1:
         return target
-    return PyObject_Vectorcall(entry[4], args, count, names)
+    return PyObject_Vectorcall(entry[5], args, count, names)
+
+
+def recorded_on(op, target, operands, count):
+    """Record an op on `target`, pending or with what it reads, as a write; 0 if Python has to."""
+    if node_of(target) != 0:
+        return renamed(op, target, operands, count)
+    return wrote(op, target, operands, count)
+
+
+def chosen_on(choices, args, count, names):
+    """`recorded_on` of what a chooser says of a call that writes to its first argument."""
+    found = choice_for(choices, args, count, names)
+    if found == 0 or class_of(found) is not tuple:
+        return 0
+    own: tuple = found
+    operands = room(8)
+    return recorded_on(own[0], args[0], operands, placed(operands, own, args))
 
 
 def setting(entry, x, index, value) -> object:
-    """`x[i] = value`; entry: the function, what is known of it."""
+    """`x[i] = value`; entry: the function, what is known of it, `Choices` of writes by a mask."""
     if is_ours(x) == 0:
         return 0
     if is_pending(value) != 0 and makes_view(index) != 0:
@@ -68,14 +85,16 @@ def setting(entry, x, index, value) -> object:
             return 0
         if done == 1:
             return None
-    if class_of(index) is Tensor and (is_pending(index) != 0 or is_pending(x) != 0):
-        return 0  # it may be a mask
     recorder: Recorder = current_recorder()
     known: Known = entry[1]
     args = room(3)
     args[0] = x
     args[1] = index
     args[2] = value
+    if class_of(index) is Tensor and (is_pending(index) != 0 or is_pending(x) != 0):
+        if is_free(recorder) == 0 or chosen_on(entry[2], args, 3, 0) == 0:
+            return 0
+        return None
     if is_free(recorder) == 0 or is_everyday(recorder, known, args, 3, 0) == 0:
         return 0
     if flush_now(recorder, known.name) == 0 or is_empty(recorder) == 0:
