@@ -18,6 +18,26 @@ def _combined(op):
     return lambda a, b: a if a != a or a < b else b
 
 
+def _moments(state, x):
+    """WelfordOps: mean, sum of squares about it and count, with one element more."""
+    mean, second, count = state
+    count = F32(count + 1)
+    d = F32(x - mean)
+    mean = F32(mean + F32(d / count))
+    return mean, fma(d, F32(x - mean), second), count
+
+
+def _moments_of_both(a, b):
+    if a[2] == 0:
+        return b
+    if b[2] == 0:
+        return a
+    d, count = F32(b[0] - a[0]), F32(a[2] + b[2])
+    ratio = F32(b[2] / count)
+    second = fma(F32(F32(d * d) * a[2]), ratio, F32(a[1] + b[1]))
+    return fma(d, ratio, a[0]), second, count
+
+
 def _fold(values, first, combine):
     """Lane 0 of what shuffles down by first, ..., 2, 1 give; a state is a tuple."""
     values = list(values)
@@ -30,22 +50,25 @@ def _fold(values, first, combine):
     return values[0]
 
 
-def reduced(op, row, start, rows, across, vec):
+def reduced(op, row, start, rows, across, vec, correction=1):
     """What the reduce kernel makes of a row that begins at element `start` of aligned memory.
 
     rows: how many there are; across: threads x and y of a row; vec: elements of a vector, or 1.
+    correction: of a variance.
     """
     combine = _combined(op)
     take = (lambda a, x: fma(x, x, a)) if op == "vector_norm" else combine
-    identity = F32({"amax": -np.inf, "amin": np.inf}.get(op, 0))
+    identity, n_slots = F32({"amax": -np.inf, "amin": np.inf}.get(op, 0)), 4
+    if op in ("var", "std"):
+        combine, take, identity, n_slots = _moments_of_both, _moments, (ZERO,) * 3, 2
     width, height = across
     threads, n = width * height, len(row)
     found = []
     for t in range(threads):
         if vec == 1:
-            slots = [identity] * 4
+            slots = [identity] * n_slots
             for k, at in enumerate(range(t, n, threads)):
-                slots[k % 4] = take(slots[k % 4], row[at])
+                slots[k % n_slots] = take(slots[k % n_slots], row[at])
         else:
             slots = [identity] * vec
             shift = start % vec
@@ -80,9 +103,12 @@ def reduced(op, row, start, rows, across, vec):
         by_y = [combine(by_y[y], by_y[y + apart]) for y in range(apart)]
         apart //= 2
     total = by_y[0]
+    if op in ("var", "std"):
+        _, second, count = total
+        total = F32(second / F32(count - F32(correction))) if count > correction else F32(np.nan)
     if op == "mean":
         total = F32(total * F32(F32(rows) / F32(rows * n)))
-    return F32(np.sqrt(total)) if op == "vector_norm" else total
+    return F32(np.sqrt(total)) if op in ("vector_norm", "std") else total
 
 
 def _block(values, nothing, combine):
@@ -132,31 +158,13 @@ def softmax(row, log_of=False):
 def _welford(row, vec):
     """(mean, sum of squares about it, count) of layer_norm's two kernels."""
     if vec == 1:
-
-        def step(state, x):
-            mean, second, count = state
-            count = F32(count + 1)
-            d = F32(x - mean)
-            mean = F32(mean + F32(d / count))
-            return mean, fma(d, F32(x - mean), second), count
-
-        def merge(a, b):
-            if a[2] == 0:
-                return b
-            if b[2] == 0:
-                return a
-            d, count = F32(b[0] - a[0]), F32(a[2] + b[2])
-            ratio = F32(b[2] / count)
-            second = fma(F32(F32(d * d) * a[2]), ratio, F32(a[1] + b[1]))
-            return fma(d, ratio, a[0]), second, count
-
         states = []
         for t in range(512):
             state = (ZERO, ZERO, ZERO)
             for x in row[t::512]:
-                state = step(state, x)
+                state = _moments(state, x)
             states.append(state)
-        return _block(states, (ZERO, ZERO, ZERO), merge)
+        return _block(states, (ZERO, ZERO, ZERO), _moments_of_both)
 
     def step(state, x):
         mean, second, count = state

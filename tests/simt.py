@@ -117,6 +117,9 @@ ASSEMBLY = {
         lambda x: downward(x, bits_float(0x437C0000), bits_float(0x4B400001)),
     "fma.rn.f32 $0, $1, 0f3FB8AA3B, $2;": lambda x, y: fma(x, bits_float(0x3FB8AA3B), y),
     "fma.rn.f32 $0, $1, 0f32A57060, $2;": lambda x, y: fma(x, bits_float(0x32A57060), y),
+    # the last bits of these are lost to 16 bits
+    "rcp.approx.ftz.f32 $0, $1;": lambda a: F32(1 / a),
+    "div.full.f32 $0, $1, $2;": lambda a, b: F32(a / b),
     "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;": bf16,
     "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda low, high: bf16(low) >> 16 | bf16(high),
     "cvt.rn.f16x2.f32 $0, $2, $1;": lambda low, high: half_bits(low) | half_bits(high) << 16,

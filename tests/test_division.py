@@ -40,6 +40,7 @@ def test_rows(results, elements, block, across, grid):
 def test_16_bit_sums_read_eight_elements_and_extrema_four():
     assert [vector_of(op, 2) for op in ("sum", "mean", "amax", "amin")] == [8, 8, 4, 4]
     assert [vector_of(op, 4) for op in ("sum", "mean", "amax", "amin")] == [4] * 4
+    assert [vector_of(op, size) for op in ("var", "std") for size in (2, 4)] == [2] * 4
     made = rows(4096, 128, itemsize=2, vec=8)
     assert made.vec == 8 and made.across == (16, 1), "two rows a warp"
 

@@ -90,6 +90,12 @@ def scaled(x, y, w, b):
     return torch.softmax(x * 0.125 + y, -1) * 2.0
 
 
+def by_std(x, y, w, b):
+    h = x + y
+    mean, std = h.mean(-1, keepdim=True), h.std(-1, keepdim=True)
+    return w * (h - mean) / (std + 1e-6) + b
+
+
 PROGRAMS = {
     "softmax": scaled,
     "softmax of an Input": lambda x, y, w, b: torch.softmax(x, -1) * y,
@@ -100,6 +106,10 @@ PROGRAMS = {
     "norm": lambda x, y, w, b: (x * y).norm(dim=-1) * 0.5,
     "normalize": lambda x, y, w, b: F.normalize(x * y, dim=-1) * w + y,
     "length, keepdim": lambda x, y, w, b: x / torch.linalg.vector_norm(x - y, 2, -1, True),
+    "var": lambda x, y, w, b: (x * y).var(-1) * 0.5,
+    "std": lambda x, y, w, b: x / (x - y).std(-1, keepdim=True),
+    "std, biased": lambda x, y, w, b: (x * y + w).std(-1, correction=0) + 1.0,
+    "layer_norm by std": by_std,
     "variance": lambda x, y, w, b: (x - x.mean(-1, keepdim=True)).square().mean(-1),
     "amax": lambda x, y, w, b: (lambda h: h - h.amax(-1, keepdim=True))(x * y),
     "amin": lambda x, y, w, b: (x + y).amin(-1) * 3.0,
@@ -158,6 +168,21 @@ def test_gradients_are_eagers(hung, on, name, needs):
     assert len(ran) == 3, "one kernel each"
 
 
+def test_gradients_that_one_node_would_add_in_another_order(hung):
+    """The gradient of h is that of std, then of sub, then of mean: the chain runs as eager ops."""
+
+    def program(x, y, w, b):
+        h = x + y
+        return (h - h.mean(-1, keepdim=True)) / (h.std(-1, keepdim=True) + 1e-6)
+
+    xs = leaves()
+    assert_same(trained(program, xs, wrap=True), trained(program, xs, wrap=False), None)
+    assert not ran
+    with torch.no_grad():
+        assert_same(trained(program, xs, wrap=True), trained(program, xs, wrap=False), None)
+    assert ran
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bits_are_eagers_as_eager_ops(recorded, name, dtype):  # noqa: F811
@@ -175,7 +200,7 @@ RELU = PROGRAMS["layer_norm"]  # whose nodes compute nothing that rounds
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [
-    "layer_norm", "softmax", "sum", "mean", "norm", "normalize", "variance", "two",
+    "layer_norm", "softmax", "sum", "mean", "norm", "normalize", "variance", "two", "var", "std",
 ])  # fmt: skip
 def test_dtypes_of_gradients(hung, name, dtype):
     xs = leaves(dtype=dtype)
@@ -221,6 +246,7 @@ def test_what_is_saved_is_what_eager_saves(hung):
     xs = leaves()
     for name, stored in (
         ("softmax", 2), ("log_softmax", 2), ("sum", 1), ("mean", 1), ("layer_norm", 4), ("norm", 3),
+        ("var", 2), ("std, biased", 3),
         ("layer_norm of a value", 5), ("layer_norm alone", 4),
     ):  # fmt: skip
         trained(PROGRAMS[name], xs, wrap=True)
@@ -520,6 +546,8 @@ STEPS = {
     "mean": lambda p, q, w, b: p - q.mean(-1, keepdim=True),
     "amax": lambda p, q, w, b: p - p.amax(-1, keepdim=True),
     "norm": lambda p, q, w, b: p / (q.norm(dim=-1, keepdim=True) + 1.0),
+    "std": lambda p, q, w, b: p / (q.std(-1, keepdim=True) + 1.0),
+    "var": lambda p, q, w, b: p * q.var(-1, keepdim=True, correction=0),
 }  # fmt: skip
 
 

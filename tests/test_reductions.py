@@ -7,6 +7,7 @@ eager ops, or their kernels run in an emulation of the threads of a GPU (`emulat
 import ctypes
 import itertools
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -286,6 +287,14 @@ CALLS = {
     "norm": lambda x: x.norm(2, -1, True),
     "norm, names": lambda x: x.norm(p="fro", dim=(-1,), keepdim=False),
     "normalize": lambda x: F.normalize(x, dim=-1),
+    "var": lambda x: x.var(-1),
+    "torch.var": lambda x: torch.var(x, dim=(1,), keepdim=True),
+    "var, biased": lambda x: torch.var(x, -1, False),
+    "std": lambda x: torch.std(x, -1, keepdim=True, unbiased=False),
+    "std, correction": lambda x: x.std(-1, correction=0, keepdim=True),
+    "std, both": lambda x: x.std(-1, True, True),
+    "std, none": lambda x: torch.std(x, -1, correction=None),
+    "var, fraction": lambda x: x.var(dim=1, correction=1.5),
 }
 
 
@@ -477,6 +486,14 @@ EAGER_CALLS = {
     "norm of a matrix": lambda x: torch.linalg.norm(x, "fro", (0, 1)),
     "another norm": lambda x: x.norm(1, -1),
     "norm to another dtype": lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64),
+    "var of all": lambda x: x.var(),
+    "biased var of all": lambda x: x.var(False),
+    "std of columns": lambda x: x.std(0),
+    "std of all, in numbers": lambda x: torch.std(x, correction=0),
+    "var by numpy's names": lambda x: torch.var(x, axis=-1),
+    "var of doubles": lambda x: x.double().var(-1),
+    "std in place of another": lambda x: torch.std(x, -1, out=torch.empty(4)),
+    "var of more than all": lambda x: x.var(-1, correction=-1),
     "normalized columns": lambda x: F.normalize(x, dim=0),
     "normalized, empty": lambda x: F.normalize(x[:, :0].t(), dim=-1),
     "normalized with a tensor": lambda x: F.normalize(x, dim=-1, eps=torch.tensor(0.5)),
@@ -490,6 +507,37 @@ def test_others_are_eager(recorded, name):
     y = EAGER_CALLS[name](autofuse.wrap(x))
     assert not autofuse.is_pending(y)
     assert_same(autofuse.unwrap(y), EAGER_CALLS[name](x), None)
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: x.var(-1, correction=8), lambda x: torch.std(x, -1, correction=9.5, keepdim=True),
+    lambda x: x[:, :1].std(-1),
+])  # fmt: skip
+def test_what_eager_warns_of_is_eagers(recorded, call):
+    """As often."""
+    x = table(4, 8)
+
+    def warned(x):
+        with pytest.warns(UserWarning, match="degrees of freedom is <= 0") as told:
+            y = call(x)
+        return y, [str(one.message) for one in told]
+
+    want, wanted = warned(x)
+    got, told = warned(autofuse.wrap(x) * 1.0)
+    assert told == wanted and not autofuse.is_pending(got)
+    assert_same(autofuse.unwrap(got), want, None)
+
+
+def test_corrections_of_one_line_are_told_apart(recorded):
+    """Those after which elements are left, and the others; by machine code too, where that is."""
+    x = table(4, 8)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for c in 3 * [0, 1, 1.0, 2.5, 7, 8, 0.5, -1, 7.5, 9, None]:
+            y = torch.var(autofuse.wrap(x) * 1.5, -1, correction=c)
+            assert autofuse.is_pending(y) is (c is None or 0 <= c < 8), c
+            want = torch.var(x * 1.5, -1, correction=c)
+            assert_same(autofuse.unwrap(autofuse.materialize(y)), want, None)
 
 
 ERRORS = {
@@ -506,6 +554,11 @@ ERRORS = {
     "out of a method": lambda x: x.norm(2, -1, out=None),
     "too many for a method": lambda x: x.norm(2, -1, False, None, None),
     "normalize": lambda x: F.normalize(x, dim=4),
+    "dim of var": lambda x: x.var(2),
+    "two ways to say it": lambda x: x.var(-1, True, correction=1),
+    "unbiased": lambda x: torch.std(x, -1, unbiased=None),
+    "correction": lambda x: torch.std(x, -1, correction="1"),
+    "too many for var": lambda x: torch.var(x, -1, True, False, 1),
 }
 
 

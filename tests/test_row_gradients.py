@@ -107,6 +107,44 @@ def test_rows_in_torchs_order(emulated, everywhere, name, around, dtype, on):  #
         assert_same(got, want, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("after", ["nothing", "a step", "rows"])
+@pytest.mark.parametrize("keepdim", [True, False])
+@pytest.mark.parametrize(("name", "correction"), [("var", 1), ("var", 0), ("std", 1), ("std", 2.5)])
+def test_variances_in_torchs_order(emulated, name, correction, keepdim, after, dtype, on):  # noqa: F811
+    """Which take the mean of each row again, in a kernel."""
+    m, sizes = 3, (31, 132) if after == "nothing" else (131,)
+    for n in (3, 7, 100, *COLUMNS[6:]) if WIDE else sizes:
+        x, y, g = (table(m, n, k, dtype) for k in range(3))
+        given = g[:, :1].clone() if keepdim else g[:, 0].clone()
+        leaf, h = x.clone().requires_grad_(), x * y
+        out = getattr(autofuse.wrap(leaf) * y, name)(-1, correction=correction, keepdim=keepdim)
+        column = given.view(m, 1)
+        if after == "a step":
+            out, column = out * 0.5, column * 0.5
+        elif after == "rows":  # of which eager adds the gradients up
+            given = g.clone()
+            out = (out if keepdim else out.unsqueeze(-1)) * y
+            column = (g * y).sum(-1, keepdim=True)
+        out = autofuse.unwrap(autofuse.materialize(out))
+        launched.clear()
+        (got,) = torch.autograd.grad(out, leaf, given)
+        assert launched[-1][0].startswith("af_rows") and autofuse.stats().replays == 0, launched
+
+        def reduced_by(op, h=h, n=n):
+            scheme = scheme_of(op, m, n, dtype.itemsize, (132, 2048))
+            vec, c = scheme.vec, correction
+            rows = [row_oracle.reduced(op, hk, k * n, m, scheme.across, vec, c)
+                    for k, hk in enumerate(numpy(h))]  # fmt: skip
+            return rounded(rows, dtype).view(m, 1)
+
+        if name == "std":
+            root = reduced_by("std")
+            column = (column / (root * 2)).masked_fill(root == 0, 0)
+        want = column * (2.0 / (n - correction)) * (h - reduced_by("mean")) * y
+        assert_same(got, want, None)
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_schemes(itemsize):
     """Every size has threads of its own, or none."""
@@ -175,6 +213,8 @@ def results(program, xs):
         (lambda x, y, w, b: (x * y).sum(-1), ["SumBackward1"]),
         (lambda x, y, w, b: (x * y).mean(-1, keepdim=True), ["MeanBackward1"]),
         (lambda x, y, w, b: (x * y).norm(dim=-1), ["LinalgVectorNormBackward0"]),
+        (lambda x, y, w, b: (x * y).var(-1), ["VarBackward0"]),
+        (lambda x, y, w, b: (x * y).std(-1, keepdim=True), ["StdBackward0"]),
         (lambda x, y, w, b: (x * y).mean(-1) + 1.0, ["AddBackward0"]),
         # over rows, and of numbers of them
         (lambda x, y, w, b: torch.softmax(x * y, -1).sum(-1) + 1.0,
@@ -379,8 +419,9 @@ def test_gradients_are_compared_when_a_gpu_is_verified(emulated, name, monkeypat
 
     monkeypatch.setattr(verify, "differing", differing)
     outcome = verify.compare(name, torch.float32, [(5, 132, "plain", 0)], "cpu")
-    in_rows = "layer" in name or "softmax" in name
-    assert len(launched) == 1 + in_rows, "the others' are no row kernels, and run as ops here"
+    in_rows = any(reduction in name for reduction in ("layer", "softmax", "var", "std"))
+    kernels = 1 + in_rows + ("by std" in name)  # whose mean is by fewer threads here
+    assert len(launched) == kernels, "the others' are no row kernels, and run as ops here"
     assert outcome.reduced == in_rows and len(seen) >= 2
 
 
@@ -444,6 +485,8 @@ MIDDLE = {
     "sum": lambda h, w, b: h.sum(-1, keepdim=True),
     "mean": lambda h, w, b: h.mean(-1),
     "norm": lambda h, w, b: h.norm(dim=-1),
+    "var": lambda h, w, b: h.var(-1),
+    "std": lambda h, w, b: h.std(-1, keepdim=True),
     "vector_norm": lambda h, w, b: torch.linalg.vector_norm(h, dim=-1, keepdim=True),
 }
 

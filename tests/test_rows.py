@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import row_oracle
 import torch
-from simt import F32, run
+from simt import F32, module_of, run, size_of
 
 from autofuse import layout
+from autofuse.chain import rowwise
 from autofuse.kernel.cuda import assemble, compile_ptx
 from autofuse.kernel.division import scheme_of
 from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of, unvectorised
@@ -33,10 +34,18 @@ def reduction(name, affine=False, keepdim=True):
         return reductions._soft_row(name)
     if name == "vector_norm":
         return reductions._length(keepdim)
+    if name in ("var", "std"):
+        return reductions._moment(name, keepdim)
     if name.endswith("_norm"):
         weights = {"layer_norm": "w b ", "rms_norm": "w "}[name] if affine else ""
         return reductions._normed_row(name, f"x {weights}eps:opmath")
-    return reductions._number_a_row(name, keepdim)
+    return reductions.number_a_row(name, keepdim)
+
+
+def reduced_by(name, x, shape, code):
+    """The step of `name` over `x`; a variance has a correction, the first Const."""
+    own = (x, CONST) if name in ("var", "std") else (x,)
+    return reduction(name), own, shape, code
 
 
 def program_of(inputs, steps, *live, consts=0):
@@ -97,18 +106,79 @@ SHAPES = [(3, 2), (5, 7), (9, 33), (6, 127), (20, 128), (20, 131), (5, 257), (20
 
 
 @pytest.mark.parametrize("code", DTYPES)
-@pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin", "vector_norm"])
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin", "vector_norm", "var", "std"])
 def test_reduce_kernel_in_torchs_order(name, code):
     for m, n in SHAPES:
         x = random(code, m, n)
-        program = program_of([view(code, m, n)], [(reduction(name), (~0,), (m, 1), code)], 0)
-        (got,) = execute(program, [x]).values()
+        program = program_of([view(code, m, n)], [reduced_by(name, ~0, (m, 1), code)], 0, consts=1)
+        (got,) = execute(program, [x], [1.0]).values()
         scheme = scheme_of(name, m, n, x.element_size(), H200)
         want = [
             row_oracle.reduced(name, row, k * n, m, scheme.across, scheme.vec)
             for k, row in enumerate(floats(x))
         ]
         assert_bits(got, want, code)
+
+
+@pytest.mark.parametrize("correction", [0.0, 1.0, 2.5, 6.0])
+def test_corrections(correction):
+    """What is subtracted from the number of elements, of which some are left."""
+    m, n = 5, 7
+    x = random("f32", m, n)
+    program = program_of([view("f32", m, n)], [reduced_by("var", ~0, (m, 1), "f32")], 0, consts=1)
+    (got,) = execute(program, [x], [correction]).values()
+    across = scheme_of("var", m, n, 4, H200).across
+    want = [
+        row_oracle.reduced("var", row, k * n, m, across, 1, correction)
+        for k, row in enumerate(floats(x))
+    ]
+    assert_bits(got, want, "f32")
+
+
+@pytest.mark.parametrize("name", ["sum", "std"])
+@pytest.mark.parametrize("n", [100, 127])
+def test_short_rows_of_so_many_operands_that_a_thread_keeps_none(name, n):
+    """Elements go to one slot after another whether their thread keeps them or not."""
+    m, many = 20, 20
+    xs = [random("f32", m, n, seed=k) for k in range(many)]
+    steps = [(OPS["add"], (~0, ~1), (m, n), "f32")]
+    steps += [(OPS["add"], (k - 2, ~k), (m, n), "f32") for k in range(2, many)]
+    program = program_of(
+        [view("f32", m, n)] * many,
+        [*steps, reduced_by(name, many - 2, (m, 1), "f32")], many - 1, consts=1,
+    )  # fmt: skip
+    (piece,) = make_pieces(program, "cuda", H200)
+    assert piece.plan.rows.stages[0].walk.held == 0
+    (got,) = execute(program, xs, [1.0]).values()
+    across = scheme_of(name, m, n, 4, H200).across
+    rows = floats(sum(xs[2:], xs[0] + xs[1]))
+    want = [row_oracle.reduced(name, row, k * n, m, across, 1) for k, row in enumerate(rows)]
+    assert_bits(got, want, "f32")
+
+
+@pytest.mark.parametrize("count", [1, rowwise.MOST])
+def test_variances_of_a_few_long_rows(count):
+    """Threads x and threads y meet in shared memory, of which a block has 48 kB."""
+    m, n = 3, 9000
+    x, steps = random("f32", m, n), []
+    for k in range(count):
+        steps += [
+            reduced_by("var", 2 * k - 1 if k else ~0, (m, 1), "f32"),
+            (OPS["mul"], (~0, 2 * k), (m, n), "f32"),
+        ]
+    program = program_of([view("f32", m, n)], steps, len(steps) - 1, consts=1)
+    (piece,) = make_pieces(program, "cuda", H200)
+    source = source_of(piece.plan, "sm_90")
+    across = source.rows.stages[-1].across
+    assert min(across[0] // 32, across[1]) > 1
+    values = module_of(source).module.global_values
+    shared = [one.value_type for one in values if getattr(one, "addrspace", 0) == 3]
+    assert 0 < sum(kind.count * size_of(kind.element) for kind in shared) <= 48 << 10
+    if count == 1:
+        (got,) = execute(program, [x], [1.0]).values()
+        rows = floats(x)
+        want = [row * row_oracle.reduced("var", row, 0, m, across, 2) for row in rows]
+        assert_bits(got, want, "f32")
 
 
 @pytest.mark.parametrize("n", [7, 32, 100, 128, 2051])
@@ -145,7 +215,7 @@ UNEVEN = [(6, 131), (3, 257), (5, 132), (2, 1030)]  # of four, of eight, or of b
 
 
 @pytest.mark.parametrize("code", DTYPES)
-@pytest.mark.parametrize("name", ["mean", "amax", "vector_norm"])
+@pytest.mark.parametrize("name", ["mean", "amax", "vector_norm", "std"])
 @pytest.mark.parametrize("layout", layouts("f32", 2, 128))
 def test_rows_that_are_no_whole_number_of_vectors(name, code, layout):
     """Beside operands of all layouts, before the reduction and after it."""
@@ -156,12 +226,12 @@ def test_rows_that_are_no_whole_number_of_vectors(name, code, layout):
             [view(code, m, n), Spec(code, tuple(y.shape), y.stride())],
             [
                 (OPS["add"], (~0, ~1), (m, n), code),
-                (reduction(name), (0,), (m, 1), code),
+                reduced_by(name, 0, (m, 1), code),
                 (OPS["mul"], (0, 1), (m, n), code),
             ],
-            1, 2,
+            1, 2, consts=1,
         )  # fmt: skip
-        got = execute(program, [x, y], unaligned=elsewhere)
+        got = execute(program, [x, y], [1.0], unaligned=elsewhere)
         scheme = scheme_of(name, m, n, x.element_size(), H200)
         rows = floats(x + y)  # in memory of its own, wherever what it is made of begins
         want = [
@@ -202,16 +272,16 @@ def test_uneven_rows_of_three_dimensions(name, code):
 
 
 @pytest.mark.parametrize("code", DTYPES)
-@pytest.mark.parametrize("name", ["sum", "mean", "amax", "vector_norm"])
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "vector_norm", "var"])
 def test_uneven_rows_in_memory_begin_where_it_does(name, code):
     """Torch's threads go by addresses."""
     m, n = 3, 131
     for shift in range(16 // torch.empty(0, dtype=DTYPES[code]).element_size()):
         x = random(code, m * n + shift)[shift:].view(m, n)
         program = program_of([view(code, m, n)], [
-            (reduction(name), (~0,), (m, 1), code), (OPS["neg"], (0,), (m, 1), code),
-        ], 1)  # fmt: skip
-        (got,) = execute(program, [x], unaligned=shift > 0).values()
+            reduced_by(name, ~0, (m, 1), code), (OPS["neg"], (0,), (m, 1), code),
+        ], 1, consts=1)  # fmt: skip
+        (got,) = execute(program, [x], [1.0], unaligned=shift > 0).values()
         scheme = scheme_of(name, m, n, x.element_size(), H200)
         want = [
             row_oracle.reduced(name, row, shift + k * n, m, scheme.across, scheme.vec)

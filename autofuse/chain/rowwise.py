@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..dtypes import CODES
-from ..kernel.division import NORM_SUMS, SOFT_SUM, Scheme, scheme_of
+from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM, Scheme, scheme_of
 from ..layout import Ints, contiguous
 from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
 from ..settings.config import config
@@ -141,9 +141,12 @@ def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
     if not op.grad:
         return None
-    if not op.whole:
+    if op.name in MOMENTS:
+        name, sums = "mean", 1
+    elif op.whole:
+        name, sums = (NORM_SUMS[0], len(op.statistics)) if op.statistics else (SOFT_SUM, 1)
+    else:
         return GradientRows((), 0, 0)
-    name, sums = (NORM_SUMS[0], len(op.statistics)) if op.statistics else (SOFT_SUM, 1)
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     scheme = scheme_of(name, rows, columns, x.dtype.itemsize, (1, 1))  # of no moment here
     if not isinstance(scheme, Scheme):

@@ -62,6 +62,13 @@ def _rms_in_float32(v: Values) -> Any:
     return v.w * h.to(v.x.dtype)
 
 
+def _norm_by_std(v: Values) -> Any:
+    """A LayerNorm as it was written before torch had one."""
+    h = v.x + v.y
+    mean, std = h.mean(-1, keepdim=True), h.std(-1, keepdim=True)
+    return v.w * (h - mean) / (std + 1e-6) + v.b
+
+
 def _numbers(v: Values) -> Any:
     total = (v.x * v.y).sum(-1)
     return total, (v.x - v.y).mean(-1, keepdim=True) * v.number
@@ -127,6 +134,9 @@ DIFFERENTIATED: dict[str, Callable[[Values], Any]] = {
     "x * sum(x * y)": lambda v: v.x * (v.x * v.y).sum(-1, keepdim=True),
     "x - mean(x * y) * 2": lambda v: v.x - (v.x * v.y).mean(-1).mul(2.0).unsqueeze(-1),
     "normalize(x * y) * w": lambda v: F.normalize(v.x * v.y, dim=-1) * v.w,
+    "x * var(x * y)": lambda v: v.x * (v.x * v.y).var(-1, keepdim=True),
+    "x * std(x + y), biased": lambda v: v.x * (v.x + v.y).std(-1, keepdim=True, correction=0),
+    "layer norm by std": _norm_by_std,
 }  # fmt: skip
 PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "softmax(x * s + mask)": lambda v: F.softmax(v.x * 0.125 + v.y, -1),
@@ -157,6 +167,9 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "x / norm(x + y)": lambda v: v.x / (v.x + v.y).norm(dim=-1, keepdim=True),
     "normalize(x * y) * w": lambda v: F.normalize(v.x * v.y, dim=-1) * v.w,
     "vector_norm(x) + 1": lambda v: torch.linalg.vector_norm(v.x, dim=-1) + 1.0,
+    "var(x * y)": lambda v: (v.x * v.y).var(-1) + 1.0,
+    "std(x + y), biased": lambda v: (v.x + v.y).std(-1, correction=0) * 2.0,
+    "layer norm by std": _norm_by_std,
     "what layer_norm saves": _layer_norm_saves,
 }
 HAS_NODE = has_kernel(NODES["rms_norm"], "CUDA")  # elsewhere autograd takes it apart

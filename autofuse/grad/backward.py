@@ -23,7 +23,7 @@ from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
 from ..layout import contiguous
 from ..ops.autocast import casts_in
-from ..ops.reductions import NODES, Reduction
+from ..ops.reductions import Reduction
 from ..ops.row import since
 from ..program.program import CONST, Ref
 from ..run.eager import HOLDING
@@ -61,9 +61,9 @@ class Backward:
         self.recorder, self.segment, self.tip = recorder, segment, tip
         op = segment.nodes[segment.root].op
         assert op is not None
-        # sums and means over dims are torch's second overloads
-        overload = isinstance(op, Reduction) and "." in NODES[op.name]
-        self.apply = _function(torch_name(op), int(overload))
+        # of torch's sums and means those over dims are the second to have a node
+        second = isinstance(op, Reduction) and op.name in ("sum", "mean")
+        self.apply = _function(torch_name(op), int(second))
         # under autocast torch's ops do it, with the casts of eager's derivatives
         self.is_cast = any(
             casts_in(
@@ -268,12 +268,15 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 
 @cache
-def _function(name: str, overload: int) -> Callable[..., Any]:
-    """`apply` of the Function whose nodes are called after the torch function `name`."""
+def _function(name: str, which: int) -> Callable[..., Any]:
+    """`apply` of the Function whose nodes are called after the torch function `name`.
+
+    which: of torch's of that name, as it numbers them.
+    """
     title = "".join(part.capitalize() for part in name.split("_"))
     cls = type(title, (_Fused,), {})
     node = cls._backward_cls  # type: ignore[attr-defined]
-    node.__name__ = node.__qualname__ = f"{title}Backward{overload}"
+    node.__name__ = node.__qualname__ = f"{title}Backward{which}"
     node.apply = _apply_backward  # past the Python layers of Function: 3 us less per backward
     return apply_of(cls)
 

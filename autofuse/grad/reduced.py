@@ -15,15 +15,18 @@ from typing import Any
 import torch
 
 from ..chain.meta import Meta
-from ..kernel.division import NORM_SUMS, SOFT_SUM
+from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM
 from ..ops.arithmetic import CASTS
-from ..ops.reductions import Reduction
+from ..ops.reductions import Reduction, number_a_row
 from ..ops.row import OPS, Op
 from ..program.program import Ref
 from ..torch_private import without_autocast
 
 Needs = tuple[bool, ...]  # of each operand, whether it gets a gradient
 Values = dict[str, Any]  # what a rule reads, in its order, by the names of the op
+
+
+_COLUMN = partial(torch.unsqueeze, dim=-1)  # numbers of rows, as those of one column
 
 
 def by_torch(
@@ -37,9 +40,11 @@ def by_torch(
     if op.name in ("sum", "mean"):
         spread, columns = _spread(op.keepdim, shape), shape[-1]
         return lambda g: (spread(g) / columns if op.name == "mean" else spread(g),)
+    number = (lambda x: x) if op.keepdim else _COLUMN
     if op.name == "vector_norm":
-        number = (lambda x: x) if op.keepdim else (lambda x: torch.unsqueeze(x, -1))
         return lambda g, x, out: (_length_by_torch(number(g), x, number(out)),)
+    if op.name in MOMENTS:
+        return partial(_moment_by_torch, number, names)
     if op.statistics:
         norm = _norm_by_torch(op.name, needs, shape[-1])
         return partial(_rms_norm_by_torch, norm, names, needs) if "eps" in names else norm
@@ -51,6 +56,21 @@ def _length_by_torch(g: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> tor
     # functions, for operators of what was saved would be recorded
     direction = torch.masked_fill(torch.div(x, out), torch.eq(out, 0), 0)
     return torch.mul(g, direction)
+
+
+def _moment_by_torch(
+    number: Callable[[torch.Tensor], torch.Tensor],
+    names: Sequence[str],
+    g: torch.Tensor,
+    *values: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    named = dict(zip(names, values, strict=True))
+    x, c = named["x"], named["c"]
+    if "out" in named:  # of a root: the gradient of the variance
+        out = named["out"]
+        g = torch.masked_fill(torch.div(g, torch.mul(out, 2)), torch.eq(out, 0), 0)
+    apart = torch.sub(x, torch.mean(x, -1, True))
+    return torch.mul(torch.mul(number(g), 2.0 / (x.shape[-1] - c)), apart), None
 
 
 def _tensors(values: Values) -> list[Any]:
@@ -173,6 +193,8 @@ def on_tape(
         none = tape.apply(OPS["eq"], (out, zero))
         direction = tape.apply(OPS["masked_fill"], (direction, none, zero))
         return (tape.apply(OPS["mul"], (g, direction)),)
+    if op.name in MOMENTS:
+        return _moment_on_tape(tape, g, values, shape[-1], op.keepdim), None
     g = tape.whole(g)  # as torch's ops make it
     if op.statistics:
         found: list[Any] = [
@@ -187,6 +209,21 @@ def on_tape(
         g = tape.apply(OPS["mul"], (g, values["out"]))
     total = tape.apply(_SOFT_SUM, (g,))
     return (tape.apply(_OF_SOFT[op.name], (g, values["out"], total)),)
+
+
+def _moment_on_tape(tape: Any, g: Any, values: Values, columns: int, keepdim: bool) -> Any:
+    """The same steps; numbers of rows stay that, and are made from views of Inputs alone."""
+    x = values["x"]
+    number = (lambda y: y) if keepdim else (lambda y: tape.part(_COLUMN, y))
+    g = number(g)
+    if "out" in values:
+        out, zero = number(values["out"]), tape.number(0)
+        twice = tape.apply(OPS["mul"], (out, tape.number(2)))
+        none = tape.apply(OPS["eq"], (out, zero))
+        g = tape.apply(OPS["masked_fill"], (tape.apply(OPS["div"], (g, twice)), none, zero))
+    factor = tape.number(2.0) / (tape.number(columns) - values["c"])
+    apart = tape.apply(OPS["sub"], (x, tape.apply(number_a_row("mean", True), (x,))))
+    return tape.apply(OPS["mul"], (tape.apply(OPS["mul"], (g, factor)), apart))
 
 
 def _norm_on_tape(name: str, tape: Any, g: Any, values: Values, columns: int) -> Any:

@@ -108,13 +108,16 @@ class _Owners(dict[int, int]):
 
     def _own_reduction(self, index: int) -> None:
         """Let a reduction, which has an owner, be a root where one kernel cannot do both."""
-        root, rows = self[index], self.added[index]
+        root, rows, op = self[index], self.added[index], self.nodes[index].op
         if root == index:  # what a number of the row is spread over is an Input of the backward
             if rows is not None and rows.sums:
                 self.rows[root] = rows
             return
         there = self.rows.get(root)
-        if rows is None or (there is not None and not rows.goes_with(there)):
+        assert isinstance(op, Reduction)
+        # a row kernel makes no view of what it computes, such as numbers of rows as a column
+        viewed = rows is not None and rows.sums > 0 and not (op.whole or op.keepdim)
+        if rows is None or viewed or (there is not None and not rows.goes_with(there)):
             self[index] = index
             self._own_reduction(index)
             return

@@ -16,6 +16,7 @@ from .source import Ints
 WARP = 32
 NORMS = ("layer_norm", "rms_norm")
 SOFT = ("softmax", "log_softmax")
+MOMENTS = ("var", "std")
 # sums over a row of which their gradients are made; the dot is of products with a number of the row
 NORM_SUMS = ("norm_sum", "norm_dot")
 SOFT_SUM = "softmax_sum"
@@ -45,9 +46,14 @@ class Division:
         return (x if self.inputs[0] else 1, y if self.inputs[1] else 1)
 
 
+def slots_of(op: str) -> int:
+    """To how many slots torch's kernel for `op` gives the elements of a thread in turn."""
+    return 2 if op in MOMENTS else 4
+
+
 def vector_of(op: str, itemsize: int) -> int:
     """Neighbouring elements that torch's kernel for `op` reads at once, where it reads vectors."""
-    return 8 if itemsize == 2 and op in ("sum", "mean") else 4
+    return 8 if itemsize == 2 and op in ("sum", "mean") else slots_of(op)
 
 
 @lru_cache(maxsize=4096)

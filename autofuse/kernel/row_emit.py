@@ -7,11 +7,12 @@ product that is added is either a fused multiply-add here or rounded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
-from .division import AS_ONE, NORMS, SOFT, WARP
+from .division import AS_ONE, MOMENTS, NORMS, SOFT, WARP, slots_of
 from .row_exchange import State
 from .row_threads import RowThreads
 from .source import ITEMSIZE, KEPT, Source, Stage
@@ -20,7 +21,9 @@ from .targets import F32, I1, I32, Cuda, Value, joined
 _INFINITY = float("inf")
 _LOWEST = -3.4028234663852886e38  # of float32
 _SMALL = (127 - 96) << 23  # the bits of 2^-96, whose remainders have 2^-143 for their last place
-_FLOAT = {"sum": 0.0, "mean": 0.0, "vector_norm": 0.0, "amax": -_INFINITY, "amin": _INFINITY}
+# what the reduce kernel begins with: one number, or the mean, the sum of squares about it, and how
+# many there are
+_NOTHING = {"amax": [-_INFINITY], "amin": [_INFINITY], **dict.fromkeys(MOMENTS, [0.0] * 3)}
 
 
 def emit_rows(
@@ -43,46 +46,59 @@ class _Reductions(RowThreads):
             found = self._sum_of_gradients(stage)
         self.values += [Value(value, "f32") for value in found]
 
-    def _combine(self, op: str, a: Any, b: Any) -> Any:
+    def _combine(self, op: str, a: State, b: State) -> State:
         """What the reduce kernel makes of what it has, `a`, and what another thread has."""
+        if op in MOMENTS:
+            return self._merge(a, b)
+        (x,), (y,) = a, b
         if op in ("sum", "mean", "vector_norm"):
-            return self.do("add", a, b)
+            return [self.do("add", x, y)]
         builder = self.builder
-        better = builder.fcmp_ordered(">" if op == "amax" else "<", a, b)
-        nan = builder.fcmp_unordered("uno", a, a)
-        return builder.select(builder.or_(nan, better), a, b)
+        better = builder.fcmp_ordered(">" if op == "amax" else "<", x, y)
+        nan = builder.fcmp_unordered("uno", x, x)
+        return [builder.select(builder.or_(nan, better), x, y)]
 
-    def _taken(self, op: str, a: Any, x: Any) -> Any:
+    def _taken(self, op: str, a: State, x: Any) -> State:
         """What it makes of what it has and an element."""
-        return self.do("fma", x, x, a) if op == "vector_norm" else self._combine(op, a, x)
+        if op in MOMENTS:
+            return self._welford(a, x)
+        return self._square(a, x) if op == "vector_norm" else self._combine(op, a, [x])
 
     def _reduce_kernel(self, stage: Stage) -> State:
         """Reduce.cuh."""
         op, vec = stage.op, stage.walk.vec
-        slots = vec if vec > 1 else 4
-        state = [self.f(_FLOAT[op])] * slots
+        nothing = list(map(self.f, _NOTHING.get(op, [0.0])))
+        slots, size = vec if vec > 1 else slots_of(op), len(nothing)
 
         def take(state: State, elements: list[Any], group: int) -> State:
-            if vec > 1:
-                return [self._taken(op, a, x) for a, x in zip(state, elements, strict=True)]
-            assert group >= 0  # short rows: the elements of a thread go to one slot after another
             new = list(state)
-            new[group % 4] = self._taken(op, state[group % 4], elements[0])
+            for k, x in enumerate(elements):  # of a vector; or to one slot after another
+                at = size * (k if vec > 1 else group % slots)
+                new[at : at + size] = self._taken(op, state[at : at + size], x)
             return new
 
         if stage.uneven:
-            state = self._shifted(stage, state, take)
+            state = self._shifted(stage, nothing * slots, take)
         else:
-            state = self.sweep(stage, state, take)
-        value, *others = state
-        for other in others:
-            value = self._combine(op, value, other)
+            state = self.sweep(stage, nothing * slots, take, 1 if vec > 1 else slots)
+        value = state[:size]
+        for at in range(size, len(state), size):
+            value = self._combine(op, value, state[at : at + size])
         value = self._across(stage, value)
+        return self.given([self._result(stage, value)])
+
+    def _result(self, stage: Stage, state: State) -> Any:
+        """The number of the row."""
+        op, value = stage.op, state[0]
         if op == "mean":
-            value = self.do("mul", value, self._factor())
-        if op == "vector_norm":
-            value = self.do("sqrt", value)
-        return self.given([value])
+            return self.do("mul", value, self._factor())
+        if op in MOMENTS:
+            _, second, count = state
+            correction, zero = self.consts[stage.scalar], self.f(0.0)
+            more = self.builder.fcmp_ordered(">", count, correction)
+            left = self.builder.select(more, self.do("sub", count, correction), zero)
+            value = self._div(second, left)
+        return self.do("sqrt", value) if op in ("vector_norm", "std") else value
 
     def _factor(self) -> Any:
         """What a sum is multiplied by for the mean: results by elements, each as a float32."""
@@ -99,6 +115,7 @@ class _Reductions(RowThreads):
         """
         builder, word, part = self.builder, self.word, stage.part
         vec, op, thread = stage.walk.vec, stage.op, self.index(self.thread)
+        slot = len(state) // vec
         begin = builder.mul(self.row, self.columns)
         if stage.origin >= 0:
             size = ITEMSIZE[self.source.loads[stage.origin].code]
@@ -116,8 +133,8 @@ class _Reductions(RowThreads):
         def one(state: State, inside: Any, column: Any) -> State:
             column = builder.select(inside, column, word(0))
             (element,) = self.elements(part, column, 1, -1)
-            first = builder.select(inside, self._taken(op, state[0], element), state[0])
-            return [first, *state[1:]]
+            own, others = state[:slot], state[slot:]
+            return [*self.chosen(inside, self._taken(op, own, element), own), *others]
 
         state = one(state, head, builder.sub(thread, shift))
         before = builder.select(shifted, builder.sub(word(vec), shift), word(0))
@@ -133,24 +150,27 @@ class _Reductions(RowThreads):
         column = builder.add(builder.add(before, builder.mul(whole, word(vec))), thread)
         return one(state, builder.icmp_unsigned("<", column, self.columns), column)
 
-    def _across(self, stage: Stage, value: Any) -> Any:
+    def _across(self, stage: Stage, state: State) -> State:
         """The first thread of the row gets what all have: along x, then along y."""
-        builder, (width, height) = self.builder, stage.across
-        combine = lambda a, b: [self._combine(stage.op, a[0], b[0])]  # noqa: E731
+        op, (width, height), block = stage.op, stage.across, self.rows.block
+        builder, combine = self.builder, partial(self._combine, op)
         x = builder.and_(self.thread, I32(width - 1))
-        state = [value]
+
+        def put(place: Any, state: State) -> None:
+            for k, value in enumerate(state):
+                self.put(builder.add(place, I32(k * block)), value)
 
         def halve(state: State, place: Any, at: Any, first: int, last: int, apart: int) -> State:
-            self.share(self.rows.block)
-            self.put(place, state[0])
+            put(place, state)
             while first >= last:
                 self.sync()
                 near = builder.icmp_unsigned("<", at, I32(first))
                 further = builder.add(place, I32(first * apart))
 
                 def make(state: State = state, further: Any = further) -> State:
-                    found = combine(state, [self.get(further)])
-                    self.put(place, found[0])
+                    others = [builder.add(further, I32(k * block)) for k in range(len(state))]
+                    found = combine(state, list(map(self.get, others)))
+                    put(place, found)
                     return found
 
                 state = self.where(near, state, make)
@@ -158,12 +178,17 @@ class _Reductions(RowThreads):
             return state
 
         if width > WARP:
+            self.share(block * len(state))
             state = halve(state, self.tid, x, width // 2, WARP, 1)
         state = self.down(state, min(width, WARP) // 2, combine)
         if height > 1:
+            if width > WARP and op in MOMENTS:  # six of them would have more than a block may
+                self.sync()
+            else:
+                self.share(block * len(state))
             y = builder.lshr(self.thread, I32(width.bit_length() - 1))
             state = halve(state, self.tid, y, height // 2, 1, width)
-        return state[0]
+        return state
 
     def _softmax(self, stage: Stage) -> State:
         """SoftMax.cu: PersistentSoftmax.cuh for a warp, cunn_SoftMaxForwardReg for a block."""
@@ -258,7 +283,7 @@ class _Reductions(RowThreads):
 
     def _norm(self, stage: Stage) -> State:
         """layer_norm_kernel.cu: by vectors, or by elements; rms_norm is the same kernels'."""
-        eps = self.consts[stage.eps]
+        eps = self.consts[stage.scalar]
         rms = stage.op == "rms_norm"
         if stage.kernel == "vectors":
             n = self.builder.uitofp(self.columns, F32)
@@ -336,31 +361,32 @@ class _Reductions(RowThreads):
 
     def _by_elements(self, stage: Stage) -> State:
         """RowwiseMomentsCUDAKernel: mean, sum of squares about it, and how many, by 512 threads."""
-        builder = self.builder
-
-        def take(state: State, elements: list[Any], group: int) -> State:
-            mean, second, count = state
-            (x,) = elements
-            count = builder.fadd(count, self.f(1.0))
-            apart = self.do("sub", x, mean)
-            mean = self.do("add", mean, self._div(apart, count))
-            return [mean, self.do("fma", apart, self.do("sub", x, mean), second), count]
-
-        def merge(a: State, b: State) -> State:
-            apart, count = self.do("sub", b[0], a[0]), self.do("add", a[2], b[2])
-            ratio = self._div(b[2], count)
-            mean = self.do("fma", apart, ratio, a[0])
-            between = self.do("mul", self.do("mul", apart, apart), a[2])
-            second = self.do("fma", between, ratio, self.do("add", a[1], b[1]))
-            none_there = builder.fcmp_ordered("==", b[2], self.f(0.0))
-            none_here = builder.fcmp_ordered("==", a[2], self.f(0.0))
-            return [
-                builder.select(none_here, y, builder.select(none_there, x, new))
-                for x, y, new in zip(a, b, [mean, second, count], strict=True)
-            ]
-
+        take = lambda state, elements, group: self._welford(state, *elements)  # noqa: E731
         state = self.sweep(stage, [self.f(0.0)] * 3, take)
-        return self.block([state], [0.0] * 3, merge)
+        return self.block([state], [0.0] * 3, self._merge)
+
+    def _welford(self, state: State, x: Any) -> State:
+        """WelfordOps: the mean, the sum of squares about it and how many, with one more."""
+        mean, second, count = state
+        count = self.builder.fadd(count, self.f(1.0))
+        apart = self.do("sub", x, mean)
+        mean = self.do("add", mean, self._div(apart, count))
+        return [mean, self.do("fma", apart, self.do("sub", x, mean), second), count]
+
+    def _merge(self, a: State, b: State) -> State:
+        """...and with those of another thread."""
+        builder = self.builder
+        apart, count = self.do("sub", b[0], a[0]), self.do("add", a[2], b[2])
+        ratio = self._div(b[2], count)
+        mean = self.do("fma", apart, ratio, a[0])
+        between = self.do("mul", self.do("mul", apart, apart), a[2])
+        second = self.do("fma", between, ratio, self.do("add", a[1], b[1]))
+        none_there = builder.fcmp_ordered("==", b[2], self.f(0.0))
+        none_here = builder.fcmp_ordered("==", a[2], self.f(0.0))
+        return [
+            builder.select(none_here, y, builder.select(none_there, x, new))
+            for x, y, new in zip(a, b, [mean, second, count], strict=True)
+        ]
 
     def _sum_of_gradients(self, stage: Stage) -> State:
         """The backward of both: softmax_warp_backward and cunn_SoftMaxBackwardSmem, and the two

@@ -329,9 +329,8 @@ class _RowPiece:
             walk = self._walk(scheme.vec, columns, scheme.threads, part)
             walk = Walk(scheme.vec, 0, False) if scheme.uneven else walk
         self.walks.append(walk)
-        eps = -1
-        if "eps" in op.names:
-            eps = self._const(step.args[op.names.index("eps")] - CONST, "f32", False)
+        scalars = [arg - CONST for arg in step.args if arg >= CONST]
+        scalar = self._const(*scalars, "f32", False) if scalars else -1
         factor = -1
         if op.name == "norm_dot":
             key = (step.args[-1], self.shape)
@@ -351,7 +350,7 @@ class _RowPiece:
                 self.values[number, 0] = len({*self.values.values()})
         origin = self.loads.index((operand, self.shape)) if scheme.uneven and operand < 0 else -1
         return Stage(
-            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, eps, factor,
+            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, scalar, factor,
             part, tuple(after),
         )  # fmt: skip
 

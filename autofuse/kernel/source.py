@@ -61,7 +61,7 @@ class Stage:
     walk: Walk
     uneven: bool  # vectors do not begin where rows do
     origin: int  # the load whose address then says where, -1 for memory of its own
-    eps: int  # scalar of the kernel, -1 for none
+    scalar: int  # of the kernel: the epsilon of a norm, the correction of a variance; or -1
     factor: int  # load of a number of the row that its elements are multiplied by, -1 for none
     part: Part  # gives the operand
     after: tuple[Part, ...]  # each gives another value of the row

@@ -48,7 +48,7 @@ NODES = {
     "sum": "sum.dim_IntList", "mean": "mean.dim", "amax": "amax", "amin": "amin",
     "softmax": "_softmax", "log_softmax": "_log_softmax",
     "layer_norm": "native_layer_norm", "rms_norm": "_fused_rms_norm",
-    "vector_norm": "linalg_vector_norm",
+    "vector_norm": "linalg_vector_norm", "var": "var.correction", "std": "std.correction",
 }  # fmt: skip
 REDUCTIONS: dict[str, Callable[..., tuple[Reduction, tuple[Any, ...]] | None]] = {}
 _reduced = registrar(REDUCTIONS)
@@ -57,7 +57,7 @@ ROW_COMPOSITES: dict[str, Callable[..., Callable[[], Any] | None]] = {}
 
 
 @cache
-def _number_a_row(name: str, keepdim: bool) -> Reduction:
+def number_a_row(name: str, keepdim: bool) -> Reduction:
     function = getattr(torch, name)
     keeps, grad = ("x out", "") if name in ("amax", "amin") else ("", f"{name}_backward(g)")
     eager = lambda x: function(x, -1, keepdim)  # noqa: E731
@@ -70,6 +70,17 @@ def _length(keepdim: bool) -> Reduction:
     eager = lambda x: torch.linalg.vector_norm(x, 2, -1, keepdim)  # noqa: E731
     return Reduction("vector_norm", "x", "", keeps="x out", grad="vector_norm_backward(g, x, out)",
                      keepdim=keepdim, eager=eager)  # fmt: skip
+
+
+@cache
+def _moment(name: str, keepdim: bool) -> Reduction:
+    """The variance of each row, or its root; c is subtracted from the number of its elements."""
+    function = getattr(torch, name)
+    keeps = {"var": "x", "std": "x out"}[name]
+    eager = lambda x, c: function(x, -1, correction=c, keepdim=keepdim)  # noqa: E731
+    grad = f"{name}_backward(g, {', '.join(keeps.split())}, c)"
+    return Reduction(name, "x c:opmath", "", keeps=keeps, grad=f"{grad}; none", keepdim=keepdim,
+                     eager=eager)  # fmt: skip
 
 
 @cache
@@ -152,7 +163,7 @@ def _plain(name: str) -> None:
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
         if dtype is not None or type(keepdim) is not bool or not _is_row_wise(input, dim):
             return None
-        return _number_a_row(name, keepdim), (input,)
+        return number_a_row(name, keepdim), (input,)
 
 
 for _name in ("sum", "mean"):
@@ -166,11 +177,35 @@ def _extreme(name: str) -> None:
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
         if type(keepdim) is not bool or not _is_row_wise(input, dim):
             return None
-        return _number_a_row(name, keepdim), (input,)
+        return number_a_row(name, keepdim), (input,)
 
 
 for _name in ("amax", "amin"):
     _extreme(_name)
+
+
+def _second_moment(name: str) -> None:
+    @_reduced(name)
+    def choose(
+        input: Any, dim: Any = None, unbiased: Any = ..., keepdim: bool = False, *,
+        correction: Any = ...,
+    ) -> tuple[Reduction, tuple[Any, ...]] | None:  # fmt: skip
+        if type(keepdim) is not bool or not _is_row_wise(input, dim):
+            return None
+        if type(unbiased) is bool and correction is ...:
+            correction = int(unbiased)
+        elif unbiased is not ...:
+            return None
+        elif correction is None or correction is ...:
+            correction = 1
+        # of a row of no more elements torch warns
+        if type(correction) not in (int, float) or not 0 <= correction < input.shape[-1]:
+            return None
+        return _moment(name, keepdim), (input, float(correction))
+
+
+for _name in ("var", "std"):
+    _second_moment(_name)
 
 
 def _soft(name: str) -> None:
