@@ -123,5 +123,5 @@ def joining(name: str, func: Handler) -> Handler:
         return joined if isinstance(joined, Tensor) else run_eager(func, args, kwargs, joined)
 
     handler = functools.wraps(func)(call)
-    HOT.append(("joining", handler, (func, known_of(func))))
+    HOT.append(("joining", handler, (func, known_of(func), name)))
     return handler

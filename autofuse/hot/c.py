@@ -102,9 +102,9 @@ SIZED = 16  # where a tuple has how many
 COUNT = (1 << 63) - 1  # of the flags of a vectorcall, how many arguments have no keyword
 LISTED = 24  # where a list has the address of its first item
 SLICED = 16  # where a slice has its start, stop and step
-AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, OUT = (
+AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, OUT, DIM = (
     "_af", "autofuse_current", "flushing", "words", "recorders", "",
-    "write", "inplace", "materialize", "out",
+    "write", "inplace", "materialize", "out", "dim",
 )  # fmt: skip
 
 # objects of `chain`, `record` and torch
@@ -122,6 +122,8 @@ ranges: Any = GIVEN
 hook_names: Any = GIVEN  # the globals of `hooks`
 chain_flush: Any = GIVEN
 tell: Any = GIVEN  # `flush.tell`
+record_anew: Any = GIVEN  # `record.record`
+CLONE: Any = GIVEN  # its op
 inside: Any = GIVEN
 is_foreign: Any = GIVEN
 others_writing: Any = GIVEN

@@ -16,7 +16,6 @@ from .record import (
     count_eager,
     handed,
     number_chain,
-    recorded_views,
     result_of,
     verdict_on,
 )
@@ -37,6 +36,7 @@ from .values import (
     switch_back,
     told,
 )
+from .view import recorded_views
 
 
 def getting(entry, x: Tensor) -> object:
@@ -152,9 +152,7 @@ def viewing(table, function, args, count, names) -> object:
             own: tuple = PyDict_GetItemWithError(table[0], function)
             if own != 0 and own[0] is getitem:  # no view
                 return passing(table, function, args, count, names)
-        if names != 0 or count > 7:
-            return 0
-        return recorded_views(function, args, count)
+        return recorded_views(function, args, count, names)
     return looking(table, function, args, count, names)
 
 
@@ -191,19 +189,6 @@ def left_eager(entry, reason, args, count, names) -> object:
     if is_everyday(recorder, known, args, count, names) == 0:
         return 0
     return passed(recorder, entry, reason, args, count, names)
-
-
-def joining(table, function, args, count, names) -> object:
-    """`passing` for a function of several tensors, which Python records of pending values."""
-    if count != 0:
-        kind = class_of(args[0])
-        if kind is list:
-            if has_pending(load(args[0] + LISTED), PyList_Size(args[0])) != 0:
-                return 0
-        elif kind is tuple:
-            if has_pending(args[0] + ITEMS, PyTuple_Size(args[0])) != 0:
-                return 0
-    return passing(table, function, args, count, names)
 
 
 def returning(table, function, args, count, names) -> object:

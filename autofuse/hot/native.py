@@ -3,8 +3,8 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. Its parts:
-`values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `write`, `spell`,
-`reduce`, `lend` and `builtins`, in the language of `body`.
+`values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `view`, `write`,
+`spell`, `reduce`, `join`, `lend` and `builtins`, in the language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -35,14 +35,16 @@ from ..dispatch import eager, handlers, nested, protocol, unrecorded
 from ..dtypes import CODES
 from ..errors import warn_once
 from ..kernel.llvm import processor
+from ..ops.row import OPS
 from ..record import flush, numbers, origins, ranges, record, writes
 from ..run import cuda, words
 from ..settings.config import config, watch
 from ..torch_private import DeviceContext, TensorBase, count_write, function_mode_at
 from . import builtins as _builtins
-from . import c, call, choice, inputs, lend, overrides, values, write
+from . import c, call, choice, inputs, lend, overrides, values, view, write
 from . import flush as _flush
 from . import handle as _handle
+from . import join as _join
 from . import launch as _launch
 from . import record as _record
 from . import reduce as _reduce
@@ -62,8 +64,8 @@ from .places import (
 from .verdict import verdict
 
 _STAGES = (
-    values, inputs, _record, _launch, _flush, call, _handle, overrides, choice, write, _spell,
-    _reduce,
+    values, inputs, _record, _launch, _flush, call, _handle, overrides, choice, view, write, _spell,
+    _reduce, _join,
     lend, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
@@ -257,7 +259,8 @@ def _given() -> dict[str, Any]:
         "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": state.writing, "BEGUN": c.Address(ctypes.addressof(state.begun)),
         "all_recorders": state.all_recorders.refs,
-        "lifted": eager.lifted, "relieve": record.relieve, "COUNTED": liveness.ALONE - 1,
+        "lifted": eager.lifted, "relieve": record.relieve, "record_anew": record.record,
+        "CLONE": OPS["clone"], "COUNTED": liveness.ALONE - 1,
         "SIMPLE": nested.SIMPLE_CLASSES, "TARGETS": unrecorded.TARGETS,
         "known_functions": unrecorded.known_functions,
         "HANDLERS": protocol.HANDLERS, "OPTIONS": protocol.OPTIONS,

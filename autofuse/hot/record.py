@@ -24,7 +24,6 @@ from .values import (
     looked_on,
     recorder_of,
     set_class,
-    state_of,
     switch_back,
 )
 
@@ -171,68 +170,6 @@ def tupled(flat, size) -> object:
     for k in range(size):
         items[k] = flat[k]
     return made
-
-
-def recorded_views(function, args, count) -> object:
-    """Views of the pending args[0] that have been recorded before; 0 where Python has to decide.
-
-    function: what was called; with its arguments it makes the key of `views.key_of`.
-    """
-    if looked_on() != 0:
-        return 0
-    node: Node = kept(state_of(args[0]))
-    flat = room(24)
-    flat[0] = function
-    size = 1
-    for k in range(1, count):
-        size = flattened(flat, size, args[k], 1)
-        if size == 0:
-            return 0
-    key = tupled(flat, size)
-    found = PyDict_GetItemWithError(node.known_views, key)
-    if found == 0:
-        return 0
-    if class_of(found) is not tuple:
-        return recorded(0, found, args, 1, 0)
-    ops: tuple = kept(found)
-    views: tuple = PyTuple_New(len(ops))
-    for k in range(len(ops)):
-        view = recorded(0, ops[k], args, 1, 0)
-        if view == 0:
-            return 0
-        views[k] = view
-    return views
-
-
-def flattened(flat, size, x, outer):
-    """Put what stands for `x`, a number, a slice or a tuple of these, at `flat[size]`.
-
-    Where it goes on, 0 for something else: True would be equal to 1. outer: it may be a tuple.
-    """
-    kind = class_of(x)
-    if size > 16:
-        return 0
-    if kind is int or x is None or x is Ellipsis:
-        flat[size] = x
-        return size + 1
-    if kind is slice:
-        flat[size] = slice
-        for k in range(3):  # where it starts, stops, and its step
-            end = load(x + SLICED + 8 * k)
-            if class_of(end) is not int and end is not None:
-                return 0
-            flat[size + 1 + k] = end
-        return size + 4
-    if (kind is tuple or kind is Size) and outer != 0:
-        flat[size] = tuple
-        size += 1
-        for k in range(PyTuple_Size(x)):
-            size = flattened(flat, size, load(x + ITEMS + 8 * k), 0)
-            if size == 0:
-                return 0
-        flat[size] = tuple
-        return size + 1
-    return 0
 
 
 def follows(entry, chain: Chain) -> object:

@@ -10,8 +10,9 @@ from ..dispatch.unrecorded import Known
 from .c import *
 from .call import left_eager, running
 from .choice import known_choice
-from .record import flattened, recorded_as, tupled
+from .record import recorded_as, tupled
 from .values import class_of, is_ours, looked_on, state_of
+from .view import flattened
 
 
 def reducing(table, function, args, count, names) -> object:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..chain.meta import UNKNOWN, Meta, concrete_meta, plain_meta
 from ..chain.shell import Tensor
 from ..chain.state import AT_ONCE, Node, this_thread
 from ..ops.row import OPS
@@ -16,6 +15,7 @@ from ..ops.views import JoinOp, join_op
 from ..settings.config import config
 from ..torch_private import looked_on
 from .record import record
+from .views import meta_of
 
 _MOST = 8  # tensors that one kernel writes side by side
 _WAYS = 256  # to join that a recorder knows: each takes a plan
@@ -37,7 +37,7 @@ def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
     tip = recorder.chain.tip
     if tip.told is AT_ONCE or tip.looked_on or tip.rows is not None:
         return None
-    metas = [_meta_of(x) for x in tensors]
+    metas = [meta_of(x, tip) for x in tensors]
     first = metas[0]
     for meta in metas:
         if meta is None or first is None or meta.dtype is not first.dtype or not meta.nbytes:
@@ -64,15 +64,6 @@ def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
                 return None
         parts.append(x)
     return record(op, tuple(parts))
-
-
-def _meta_of(x: Any) -> Meta | None:
-    if x.__class__ is Tensor:
-        state = x._af
-        if state.__class__ is Meta:
-            return state
-        return concrete_meta(x) if state is UNKNOWN else getattr(state, "meta", None)
-    return plain_meta(x) if x.__class__ in (torch.Tensor, torch.nn.Parameter) else None
 
 
 def _op_of(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta
 from ..chain.shell import Tensor
 from ..chain.state import AT_ONCE, Node, this_thread
 from ..ops.views import LIKE, SPLITS, SQUARE, ViewOp, view_op
@@ -68,16 +69,23 @@ def record_view(name: str, func: Any, handler: Any, args: Any, kwargs: Any) -> A
     if not made:
         return None
     several = ops[0].part is not None
-    if not kwargs:
-        known = key_of(handler, args[1:])
-        if known is not None:
-            node.known_views[known] = ops if several else ops[0]
+    known = key_of(handler, args[1:], kwargs, tip if like else None)
+    if known is not None and len(node.known_views) < 2 * WAYS:
+        node.known_views[known] = ops if several else ops[0]
     return tuple(made) if several else made[0]
 
 
-def key_of(handler: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The key by which machine code finds views; None where it leaves them to Python."""
+def key_of(
+    handler: Any, given: tuple[Any, ...], named: dict[str, Any], tip: Node | None
+) -> tuple[Any, ...] | None:
+    """The key by which machine code finds views; None where it leaves them to Python.
+
+    tip: where a tensor is taken for its shape.
+    """
     key: list[Any] = [handler]
+    if tip is not None:
+        meta = meta_of(*given, tip)
+        return None if meta is None else (handler, meta)
 
     def flatten(values: Any, outer: bool) -> bool:
         for x in values:
@@ -86,7 +94,7 @@ def key_of(handler: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
                 key.append(x)
             elif cls is slice and all(e is None or e.__class__ is int for e in _ends(x)):
                 key.extend((slice, *_ends(x)))
-            elif (cls is tuple or cls is torch.Size) and outer:
+            elif (cls is tuple or cls is list or cls is torch.Size) and outer:
                 key.append(tuple)
                 if not flatten(x, False):
                     return False
@@ -95,7 +103,21 @@ def key_of(handler: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
                 return False
         return True
 
-    return tuple(key) if flatten(given, True) else None
+    if not flatten(given, True):
+        return None
+    if named:
+        key.append(tuple(named))
+    return tuple(key) if flatten(named.values(), True) else None
+
+
+def meta_of(x: Any, place: Node) -> Meta | None:
+    """The Meta of a tensor of ours, pending or not, which has come to `place`; None of others."""
+    if x.__class__ is Tensor:
+        state = x._af
+        if state.__class__ is Meta:
+            return state
+        return concrete_meta(x, place) if state is UNKNOWN else getattr(state, "meta", None)
+    return likely_meta(x, place) if x.__class__ in _OURS else None
 
 
 def _ends(x: slice) -> tuple[Any, Any, Any]:
