@@ -173,6 +173,8 @@ ENTERED = {
     "setting": ("call", lambda o: from_c(autofuse.Tensor.__setitem__)(o.w, 0, 1.0)),
     "copying": ("call", lambda o: from_c(autofuse.Tensor.copy_)(o.w[1], o.v[0] * 2.0)),
     "unread": ("call", lambda o: from_c(torch.Tensor.add_)(o.plain, 0.0)),
+    "announcing": ("call", lambda o: from_c(torch.instance_norm)(
+        o.plain[None], None, None, None, None, True, 0.1, 1e-5, False)),
     "placing": ("set_", lambda o: from_c(torch.Tensor.grad.fset)(o.plain, None)),
     "taking": ("get", lambda o: from_c(torch.Tensor.grad.fget)(o.plain)),
     "torch_function": (

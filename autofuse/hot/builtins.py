@@ -134,6 +134,26 @@ def unread(table, function, args, count, names) -> object:
     return result
 
 
+def announcing(table, function, args, count, names) -> object:
+    """What `patches.memory` puts before a function that writes to arguments after the first.
+
+    table: by those, the function, and the place of the argument that says whether it does, or -1.
+    """
+    own = PyDict_GetItemWithError(table[0], function)
+    if own == 0:
+        return 0
+    entry = own + ITEMS
+    place = int(entry[1])
+    if place >= 0 and count > place and args[place] is False:
+        return PyObject_Vectorcall(entry[0], args, count, names)
+    if is_quiet() == 0:
+        return 0
+    BEGUN[0] = BEGUN[0] + 1
+    result = tried(PyObject_Vectorcall(entry[0], args, count, names))
+    BEGUN[0] = BEGUN[0] - 1
+    return result
+
+
 def handler_beside(function, args, count, names):
     """`override` of what writes to a plain tensor, if an argument or an index is wrapped; or 0."""
     if is_ours(args[0]) == 0:

@@ -85,6 +85,7 @@ def _announcing(original: Callable[..., Any], place: int | None = None) -> Calla
             return original(*args, **kwargs)
         return announced(write, *args, **kwargs)
 
+    HOT.append(("announcing", call, (original, -1 if place is None else place)))
     return call
 
 
