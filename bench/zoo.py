@@ -149,6 +149,8 @@ def same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     return ((a == b) & (a.signbit() == b.signbit())) | (a.isnan() & b.isnan())
 
 
