@@ -273,6 +273,9 @@ def _new_meta(key: tuple[Any, ...]) -> Meta | None:
         return None
     if len(_metas) > 65536:
         _metas.clear()
+        for known in by_size:
+            if known is not None:
+                known.kept = False
         by_size[:] = [None] * len(by_size)
     meta = _metas[key] = Meta(dtype, tuple(shape), stride, device, requires_grad, inference)
     return meta
