@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 import autofuse
 from autofuse import lending
+from autofuse.chain import meta as metas
 from autofuse.chain import state
 from autofuse.chain.meta import plain_meta
 from autofuse.chain.shell import alias
@@ -517,6 +518,77 @@ def test_joins_and_views_need_no_python(name, device):
             assert_same(got, make(x * 2.0, x + 1.0, x), None)
         allowed = {"<lambda>", "split"} if "split" in name else {"<lambda>"}  # torch's own
         assert {*names} <= allowed, names
+
+
+_INDICES = [(0, 1), [0, 1], (), [], (1,), [1], [1, 2], torch.Size([1, 2]), slice(0, 2),
+            (slice(0, 2),), ([0, 1],), ((0, 1),), (0, [1]), [0], 0, True, [True] * 4]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_indices_that_look_alike_are_told_apart(seed, device):
+    """A list is another index than a tuple, True another than 1, whichever came first."""
+    x = torch.randn(4, 4, device=device)
+    order = torch.randperm(len(_INDICES), generator=torch.Generator().manual_seed(seed)).tolist()
+    modes.forget_all("test")
+    with torch.no_grad():
+        for k in order * 4:
+            y = autofuse.wrap(x) * 2.0
+            got = autofuse.materialize(y[_INDICES[k]] + 1.0)
+            assert_same(autofuse.unwrap(got), (x * 2.0)[_INDICES[k]] + 1.0, None, f"{_INDICES[k]}")
+
+
+@pytest.mark.parametrize("make", [
+    lambda y: y.view_as((2, 8)), lambda y: y.view_as(16), lambda y: y.expand_as([4, 4]),
+    lambda y: y.split([1, 2]), lambda y: y.split((1, 3), dim=2), lambda y: torch.cat((y, y), 2),
+    lambda y: torch.cat([y, y[:, :2]]), lambda y: torch.stack((y, y[:2])),
+])  # fmt: skip
+def test_errors_of_views_and_joins_are_eagers(make, device):
+    x = torch.randn(4, 4, device=device)
+    with pytest.raises(Exception) as want:
+        make(x * 2.0)
+    with torch.no_grad():
+        for _ in range(6):
+            with pytest.raises(want.type):
+                make(autofuse.wrap(x) * 2.0)
+
+
+def test_an_error_in_the_middle_of_a_join_is_raised(device):
+    """What an operand of it needs may flush, and the flush fail."""
+    x, more = autofuse.wrap(torch.randn(4, 6, device=device)), torch.randn(4, 6, device=device)
+
+    def program(stale):
+        others = [torch.randn(4, 6, device=device) for _ in range(29)]
+        total = x * 2.0
+        for other in others:
+            total = total + other  # of as many Inputs the next one cuts the chain
+        if stale:
+            torch._C._increment_version([others[0]])  # what an extension in C++ does
+        return autofuse.materialize(torch.cat([total, more]))
+
+    with torch.no_grad():
+        for _ in range(8):
+            program(False)
+        for _ in range(3):
+            with pytest.raises(autofuse.StaleInputError):
+                program(True)
+        program(False)
+
+
+def test_metas_that_are_forgotten_are_found_again(monkeypatch):
+    """All are, once there are very many; machine code knows those that come again."""
+    monkeypatch.setattr(metas, "_metas", {})
+    x = autofuse.wrap(torch.randn(4, 6))
+    with torch.no_grad():
+        for k in range(12):
+            if k == 6:
+                metas._metas.update({(k,): None for k in range(70_000)})
+                autofuse.materialize(autofuse.wrap(torch.randn(71, 3)) * 2.0)  # a new one
+                assert len(metas._metas) < 100
+            w = autofuse.wrap(torch.randn(4, 6))
+            made = []
+            names = functions_called(lambda w=w, made=made: made.append(w * x))
+            autofuse.materialize(made[0])
+        assert not names
 
 
 def test_a_write_of_several_kernels_needs_no_python(device):

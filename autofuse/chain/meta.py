@@ -30,8 +30,9 @@ def same_device(device: torch.device) -> torch.device:
 
 
 Check = Callable[[torch.Tensor], bool]
-BUCKETS, WAYS = 2048, 4  # of `by_size`, and Metas in one: other dtypes and gradients of the sizes
-MIXED = 0x9E3779B1  # a prime, 2 ** 32 by the golden ratio
+# of `by_size`: how many, and Metas in one, of other dtypes and gradients of the same sizes...
+BUCKETS, EACH = 2048, 4
+MASK, MIXED = 0x7FFFFFFF, 0x9E3779B1  # ...and what makes a number of sizes, see `_keep`
 
 
 class Meta:
@@ -83,19 +84,19 @@ class Unknown:
 UNKNOWN = Unknown()
 _metas: dict[tuple[Any, ...], Meta] = {}
 # where `hot` finds them: those with a test, by their sizes and strides, the last one first
-by_size: list[Meta | None] = [None] * (BUCKETS * WAYS)
+by_size: list[Meta | None] = [None] * (BUCKETS * EACH)
 
 
 def _keep(meta: Meta) -> None:
-    """Let `hot` know of it."""
+    """Let `hot` know of it, where `hot.inputs.of_size` looks."""
     mixed = meta.ndim
     for number in (*meta.shape, *meta.stride):
-        mixed = (mixed * 31 + number) & 0x7FFFFFFF
-    first = ((mixed * MIXED >> 20) & (BUCKETS - 1)) * WAYS
-    last = by_size[first + WAYS - 1]
+        mixed = (mixed * 31 + number) & MASK
+    first = ((mixed * MIXED >> 20) & (BUCKETS - 1)) * EACH
+    last = by_size[first + EACH - 1]
     if last is not None:
         last.kept = False
-    by_size[first : first + WAYS] = [meta, *by_size[first : first + WAYS - 1]]
+    by_size[first : first + EACH] = [meta, *by_size[first : first + EACH - 1]]
     meta.kept = True
 
 

@@ -3,7 +3,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import BUCKETS, MIXED, UNKNOWN, WAYS, Meta, by_size
+from ..chain.meta import BUCKETS, EACH, MASK, MIXED, UNKNOWN, Meta, by_size
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dtypes import EXACT
@@ -73,21 +73,22 @@ def item_of(recorder: Recorder, chain: Chain, x):
 
 
 def likely_meta(likely: tuple, x):
-    """The Meta of a concrete tensor, borrowed, if Python has met it and others at this place; or 0.
+    """The Meta of a concrete tensor, borrowed, if Python has met such a one anywhere; or 0.
 
-    likely: of the place. In torch.vmap none is, for there a test would meet what has no sizes.
+    likely: of a place where one of its kind has come. In torch.vmap it is empty, for there a test
+    would meet what has no sizes.
     """
     keys = load(load(x + TENSOR_AT) + KEYS_AT)
     k = 1  # before each Meta is its check, which Python calls
     while k < len(likely):
         meta: Meta = likely[k]
         if int(meta.keys) == keys:  # and so x has sizes and strides
-            return met(x)
+            return of_size(x)
         k += 2
     return 0
 
 
-def met(x):
+def of_size(x):
     """The Meta in `by_size` that x is as; or 0."""
     place = room(1)
     place[0] = 0
@@ -101,11 +102,11 @@ def met(x):
         return 0
     mixed = count
     for k in range(count):
-        mixed = (mixed * 31 + sizes[k]) & 2147483647
+        mixed = (mixed * 31 + sizes[k]) & MASK
     for k in range(count):
-        mixed = (mixed * 31 + strides[k]) & 2147483647
-    first = ((mixed * MIXED >> 20) & (BUCKETS - 1)) * WAYS
-    for k in range(first, first + WAYS):
+        mixed = (mixed * 31 + strides[k]) & MASK
+    first = ((mixed * MIXED >> 20) & (BUCKETS - 1)) * EACH
+    for k in range(first, first + EACH):
         meta: Meta = PyList_GetItem(by_size, k)
         if meta is not None and is_as(x, meta) != 0:
             return meta

@@ -83,13 +83,13 @@ def joined(entry, tensors: tuple, dim) -> object:
         if is_part(tensors[k]) == 0:
             one = tupled(parts + 8 * k, 1)
             copy = ask2(record_anew, CLONE, one)
-            if class_of(copy) is not Tensor:
+            if copy == 0 or class_of(copy) is not Tensor:
                 return 0
             PyList_Append(copies, copy)
             parts[k] = copy
     operands = tupled(parts, count)
     result = ask2(record_anew, op, operands)
-    if class_of(result) is not Tensor:
+    if result == 0 or class_of(result) is not Tensor:
         return 0
     return result
 

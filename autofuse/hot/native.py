@@ -64,16 +64,15 @@ from .places import (
 from .verdict import verdict
 
 _STAGES = (
-    values, inputs, _record, _launch, _flush, call, _handle, overrides, choice, view, write, _spell,
-    _reduce, _join,
-    lend, _builtins,
+    values, inputs, _record, _launch, _flush, choice, view, call, _handle, overrides, write, _spell,
+    _reduce, _join, lend, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
 
 
 # what machine code relies on in this package: folders and modules beside them
 _RELIED = ("api", "chain", "dispatch", "fused", "hooks", "hot", "inside", "kernel/llvm",
-           "lending", "record", "run", "torch_private")  # fmt: skip
+           "lending", "ops", "record", "run", "torch_private")  # fmt: skip
 
 
 class _Calls:

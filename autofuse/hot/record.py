@@ -37,9 +37,9 @@ def recorded(func, op, operands, count, wanted) -> object:
     """A new reference to the result of `op` over `operands`; 0 where Python has to decide.
 
     func: the torch function, by which an op is run that is better off eager; or 0; or TELL, for the
-    node that says so. wanted: the Meta that the result has to have, or 0 for any, and the result is
-    pending, of this chain; or ANEW, for any, which may be on another chain where the op cuts this
-    one, and computed by now where memory was short.
+    node that says so; with 0 the result is pending. wanted: the Meta that it has to have, or 0 for
+    any; or ANEW, for any, which may be on another chain where the op cuts this one, and computed by
+    now where memory was short.
     """
     recorder: Recorder = recorder_of(operands, count)
     if recorder == 0 or recorder is None or count > 7:

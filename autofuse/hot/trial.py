@@ -226,7 +226,7 @@ def _reductions(s: _State) -> Any:
 
 def _views(s: _State) -> Any:
     """Views of a pending value that are only read, and that somebody holds; parts of it stored."""
-    upper, lower = torch.chunk(s.w * 2.0 + s.v, 2)
+    upper, lower = Called(Tensor.chunk)(s.w * 2.0 + s.v, 2, dim=0)
     middle = torch.narrow(s.v - s.w, 1, 1, 4)
     product = upper * lower
     both = torch.stack([s.w, s.v])
@@ -237,6 +237,9 @@ def _views(s: _State) -> Any:
         torch.sin(middle),
         both,
         torch.cat([both[0] + 1.0, s.w]),
+        Called(Tensor.expand_as)(product[:1], upper) * lower,
+        operator.getitem(product, (0, 1)),
+        operator.getitem(product, [0, 1]),
     )
 
 
@@ -250,6 +253,8 @@ def _writes(s: _State) -> Any:
     t = s.w * 2.0
     Called(Tensor.mul_)(t, 3.0)
     operator.iadd(t, s.v)
+    Called(Tensor.clamp_)(t, -0.5, max=2.0)
+    operator.setitem(t, t > 1.0, -0.0)  # type: ignore[arg-type]
     return t, w is s.w
 
 
@@ -342,8 +347,8 @@ _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_eager, "handler passing viewing flush"),
     (_beside, "handler passing viewing joining writing flush"),
     (_reductions, "reducing handler flush"),
-    (_views, "handler record viewing flush"),
-    (_writes, "handler writing flush"),
+    (_views, "handler record joining flush"),
+    (_writes, "handler writing setting flush"),
     (_writes_by_hand, "record_inplace record_write handler flush"),
     (_slices, "handler writing setting copying flush"),
     (_gradients, "answer"),

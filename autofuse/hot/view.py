@@ -78,18 +78,19 @@ def flattened(flat, size, x, outer):
     if outer == 0:
         return 0
     if kind is tuple or kind is Size:
+        kind = tuple
         items = x + ITEMS
         count = PyTuple_Size(x)
-    elif kind is list:
+    elif kind is list:  # which is another index
         items = load(x + LISTED)
         count = PyList_Size(x)
     else:
         return 0
-    flat[size] = tuple
+    flat[size] = kind
     size += 1
     for k in range(count):
         size = flattened(flat, size, items[k], 0)
         if size == 0:
             return 0
-    flat[size] = tuple
+    flat[size] = kind
     return size + 1

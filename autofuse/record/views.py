@@ -42,7 +42,7 @@ def record_view(name: str, func: Any, handler: Any, args: Any, kwargs: Any) -> A
     if tip.rows is not None:  # row kernels read no index maps
         return None
     lists, like = name != "__getitem__", name in LIKE
-    if like and (len(args) != 2 or kwargs):
+    if like and (len(args) != 2 or kwargs or args[1].__class__ not in _OURS):
         return None
     given = _frozen(args[1:], lists, like)
     values = _frozen(kwargs.values(), lists, like) if kwargs else ()
@@ -95,10 +95,11 @@ def key_of(
             elif cls is slice and all(e is None or e.__class__ is int for e in _ends(x)):
                 key.extend((slice, *_ends(x)))
             elif (cls is tuple or cls is list or cls is torch.Size) and outer:
-                key.append(tuple)
+                kind = list if cls is list else tuple  # of an index it is not the same
+                key.append(kind)
                 if not flatten(x, False):
                     return False
-                key.append(tuple)
+                key.append(kind)
             else:
                 return False
         return True
