@@ -746,7 +746,9 @@ def test_gradients_have_eagers_bits_on_cuda(name, dtype, needs, on, always):
             if wrap:
                 assert autofuse.is_pending(out)
                 out = autofuse.unwrap(autofuse.materialize(out))
-                assert autofuse.stats().kernels_launched == 1
+                # torch gives means and variances of 16-bit rows other numbers of threads
+                apart = name == "layer_norm by std" and dtype is not torch.float32
+                assert autofuse.stats().kernels_launched == 1 + apart
             g = torch.randn_like(out) if g is None else g
             wanted = [x for x in xs if x.requires_grad]
             grads = []

@@ -537,6 +537,8 @@ def test_gradients_by_one_kernel_have_eagers_bits_on_cuda(name, around, dtype, v
 
     columns = ALL_COLUMNS if around == "one op" else (33, 131, 1024, 4096)
     for n, m in itertools.product(columns, (1, 5, 70, 300)):
+        if n == 1 and name in ("var", "std"):
+            continue  # torch warns of what has no variance
         for kind in ("plain", "wide", "special") if m == 5 else ("plain",):
             xs, g = inputs(m, n, dtype, kind, GRADS["all"])
             (want, got), (forward, backward) = run_twice(program, xs, g)
