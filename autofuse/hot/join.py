@@ -34,7 +34,10 @@ def joining(table, function, args, count, names) -> object:
         return passing(table, function, args, count, names)
     if size < 2 or size > 8 or looked_on() != 0:
         return 0
-    tensors = tupled(items, size)  # Python may run, and change a list
+    flat = room(8)  # a list may change: up to Python 3.11 to make a tuple runs finalizers
+    for k in range(size):
+        flat[k] = items[k]
+    tensors = tupled(flat, size)
     dim = PyLong_FromLong(0)
     if names == 0 and count == 2:
         dim = kept(args[1])
