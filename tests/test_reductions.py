@@ -333,7 +333,7 @@ def test_calls_as_before_are_recorded_by_machine_code(recorded, name, monkeypatc
             called == []
             if "F." not in name and "orm" not in name and name != "Softmax"
             else (set(called) <= {"<lambda>"})
-        )
+        ), called
         assert not autofuse.is_pending(made[0])
         assert_same(autofuse.unwrap(made[0]), want, None)
 

@@ -31,7 +31,7 @@ def same_device(device: torch.device) -> torch.device:
 
 Check = Callable[[torch.Tensor], bool]
 # of `by_size`: how many, and Metas in one, of other dtypes and gradients of the same sizes...
-BUCKETS, EACH = 2048, 4
+BUCKETS, EACH = 1024, 8
 MASK, MIXED = 0x7FFFFFFF, 0x9E3779B1  # ...and what makes a number of sizes, see `_keep`
 
 
@@ -210,8 +210,8 @@ def _check(tensor: torch.Tensor, meta: Meta) -> Check | None:
         )
         check = meta.checks[cls] = guards.check
         meta.keys = keys_of(tensor).raw_repr()
-        if not meta.kept:
-            _keep(meta)
+    if not meta.kept:  # also where others have taken its place since
+        _keep(meta)
     return check
 
 
