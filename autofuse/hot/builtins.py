@@ -128,8 +128,13 @@ def unread(table, function, args, count, names) -> object:
         return PyObject_Vectorcall(known, args, count, names)  # which flushes what reads
     if known != 0:
         run = known
+    return announced(run, args, count, names)
+
+
+def announced(function, args, count, names) -> object:
+    """`state.announced`: what a function returns, in the middle of whose write nobody records."""
     BEGUN[0] = BEGUN[0] + 1
-    result = tried(PyObject_Vectorcall(run, args, count, names))
+    result = tried(PyObject_Vectorcall(function, args, count, names))
     BEGUN[0] = BEGUN[0] - 1
     return result
 
@@ -148,10 +153,7 @@ def announcing(table, function, args, count, names) -> object:
         return PyObject_Vectorcall(entry[0], args, count, names)
     if is_quiet() == 0:
         return 0
-    BEGUN[0] = BEGUN[0] + 1
-    result = tried(PyObject_Vectorcall(entry[0], args, count, names))
-    BEGUN[0] = BEGUN[0] - 1
-    return result
+    return announced(entry[0], args, count, names)
 
 
 def handler_beside(function, args, count, names):

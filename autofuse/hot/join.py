@@ -54,7 +54,7 @@ def joined(entry, tensors: tuple, dim) -> object:
     """`record_join` of what has been joined so before; or 0."""
     count = len(tensors)
     recorder: Recorder = recorder_of(tensors + ITEMS, count)
-    if recorder == 0 or recorder.off is True:
+    if recorder == 0 or recorder is None or recorder.off is True:
         return 0
     if int(recorder.ident) != PyThread_get_thread_ident():
         return 0

@@ -114,8 +114,10 @@ def recorded(func, op, operands, count, wanted) -> object:
 
 
 def relieved(recorder: Recorder, chain: Chain, node: Node):
-    """Flush if Inputs that the chain alone keeps alive have come to much memory, which is to be
-    asked after `node`; 0 after an error."""
+    """Flush if Inputs that the chain alone keeps alive have come to much memory; 0 after an error.
+
+    To be asked after `node`.
+    """
     if int(chain.pinned) > int(node.pinned_limit):
         return borrowed(ask2(relieve, recorder, chain)) != 0
     return 1

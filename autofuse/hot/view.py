@@ -19,7 +19,9 @@ def recorded_views(function, args, count, names) -> object:
         return 0
     node: Node = kept(state_of(args[0]))
     recorder: Recorder = node.recorder
-    chain: Chain = recorder.chain
+    if recorder is None:
+        return 0
+    chain: Chain = kept(recorder.chain)
     flat = room(24)
     flat[0] = function
     size = 1

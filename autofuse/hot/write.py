@@ -211,7 +211,7 @@ def renamed(op, target, operands, count):
     if node == 0:
         return 0
     recorder: Recorder = node.recorder
-    if int(recorder.ident) != PyThread_get_thread_ident():
+    if recorder is None or int(recorder.ident) != PyThread_get_thread_ident():
         return 0
     chain: Chain = kept(recorder.chain)
     tip: Node = chain.tip
