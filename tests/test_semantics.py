@@ -403,6 +403,74 @@ def test_memory_that_a_function_changes():
     assert_same(w + 1, torch.full((4,), 2.0, dtype=torch.float64), None)
 
 
+def _unseen(change):
+    """`change` as C meets it where nobody is told of functions."""
+
+    def changing(x):
+        with torch._C.DisableTorchFunctionSubclass():
+            change(x)
+
+    return changing
+
+
+_CHANGES = [  # and whether the memory is another one then, with chains that still read it
+    pytest.param(lambda x: torch.Tensor.set_(x, torch.full((5,), 3.0)), True, id="set_ unbound"),
+    pytest.param(lambda x: torch.Tensor.resize_(x, (2,)), False, id="resize_ unbound"),
+    pytest.param(lambda x: torch.ops.aten.t_(x), False, id="aten"),
+    pytest.param(_unseen(lambda x: torch.Tensor.t_(x)), False, id="t_"),
+    pytest.param(_unseen(lambda x: torch.sum(torch.ones(2, 6), 0, out=x)), True, id="out="),
+    pytest.param(_unseen(lambda x: torch.Tensor.set_(x, torch.full((5,), 3.0))), False, id="set_"),
+    pytest.param(_unseen(lambda x: setattr(x, "data", torch.ones(7).half())), False, id="data"),
+]
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["before", "in the middle"])
+@pytest.mark.parametrize("change, moves", _CHANGES)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_memory_that_nobody_is_told_of(change, moves, pending, on, always):
+    """What was known of an operand is looked at again, or a kernel would read past its end."""
+
+    def program(wrap):
+        seen = []
+        for _ in range(5):
+            x = wrap(torch.arange(6.0).reshape(2, 3))
+            y = x * 2 + 1
+            if not pending:
+                seen.append(y.tolist())
+            change(x)
+            z = x * 2 + 1
+            seen += [tuple(z.shape), z.dtype, z.tolist(), x.shape, x.stride(), x.dtype]
+            seen.append((x.clamp(min=2) ** 2).tolist())
+            seen.append(x.mul_(2).tolist())
+            if pending:
+                seen.append(y.tolist())
+        return seen
+
+    if pending and moves:
+        with pytest.raises(autofuse.StaleInputError):
+            program(W)
+    else:
+        assert program(W) == program(torch.clone)
+
+
+@pytest.mark.parametrize("change", [
+    lambda t: torch.sum(torch.ones(2, 6), 0, out=t), lambda t: t.t_(), lambda t: t.resize_(2, 3),
+    lambda t: t.unsqueeze_(0), lambda t: setattr(t, "data", t.data.half()),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_value_that_c_holds_says_what_becomes_of_it(change, on):
+    def program(wrap):
+        t = wrap(torch.ones(4, 6)) * 2.0
+        held = torch.tensor(t)  # noqa: F841
+        change(t)
+        size = t.shape, t.stride(), t.dtype, t.numel(), t.dim(), len(t), t.nbytes
+        return *size, t.is_contiguous(), t.is_same_size(t), t.tolist()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch.tensor
+        assert program(W) == program(torch.clone)
+
+
 def test_writes_to_plain_tensors_under_a_default_device():
     x = torch.ones(4)
     with torch.device("cpu"):

@@ -228,6 +228,7 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 _READERS = tuple(
     getattr(torch.Tensor, name).__get__ for name in ("dtype", "shape", "device", "requires_grad")
 )
+_dtype_of, _shape_of = _READERS[:2]
 _stride_of, _is_inference = torch.Tensor.stride, torch.Tensor.is_inference
 _layout_of = torch.Tensor.layout.__get__  # type: ignore[attr-defined]
 _nested_of = torch.Tensor.is_nested.__get__  # type: ignore[attr-defined]
@@ -243,6 +244,15 @@ def is_special(tensor: torch.Tensor) -> bool:
     if _layout_of(tensor) is not torch.strided or in_functorch() or _nested_of(tensor):
         return True
     return _is_neg(tensor) or _is_zero(tensor) or _has_names(tensor)
+
+
+def lies_as(tensor: torch.Tensor, meta: Meta) -> bool:
+    """Whether the memory of a tensor of ours is still as `meta` says that it remembers.
+
+    C's functions can change it without a word to anybody. In `NoModes`.
+    """
+    dtype, shape = _dtype_of(tensor), _shape_of(tensor)
+    return shape == meta.shape and _stride_of(tensor) == meta.stride and dtype is meta.dtype
 
 
 def concrete_meta(tensor: torch.Tensor, place: Place | None = None) -> Meta | None:

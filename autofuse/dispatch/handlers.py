@@ -27,7 +27,7 @@ from ..ops.row import MAKING, OPS, RETURNING, Op
 from ..record.flush import flush_thread
 from ..record.numbers import follows
 from ..record.origins import keep
-from ..record.record import Refusal, record, record_fresh, relieve
+from ..record.record import Refusal, record, record_fresh, relieve, slot_in
 from ..record.writes import flush_readers, record_inplace, record_write
 from ..torch_private import autocast_is_on, dispatch_modes, functions_off, looked_on
 from .chosen import Choices, chosen_by, without
@@ -53,7 +53,7 @@ def handler(self, /, *more, **options):
             first = node.index
             fresh = False
             if first < 0:
-                first = chain.slots.get(id(self))
+                first = slot_in(chain, self)
                 if first is None:
                     recorder.reading = fresh = True  # before the look at what it is
                     node = self._af
@@ -94,7 +94,7 @@ def handler(self, other=REST, /, *more, **options):
             first = node.index
             fresh = late = None  # new Inputs
             if first < 0:
-                first = chain.slots.get(id(self))
+                first = slot_in(chain, self)
                 if first is None:
                     recorder.reading = True  # before the look at what it is
                     node = self._af
@@ -109,7 +109,7 @@ def handler(self, other=REST, /, *more, **options):
                 state = other._af
                 second = state.index
                 if second < 0:
-                    second = chain.slots.get(id(other))
+                    second = slot_in(chain, other)
                     if second is None and other is not self:
                         recorder.reading = True
                         state = other._af
@@ -118,7 +118,7 @@ def handler(self, other=REST, /, *more, **options):
                 elif state.recorder is not recorder:
                     second = None
             else:
-                second = chain.slots.get(id(other))
+                second = slot_in(chain, other)
                 if second is None and (cls is Plain or cls is Parameter):
                     recorder.reading = True
                     second = likely_meta(other, tip)
@@ -165,7 +165,7 @@ _NAMES = {
     "autocast_is_on": autocast_is_on, "is_autocast_enabled": is_autocast_enabled,
     "concrete_meta": concrete_meta, "likely_meta": likely_meta, "follows": follows,
     "record": record, "record_fresh": record_fresh, "relieve": relieve, "run_short": run_short,
-    "run_eager": run_eager,
+    "run_eager": run_eager, "slot_in": slot_in,
 }  # fmt: skip
 
 

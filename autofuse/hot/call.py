@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..chain.meta import UNKNOWN, Meta
-from ..chain.shell import Tensor
+from ..chain.shell import Held, Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
@@ -46,10 +46,11 @@ def getting(entry, x: Tensor) -> object:
     """
     if looked_on() != 0:
         return 0
-    if entry[2] is True:
-        state = state_of(x)
-        if class_of(state) is not Meta and state is not UNKNOWN:
-            return 0
+    state = state_of(x)
+    if class_of(state) is Held:  # its value says it
+        return 0
+    if entry[2] is True and class_of(state) is not Meta and state is not UNKNOWN:
+        return 0
     before = functions_off()
     result = tried(call_object(entry[0], x, entry[1]))
     switch_back(before)
@@ -60,6 +61,9 @@ def asking(entry, function, args, count, names) -> object:
     """A method of `dispatch.metadata`; entry: the method of torch's."""
     if looked_on() != 0:
         return 0
+    for k in range(count):
+        if class_of(args[k]) is Tensor and class_of(state_of(args[k])) is Held:
+            return 0
     before = functions_off()
     result = tried(PyObject_Vectorcall(entry[0], args, count, names))
     switch_back(before)

@@ -7,7 +7,7 @@ from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from .c import *
-from .inputs import likely_meta
+from .inputs import lies_as, likely_meta
 from .record import tupled
 from .values import class_of, grad_mode, is_ours, is_simple, recorder_of, state_of
 
@@ -92,8 +92,11 @@ def known_as(tip: Node, x):
         if class_of(state) is Node:
             node: Node = state
             state = node.meta
-        if class_of(state) is Meta:
+            if class_of(state) is not Meta:
+                return 0
             return state
-        if state is not UNKNOWN:
+        if class_of(state) is Meta and lies_as(x, state) != 0:
+            return state
+        if class_of(state) is not Meta and state is not UNKNOWN:
             return 0
     return likely_meta(tip.likely, x)

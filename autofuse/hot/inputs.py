@@ -55,7 +55,7 @@ def item_of(recorder: Recorder, chain: Chain, x):
             return 0
         slot = slot_of(chain, x)
         if slot != 0:
-            return slot
+            return as_before(tip, slot, x)
         recorder.reading = True
         if state is UNKNOWN:
             state = likely_meta(tip.likely, x)
@@ -67,9 +67,17 @@ def item_of(recorder: Recorder, chain: Chain, x):
         return 0
     slot = slot_of(chain, x)
     if slot != 0:
-        return slot
+        return as_before(tip, slot, x)
     recorder.reading = True
     return on_device(recorder, likely_meta(tip.likely, x))
+
+
+def as_before(tip: Node, slot, x):
+    """`slot`, of the Input x, if x is still as it was when it became one; or 0."""
+    inputs: tuple = tip.inputs
+    if slot is not EMPTY and lies_as(x, inputs[~int(slot)]) == 0:
+        return 0
+    return slot
 
 
 def likely_meta(likely: tuple, x):
@@ -123,6 +131,14 @@ def is_as(x, meta: Meta):
         return 0
     if (call_pointer(REQUIRES_GRAD, inner) & 255 != 0) != (meta.requires_grad is True):
         return 0
+    return lies_as(x, meta)
+
+
+def lies_as(x, meta: Meta):
+    """Whether the memory of a concrete tensor is laid out as `meta` says, and of its dtype.
+
+    Tensors of ours are asked, too: C's functions can change them without a word to anybody.
+    """
     place = room(1)
     place[0] = 0
     failed = call_pointer(DTYPE_OF, x + TENSOR_AT, place)
@@ -191,7 +207,7 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
 
 def marked(recorder: Recorder, x, meta: Meta, place):
     """Put what is known of the next Input x there, new references; 0 if x is not as its Meta."""
-    if meta.inference is True:
+    if meta.inference is True or lies_as(x, meta) == 0:
         return 0
     if recorder.grad is True:
         if borrowed(call_object(GRAD_GETTER, x, GRAD_CLOSURE)) is not meta.requires_grad:

@@ -11,7 +11,7 @@ from .c import *
 from .call import are_modes_off, called_lending, is_everyday, is_pending_elsewhere
 from .choice import choice_for
 from .flush import flush_into, flush_now
-from .inputs import is_as, item_of, likely_meta
+from .inputs import is_as, item_of, lies_as, likely_meta
 from .record import are_watched, placed, recorded, relieved
 from .values import (
     address_of,
@@ -371,6 +371,8 @@ def destination(recorder: Recorder, target):
     meta: Meta = state_of(target)  # UNKNOWN for a plain tensor
     if class_of(target) is not Tensor or meta is UNKNOWN:
         meta = likely_meta(tip.likely, target)
+    elif class_of(meta) is Meta and lies_as(target, meta) == 0:
+        return 0
     if meta == 0 or class_of(meta) is not Meta or recorder.chain is not chain:
         return 0
     if meta.inference is True or recorder.inference is True:

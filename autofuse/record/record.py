@@ -14,7 +14,7 @@ import torch
 from torch import is_autocast_enabled
 
 from ..chain.liveness import ALONE, counts_of
-from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta, plain_meta
+from ..chain.meta import UNKNOWN, Meta, concrete_meta, lies_as, likely_meta, plain_meta
 from ..chain.shell import Held, Lost, Tensor, make_shell
 from ..chain.state import (
     LATER,
@@ -80,7 +80,6 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
     if tip.looked_on and looked_on():  # eager PyTorch tells modes, and comes back without them
         recorder.reading = False
         return None
-    slots = chain.slots
     edge: list[Any] = [(op,) if tip.looked_on else op]
     xs: list[torch.Tensor] = []  # new Inputs
     metas: list[Meta] = []
@@ -104,7 +103,10 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
             edge.append(cls)
             consts.append(x)
             continue
-        slot = slots.get(id(x))
+        slot = slot_in(chain, x)
+        if slot is _CHANGED:
+            flush(recorder, "a changed operand")
+            return record(op, operands)
         if slot is not None:
             edge.append(slot)
             continue
@@ -201,9 +203,9 @@ def record_fresh(
 ) -> bool | None:
     """Append `node`, whose new Inputs are `xs`, to `chain` if that is still open and ends at `tip`.
 
-    False, with nothing done, if it does not, if memory was written meanwhile, or if one of `xs` has
-    come to require grad since its Meta was read, as a view does when its base is written. None in
-    the middle of a write, which has looked for those that read its memory: this one is to run now.
+    False, with nothing done, if it does not, if memory was written meanwhile, or if one of `xs` is
+    not as its Meta any more: a view comes to require grad when its base is written. None in the
+    middle of a write, which has looked for those that read its memory: this one is to run now.
     """
     if writing or begun.value > 0:  # before a version is read; later writes find `reading`
         return None
@@ -213,7 +215,9 @@ def record_fresh(
     slots = {}
     with NoModes():
         for x, meta in zip(xs, metas):  # noqa: B905 - strict costs 0.1 us
-            if recorder.grad and requires_grad_of(x) is not meta.requires_grad:
+            if (recorder.grad and requires_grad_of(x) is not meta.requires_grad) or (
+                x.__class__ is Tensor and not lies_as(x, meta)
+            ):
                 x.__dict__["_af"] = UNKNOWN
                 return False
             try:
@@ -241,6 +245,18 @@ def record_fresh(
         # ...to here
         return True
     return False
+
+
+_CHANGED = object()
+
+
+def slot_in(chain: Chain, x: Any) -> Any:
+    """~position of `x` among the Inputs; None if it is none, no key of an edge if it changed."""
+    slot = chain.slots.get(id(x))
+    if slot is None:
+        return None
+    with NoModes():
+        return slot if lies_as(x, chain.tip.inputs[~slot]) else _CHANGED
 
 
 def _shell_of(node: Node) -> Tensor:
