@@ -153,6 +153,47 @@ def test_user_function_keeps_its_gradient():
     assert p.grad.tolist() == [5.0] * 3
 
 
+@pytest.mark.parametrize("measure", [False, True])
+def test_what_a_users_function_makes_inside_stays_plain(measure, monkeypatch, always, on):
+    """There nothing is recorded; what it returns begins chains again."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", not measure)
+    monkeypatch.setattr(autofuse.config, "measure", measure)
+    kinds = []
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            inner = x.sin() * y
+            ctx.save_for_backward(inner, y)
+            kinds.append(type(inner))
+            return inner + 1.0, inner.exp()
+
+        @staticmethod
+        def backward(ctx, g, h):
+            inner, y = ctx.saved_tensors
+            kinds.append(type(inner))
+            return g * y + h, h * inner
+
+    def trained(wrap):
+        x, y = torch.rand(5, requires_grad=True), torch.rand(5)
+        out, other = Scale.apply(wrap(x), wrap(y))
+        assert type(out) is type(other) is type(wrap(y))
+        (out * 2.0 - other).sum().backward()
+        return out, other, x.grad
+
+    for _ in range(3):
+        torch.manual_seed(0)
+        want = trained(torch.clone)
+        torch.manual_seed(0)
+        assert_same(trained(W), want, 1e-6)
+    autofuse.reset_stats()
+    Scale.apply(W(torch.ones(3)), 2.0)
+    kind = torch.Tensor if measure else autofuse.Tensor
+    assert kinds[-1] is kind
+    assert (("mul", "recording is off") in autofuse.stats().eager_ops) is not measure
+    assert type(Scale.apply(torch.ones(3), 2.0)[0]) is torch.Tensor
+
+
 def test_forward_mode_keeps_its_tangent():
     from torch.autograd import forward_ad
 
@@ -416,6 +457,9 @@ def _unseen(change):
 _CHANGES = [  # and whether the memory is another one then, with chains that still read it
     pytest.param(lambda x: torch.Tensor.set_(x, torch.full((5,), 3.0)), True, id="set_ unbound"),
     pytest.param(lambda x: torch.Tensor.resize_(x, (2,)), False, id="resize_ unbound"),
+    pytest.param(lambda x: torch.Tensor.set_(x), True, id="set_ to nothing"),
+    pytest.param(lambda x: torch.range(0, 4, out=x), True, id="range"),
+    pytest.param(lambda x: torch.vmap(lambda t: t.unsqueeze_(0))(x), False, id="vmap"),
     pytest.param(lambda x: torch.ops.aten.t_(x), False, id="aten"),
     pytest.param(_unseen(lambda x: torch.Tensor.t_(x)), False, id="t_"),
     pytest.param(_unseen(lambda x: torch.sum(torch.ones(2, 6), 0, out=x)), True, id="out="),
@@ -427,6 +471,7 @@ _CHANGES = [  # and whether the memory is another one then, with chains that sti
 @pytest.mark.parametrize("pending", [False, True], ids=["before", "in the middle"])
 @pytest.mark.parametrize("change, moves", _CHANGES)
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
 def test_memory_that_nobody_is_told_of(change, moves, pending, on, always):
     """What was known of an operand is looked at again, or a kernel would read past its end."""
 

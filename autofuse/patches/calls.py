@@ -17,6 +17,7 @@ from ..dispatch.nested import mapped, wrapped_in
 from ..dispatch.protocol import ask_overrides
 from ..record.flush import flush_thread, value_of
 from ..record.modes import close_thread, regrade, reopen_thread, run_closed
+from ..record.origins import ask
 from ..settings.config import config
 from ..torch_private import (
     function_modes,
@@ -170,9 +171,12 @@ def _close_during_apply(owner: Any) -> None:
         before = this_thread.applies
         try:
             this_thread.applies = before + 1
-            return run_closed("apply", bound, args, kwargs)
+            result = run_closed("apply", bound, args, kwargs)
         finally:
             this_thread.applies = before
+        if before or not any(True for _ in wrapped_in((*args, *kwargs.values()))):
+            return result
+        return lifted(result, ask(result))
 
     owner.apply = classmethod(apply) if of_class else apply
 

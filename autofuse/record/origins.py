@@ -201,8 +201,10 @@ def ask(result: Any, sources: Sequence[Tried] = (), mixed: bool = False) -> Any:
     Then it is on trial, with a `Tried` as its state. sources: those of operands that are. mixed:
     other operands are wrapped at any rate, so that the op comes here whatever becomes of these.
     """
-    if this_thread.closed or not measuring:
+    if not measuring:
         return None
+    if this_thread.closed:  # in a Function of the user's nothing is recorded that could read it
+        return STAY if this_thread.closed == this_thread.applies else None
     kind = result.__class__
     key, frame, origin, verdict = 0, None, None, None
     if kind is torch.Tensor or issubclass(kind, _MANY):

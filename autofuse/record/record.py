@@ -71,6 +71,9 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
     tip = chain.tip
     if not recorder.ident:
         return _record_elsewhere(op, operands)
+    if tip is recorder.nowhere:
+        # where every op has to have its own autograd node
+        return op.name, "anomaly mode" if torch.is_anomaly_enabled() else "recording is off"
     if recorder.grad is not torch.is_grad_enabled():
         regrade()
         return record(op, operands)
@@ -374,10 +377,6 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
 
 def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node | None:
     """A new edge at `tip`, where the open chain ends; None after cutting one that is full."""
-    if tip is recorder.nowhere:
-        # where every op has to have its own autograd node
-        reason = "anomaly mode" if torch.is_anomaly_enabled() else "recording is off"
-        return eager_node(recorder, tip, op, reason)
     path = tip.path()
     new_inputs = sum(isinstance(operand, Meta) for operand in key[1:])
     full = len(path) >= config.max_nodes or (
