@@ -16,7 +16,7 @@ from ..dispatch.eager import lifted, run_default, run_eager
 from ..dispatch.nested import mapped, wrapped_in
 from ..dispatch.protocol import ask_overrides
 from ..record.flush import flush_thread, value_of
-from ..record.modes import close_thread, regrade, reopen_thread, run_closed
+from ..record.modes import close_thread, reopen_thread, run_closed
 from ..record.origins import ask
 from ..settings.config import config
 from ..torch_private import (
@@ -54,9 +54,9 @@ def patch_calls() -> None:
         setattr(owner, name, unwrapping(getattr(owner, name), reason))
     # what the function returns, or has at hand, C++ will hold
     around(torch.jit, "fork", partial(close_thread, "jit"), reopen_thread)
-    for owner in (graph, torch.autograd):  # hooks run in grad modes that the engine sets
+    for owner in (graph, torch.autograd):
         owner._engine_run_backward = _in_chosen_thread(owner._engine_run_backward)
-        around(owner, "_engine_run_backward", partial(flush_thread, "backward"), regrade)
+        around(owner, "_engine_run_backward", partial(flush_thread, "backward"))
 
     default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
@@ -174,7 +174,7 @@ def _close_during_apply(owner: Any) -> None:
             result = run_closed("apply", bound, args, kwargs)
         finally:
             this_thread.applies = before
-        if before or not any(True for _ in wrapped_in((*args, *kwargs.values()))):
+        if before or Tensor not in [x.__class__ for x in (*args, *kwargs.values())]:
             return result
         return lifted(result, ask(result))
 

@@ -8,13 +8,11 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import is_grad_enabled
 
 from ..chain.state import TOLD_LATER, UNREAD
 from ..inside import inside, whatever_interrupts
 from ..record.flush import flush_all, flush_thread
-from ..record.modes import look_away, look_on, regrade, reopen, reopen_all
-from ..torch_private import function_modes, set_grad_enabled
+from ..record.modes import look_away, look_on, reopen, reopen_all
 from .around import around, closed_between
 
 
@@ -44,11 +42,6 @@ def patch_modes() -> None:
         (torch, "set_anomaly_enabled", "anomaly mode", flush_all, reopen_all),
     ):
         around(owner, name, partial(flush, reason), partial(open_, reason))
-    for name in ("__init__", "__enter__", "__exit__"):
-        _regrade_after(torch.set_grad_enabled, name)  # which no_grad calls
-    for name in ("__enter__", "__exit__"):
-        _regrade_after(torch.enable_grad, name)
-    _patch_no_grad()
     _patch_saved_tensors_hooks()
 
 
@@ -112,66 +105,3 @@ def _telling_in_order(init: Callable[..., None]) -> Callable[..., None]:
         init(self, pack, *args)
 
     return make
-
-
-def _regrade_after(owner: Any, name: str) -> None:
-    """Grad mode may be another one after `owner.name`."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        was = torch.is_grad_enabled()
-        result = original(*args, **kwargs)
-        if was is not torch.is_grad_enabled():
-            try:
-                regrade()
-            except BaseException:
-                if name != "__exit__":  # the block is not entered
-                    set_grad_enabled(was)
-                raise
-        return result
-
-    setattr(owner, name, call)
-
-
-def _patch_no_grad() -> None:
-    """Flush where the block ends with another grad mode; it ends also if that fails.
-
-    Where no mode is told it sets the grad mode itself, with one patch and not two on the way; and
-    nothing where none begins: a checkpoint's hook, which is told of tensors without grad, has one
-    for each.
-    """
-    begin, original = torch.no_grad.__enter__, torch.no_grad.__exit__
-
-    @wraps(begin)
-    def enter(self: Any) -> None:
-        if function_modes():
-            begin(self)
-            return
-        self.prev = is_grad_enabled()
-        if self.prev:
-            try:
-                set_grad_enabled(False)
-                regrade()
-            except BaseException:  # the block is not entered
-                set_grad_enabled(True)
-                raise
-
-    @wraps(original)
-    def leave(self: Any, *args: Any) -> None:
-        try:
-            was, told = is_grad_enabled(), function_modes()
-            if not (self.prev or was or told):
-                return
-            if self.prev is not was:
-                flush_thread("grad mode")
-        except BaseException:
-            set_grad_enabled(self.prev)
-            raise
-        if told:
-            original(self, *args)
-        else:
-            set_grad_enabled(self.prev)
-            regrade()
-
-    torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave

@@ -71,15 +71,15 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
     tip = chain.tip
     if not recorder.ident:
         return _record_elsewhere(op, operands)
-    if tip is recorder.nowhere:
-        # where every op has to have its own autograd node
-        return op.name, "anomaly mode" if torch.is_anomaly_enabled() else "recording is off"
     if recorder.grad is not torch.is_grad_enabled():
         regrade()
         return record(op, operands)
     if recorder.autocast is not (autocast_is_on() and is_autocast_enabled(recorder.device.type)):
         renew(recorder, "autocast")
         return record(op, operands)
+    if tip is recorder.nowhere:
+        # where every op has to have its own autograd node
+        return op.name, "anomaly mode" if torch.is_anomaly_enabled() else "recording is off"
     if tip.looked_on and looked_on():  # eager PyTorch tells modes, and comes back without them
         recorder.reading = False
         return None
