@@ -987,3 +987,28 @@ def test_a_method_of_the_class_with_another_self(self):
         for _ in range(3):
             with pytest.raises(TypeError):
                 from_c(type(index).__getitem__)(self, index)
+
+
+@pytest.mark.parametrize("block", [
+    torch.no_grad, functools.partial(torch.autocast, "cpu", torch.bfloat16),
+])  # fmt: skip
+def test_ops_are_recorded_without_python_where_modes_come_and_go(block, always):
+    """The next op ends the chain, and begins another in the modes that there are then."""
+    x, p = autofuse.wrap(torch.rand(8)), torch.rand(8, requires_grad=True)
+
+    def step():
+        with block():
+            inner = (x * p + 1.0) * x
+        return inner, (inner * p - 1.0) * x, x * 2.0
+
+    for _ in range(8):
+        held = step()
+    assert not {"record", "regrade", "renew"}.intersection(functions_called(step))
+    autofuse.reset_stats()
+    inner, outer, _ = held = step()
+    reason = "grad mode" if block is torch.no_grad else "autocast"
+    assert autofuse.stats().flushes[reason] == 2
+    assert inner.requires_grad is (block is not torch.no_grad) and outer.requires_grad
+    got = [autofuse.unwrap(y).detach() for y in held]
+    x = autofuse.unwrap(x)
+    assert_same(got, [y.detach() for y in step()], 1e-6)

@@ -48,7 +48,7 @@ class Node:
                  "key", "known_views", "likely", "limits", "long", "looked_on", "meta", "next",
                  "of", "offset", "op", "parent", "pinned_limit", "reason", "recent",
                  "recorder", "relaxed", "returns", "rows", "runners", "saves", "shell", "skips",
-                 "starts", "swept", "told", "unread", "usual", "viewed", "views",
+                 "starts", "swept", "told", "turns", "unread", "usual", "viewed", "views",
                  "writers")  # fmt: skip
 
     def __init__(
@@ -66,6 +66,7 @@ class Node:
         # under modes of torch functions: whoever is told of an op records it, and not before; keys
         # have the op in a tuple, where the hot path never looks
         self.looked_on: bool = False if parent is None else parent.looked_on
+        self.turns: list[Node | None] | None = None  # of a root, by 2 * grad mode + autocast
         self.saves: tuple[Ref, ...] = ()
         self.cast: torch.dtype | None = None  # of operands, which have to be cast before
         # what the rows of the chain are, once one is reduced: their shape, the threads of each
@@ -270,7 +271,7 @@ class Recorder:
         self.resting = False  # records nothing until there is news of kernels; see `policy.rest`
         self.launches = 0  # flushes that ran a kernel, or waited for it
         self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
-        self.roots: dict[object, Node] = {}  # by what decides results besides the operands
+        self.roots: dict[object, list[Node | None]] = {}  # by the other modes: `Node.turns`
         self.joins: dict[object, JoinOp | None] = {}  # by torch's name, dimension and Metas
         self.size = 0  # nodes in the trie
         self.runners: list[Any] = []  # `run.runner.Runner`s
@@ -300,14 +301,15 @@ class Recorder:
         if hooks is not None:
             told = LATER if hasattr(hooks[0], TOLD_LATER) else AT_ONCE
             unread = hasattr(hooks[0], UNREAD)
-        modes = (grad, inference, autocast, told, unread, looked_on, torch.get_default_dtype(),
-                 config.recompute, config.always_fuse, config.relaxed, self.resting)  # fmt: skip
-        root = self.roots.get(modes)
+        rest = (inference, told, unread, looked_on, torch.get_default_dtype(),
+                config.recompute, config.always_fuse, config.relaxed, self.resting)  # fmt: skip
+        turns = self.roots.setdefault(rest, [None] * 4)
+        root = turns[2 * grad + autocast]
         if root is None:
-            root = self.roots[modes] = Node(self, None, None, grad and not inference)
+            root = turns[2 * grad + autocast] = Node(self, None, None, grad and not inference)
+            root.turns = turns
             root.autocast = autocast
-            root.told, root.unread = told, unread
-            root.looked_on = looked_on
+            root.told, root.unread, root.looked_on = told, unread, looked_on
             root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
         closed = self.off or not config.enabled or torch.is_anomaly_enabled()
@@ -363,7 +365,7 @@ class Recorder:
         self.ident = -1
         if self.chain:
             return
-        nodes = list(self.roots.values())
+        nodes = [node for turns in self.roots.values() for node in turns if node is not None]
         self.forget()
         for node in nodes:
             nodes += node.next.values()
@@ -373,7 +375,7 @@ class Recorder:
                 node.starts.clear()
             node.next.clear()
             node.forget_runners()
-            node.recent = node.returns = node.shell = None
+            node.recent = node.returns = node.shell = node.turns = None
         self.spare = None
         self.home = self.nowhere = self.chain.tip = _NOWHERE
 

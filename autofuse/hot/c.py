@@ -106,6 +106,7 @@ AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, OUT
     "_af", "autofuse_current", "flushing", "words", "recorders", "",
     "write", "inplace", "materialize", "out", "dim",
 )  # fmt: skip
+GRAD, CASTS = "grad mode", "autocast"
 
 # objects of `chain`, `record` and torch
 Plain: Any = GIVEN  # torch.Tensor

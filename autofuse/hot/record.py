@@ -12,6 +12,7 @@ from ..record.origins import Origin, Trials
 from ..record.policy import SKIPS
 from .c import *
 from .c import _PyObject_MakeTpCall
+from .flush import flush_now
 from .inputs import added, fits, item_of
 from .values import (
     ask2,
@@ -46,6 +47,12 @@ def recorded(func, op, operands, count, wanted) -> object:
         return 0
     if int(recorder.ident) != PyThread_get_thread_ident():
         return 0
+    if grad_mode() != (recorder.grad is True):
+        if wanted != ANEW or turned(recorder, GRAD) == 0:
+            return 0
+    if autocast_mode(recorder) != (recorder.autocast is True):
+        if wanted != ANEW or turned(recorder, CASTS) == 0:
+            return 0
     # one that is flushed in the middle, see `record.flush`, must not be used again
     chain: Chain = kept(recorder.chain)
     tip: Node = chain.tip
@@ -68,10 +75,6 @@ def recorded(func, op, operands, count, wanted) -> object:
         key[k + 1] = item
     node: Node = next_of(recorder, chain, tip, key, count + 1)
     if node == 0:
-        return 0
-    if grad_mode() != (recorder.grad is True):
-        return 0
-    if autocast_mode(recorder) != (recorder.autocast is True):
         return 0
     if node.starts is not None:
         begun: Node = known_here(kept(node.starts), 0)
@@ -135,6 +138,37 @@ def slot_of_same(tip: Node, operands, key, k):
         if class_of(key[earlier + 1]) is Meta:
             position += 1
     return 0
+
+
+def turned(recorder: Recorder, reason):
+    """Flush, and go on in the grad mode and autocast of this moment; 0 if Python has to.
+
+    As `Recorder.open` does it; all other modes are as they were.
+    """
+    home: Node = kept(recorder.home)
+    if home.turns is None:
+        return 0
+    grad = grad_mode() != 0
+    autocast = autocast_mode(recorder) != 0
+    other = kept(PyList_GetItem(home.turns, 2 * grad + autocast))
+    if other is None or flush_now(recorder, reason) == 0:
+        return 0
+    if recorder.home is not home or int(recorder.ident) != PyThread_get_thread_ident():
+        return 0
+    chain: Chain = recorder.chain
+    if PyList_Size(chain) != 0 or PyList_Size(chain.inputs) != 0 or chain.tip is not home:
+        return 0
+    recorder.home = other
+    chain.tip = other
+    if grad != 0:
+        recorder.grad = True
+    else:
+        recorder.grad = False
+    if autocast != 0:
+        recorder.autocast = True
+    else:
+        recorder.autocast = False
+    return 1
 
 
 def recorded_anew(recorder: Recorder, node: Node, func, op, operands, count) -> object:
