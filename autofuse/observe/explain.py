@@ -121,7 +121,7 @@ class _Witness(Observer):
 
     def flushing(self, flush: Flush, chain: Chain, refcounts: Sequence[int], node: Node) -> None:
         path = node.path()
-        flush.lines, flush.gain = recorded.lines_of(path), gain_of(path)
+        flush.lines, flush.gain = recorded.lines_of(path), gain_of(path, flush.live)
         self.report.flushes.append(flush)
         shells = [chain[index] for index in flush.live]
         held, stored = self._holders(flush, shells, refcounts, node), {*flush.live}

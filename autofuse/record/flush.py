@@ -280,7 +280,7 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             with NoModes():
                 runner = runner_for(recorder, node, refcounts, writes)
         if chain.tried is not None:
-            credit(chain, runner.nodes, bool(runner.pieces))
+            credit(chain, runner)
         if chain.start is not None:
             tell_start(chain, runner)
         elif runner.short:

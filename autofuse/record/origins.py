@@ -22,7 +22,8 @@ import torch
 from ..chain.liveness import ALONE, counts_of
 from ..chain.meta import UNKNOWN, Unknown
 from ..chain.shell import Tensor
-from ..chain.state import Chain, Node, counts, this_thread
+from ..chain.state import Chain, counts, this_thread
+from ..run.runner import Runner
 from ..settings.config import watch
 from ..supply import kernels as compiling
 from .contest import is_paused
@@ -274,11 +275,11 @@ def keep(x: Any) -> None:
             origin.plain, origin.parts = False, None
 
 
-def credit(chain: Chain, nodes: list[Node], pays: bool) -> None:
-    """Tell the origins of what `chain` has read; pays: a kernel runs it."""
+def credit(chain: Chain, runner: Runner) -> None:
+    """Tell the origins of what `chain` has read, if a kernel runs it."""
     read, chain.tried = chain.tried, None
-    if pays and read is not None:
-        gain = gain_of(nodes) / len(read)
+    if runner.pieces and read is not None:
+        gain = gain_of(runner.nodes, runner.made) / len(read)
         for origin in read:
             origin.gain += gain
 

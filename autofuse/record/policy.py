@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..grad.backward import MANY_SWEEPS
 from ..grad.segments import Outline
 from ..kernel.text import calls_functions
 from ..ops.reductions import Reduction
+from ..ops.row import OPS
+from ..ops.views import JoinOp
 from ..run.runner import Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
@@ -27,6 +30,10 @@ from .contest import Contest, clock_of
 # has its own time, and on a CPU, one thread. A flush, which runs one kernel, an eager op (on a CPU
 # 1.3 plain and 1.1 more for a wrapped tensor), and one that is recorded, without grad...
 FLUSH_US = {"cuda": 10.1, "cpu": 9.3}
+# ...and what it costs more for each further result and for each further shape of these, which takes
+# another kernel: where nothing of ours is in the caches of the host, as between convolutions, 23 us
+# for 2.5 results of 1.75 shapes (Res2Net's blocks, by the line; H100)
+_RESULT_US, _SHAPE_US = {"cuda": 2.0, "cpu": 1.0}, {"cuda": 4.0, "cpu": 2.0}
 _OP_US = {"cuda": 6.1, "cpu": 2.4}
 _RECORDED_US = 0.3
 _PLAIN_US = {"cuda": 6.1, "cpu": 1.3}  # an eager op on plain tensors
@@ -86,11 +93,11 @@ ASIDE = "a fused call that gains too little"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
 
 
-def is_short(nodes: list[Node], device_type: str) -> bool:
-    """Whether the chain of `nodes` costs less as the ops it is."""
+def is_short(nodes: list[Node], results: Sequence[int], device_type: str) -> bool:
+    """Whether the chain of `nodes` costs less as the ops it is; results: of which steps."""
     if config.always_fuse:
         return False
-    return _gain(nodes, device_type, _OP_US[device_type]) < 0
+    return _gain(nodes, results, device_type, _OP_US[device_type]) < 0
 
 
 def are_alone(nodes: list[Node]) -> bool:
@@ -121,18 +128,36 @@ def is_narrow(node: Node, processors: int) -> bool:
     return here * (1 - rows / processors) > _IDLE_US
 
 
-def gain_of(nodes: list[Node]) -> float:
+def gain_of(nodes: list[Node], results: Sequence[int]) -> float:
     """us by which the kernel of these costs less than their ops on plain tensors; under grad, where
     `pays` knows that it does, less than what it is."""
     device_type = nodes[0].recorder.device.type
-    gain = _gain(nodes, device_type, _PLAIN_US[device_type])
+    gain = _gain(nodes, results, device_type, _PLAIN_US[device_type])
     return max(gain, _OP_US[device_type]) if nodes[-1].holds_grad else gain
 
 
-def _gain(nodes: list[Node], device_type: str, op_us: float) -> float:
-    ops = sum(node.base < 0 for node in nodes)  # a view that somebody holds costs the same
-    gain = (op_us - _RECORDED_US) * ops - FLUSH_US[device_type]
+def _gain(nodes: list[Node], results: Sequence[int], device_type: str, op_us: float) -> float:
+    gain = (op_us - _RECORDED_US) * _ops_of(nodes) - FLUSH_US[device_type]
+    stored = [node for node in nodes if node.index in results and node.base < 0]
+    if len(stored) > 1:
+        gain -= _RESULT_US[device_type] * (len(stored) - 1)
+    shapes = set()
+    for node in stored:  # a join is as many as its parts have
+        parts = [nodes[ref] for ref in node.args] if isinstance(node.op, JoinOp) else [node]
+        shapes.update(part.meta.shape for part in parts)  # type: ignore[union-attr]
+    if len(shapes) > 1:
+        gain -= _SHAPE_US[device_type] * (len(shapes) - 1)
     return gain + _work(nodes) / 2 if device_type == "cpu" else gain
+
+
+def _ops_of(nodes: list[Node], first: int = 0) -> int:
+    """How many ops of eager's these are from `first` on: views cost the same either way, and what
+    a join reads from memory is a step of its own here."""
+    read = {ref for node in nodes if isinstance(node.op, JoinOp) for ref in node.args}
+    return sum(
+        node.base < 0 and not (node.index in read and node.op is OPS["clone"])
+        for node in nodes[first:]
+    )
 
 
 def _work(nodes: list[Node]) -> float:
@@ -163,7 +188,7 @@ def gain_at_start(runner: Runner) -> float:
         costs = _GRAD_US[device_type]
         host = min(runner.margin, costs.op + costs.gradient - costs.recorded)
     else:
-        gain = _gain(nodes, device_type, _OP_US[device_type])
+        gain = _gain(nodes, runner.made, device_type, _OP_US[device_type])
         host = min(max(gain, 0.0), us_recorded(1, device_type))
     if device_type == "cpu":
         return host + _work([first]) / 2
@@ -307,8 +332,7 @@ def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
         return math.inf
     device_type = nodes[0].recorder.device.type
     costs = _GRAD_US[device_type]
-    ops = sum(node.base < 0 for node in nodes[first:])  # torch makes views either way
-    eager = costs.op * ops
+    eager = costs.op * _ops_of(nodes, first)
     fused = costs.flush + costs.recorded * len(nodes[first:])
     # under `create_graph` torch's ops run backward either way, ours by rules that Python applies
     swept = nodes[-1].swept >= MANY_SWEEPS

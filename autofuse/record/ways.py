@@ -86,7 +86,8 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
         return EagerRunner(node, outputs)
     if are_alone(nodes):
         return ShortRunner(node, outputs, "reductions alone")
-    short, tells = is_short(nodes, device.type), _tells(node)
+    short = is_short(nodes, [output.step for output in outputs], device.type)
+    tells = _tells(node)
     if short and not tells:
         return ShortRunner(node, outputs, "a short chain")
     graph, computed, gain = None, outputs, math.inf
