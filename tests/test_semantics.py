@@ -165,7 +165,7 @@ def test_what_a_users_function_makes_inside_stays_plain(measure, monkeypatch, al
         def forward(ctx, x, y):
             inner = x.sin() * y
             ctx.save_for_backward(inner, y)
-            kinds.append(type(inner))
+            kinds.extend(map(type, (inner, x @ x, x.sum(), x[:2], x.clone(), torch.cat([x, y]))))
             return inner + 1.0, inner.exp()
 
         @staticmethod
@@ -187,11 +187,49 @@ def test_what_a_users_function_makes_inside_stays_plain(measure, monkeypatch, al
         torch.manual_seed(0)
         assert_same(trained(W), want, 1e-6)
     autofuse.reset_stats()
-    Scale.apply(W(torch.ones(3)), 2.0)
-    kind = torch.Tensor if measure else autofuse.Tensor
-    assert kinds[-1] is kind
+    Scale.apply(W(torch.ones(3)), torch.ones(3))
+    assert {*kinds[-6:]} == {torch.Tensor if measure else autofuse.Tensor}
     assert (("mul", "recording is off") in autofuse.stats().eager_ops) is not measure
-    assert type(Scale.apply(torch.ones(3), 2.0)[0]) is torch.Tensor
+    assert type(Scale.apply(torch.ones(3), torch.ones(3))[0]) is torch.Tensor
+
+
+def test_of_what_apply_returns_the_dense_is_wrapped(on):
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, xs):
+            return xs[0].to_sparse(), xs[0] * 2.0
+
+        @staticmethod
+        def backward(ctx, g, h):
+            return None
+
+    sparse, dense = Both.apply([W(torch.rand(3, 3))])
+    assert type(sparse) is torch.Tensor and type(dense) is autofuse.Tensor
+    assert_same(autofuse.unwrap(sparse).to_dense() * 2.0, dense, None)
+
+
+@pytest.mark.parametrize("write", [
+    lambda x, y: x.copy_(y), lambda x, y: torch.mul(y, 2.0, out=x), lambda x, y: x.add_(y),
+    lambda x, y: x[:].copy_(y), lambda x, y: x.__setitem__(slice(None), y),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@torch.no_grad()
+def test_a_write_to_memory_that_nobody_is_told_of(write, on, always):
+    """It would be past the end."""
+
+    def program(wrap, change):
+        x, y = wrap(torch.zeros(1000, 10)), wrap(torch.ones(1000, 10)) * 2.0
+        (x * 2.0).tolist()
+        if change:
+            torch.Tensor.set_(x, torch.zeros(2))
+        try:
+            write(x, y)
+        except RuntimeError as error:
+            return str(error)
+        return x.tolist(), x._version
+
+    for change in (False, False, False, True, True):
+        assert program(W, change) == program(torch.clone, change)
 
 
 def test_forward_mode_keeps_its_tangent():
@@ -508,7 +546,7 @@ def test_a_value_that_c_holds_says_what_becomes_of_it(change, on):
         t = wrap(torch.ones(4, 6)) * 2.0
         held = torch.tensor(t)  # noqa: F841
         change(t)
-        size = t.shape, t.stride(), t.dtype, t.numel(), t.dim(), len(t), t.nbytes
+        size = t.shape, t.stride(), t.dtype, t.numel(), t.dim(), len(t), torch.numel(input=t)
         return *size, t.is_contiguous(), t.is_same_size(t), t.tolist()
 
     with warnings.catch_warnings():

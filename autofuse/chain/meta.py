@@ -255,6 +255,12 @@ def lies_as(tensor: torch.Tensor, meta: Meta) -> bool:
     return shape == meta.shape and _stride_of(tensor) == meta.stride and dtype is meta.dtype
 
 
+def still_lies_as(tensor: torch.Tensor, meta: Meta) -> bool:
+    """`lies_as`, in any mode."""
+    with NoModes():
+        return lies_as(tensor, meta)
+
+
 def concrete_meta(tensor: torch.Tensor, place: Place | None = None) -> Meta | None:
     """The Meta of a wrapped concrete tensor, remembered on it until an op may change it.
 

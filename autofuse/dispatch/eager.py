@@ -321,7 +321,11 @@ def lifted(result: Any, told: Any = None, name: str = "") -> Any:
                 result.__dict__["_af"] = Tried(told)
     elif isinstance(result, (tuple, list)):  # the container's, the loop's and the call's reference
         for item in result:
-            if item.__class__ is Plain and sys.getrefcount(item) <= _LIFT_COUNT:
+            if (
+                item.__class__ is Plain
+                and sys.getrefcount(item) <= _LIFT_COUNT
+                and _is_strided(item)
+            ):
                 item.__class__ = Tensor
                 if told is not None:
                     item.__dict__["_af"] = Tried(told)

@@ -40,6 +40,7 @@ def _reading(base: Handler) -> Handler:
         if looked_on():
             return run_eager(base, args, kwargs)
         args = tuple(map(_value, args))
+        kwargs = {name: _value(x) for name, x in kwargs.items()}
         with functions_off():
             return base(*args, **kwargs)
 

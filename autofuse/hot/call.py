@@ -61,7 +61,10 @@ def asking(entry, function, args, count, names) -> object:
     """A method of `dispatch.metadata`; entry: the method of torch's."""
     if looked_on() != 0:
         return 0
-    for k in range(count):
+    given = count
+    if names != 0:
+        given += len(names)
+    for k in range(given):
         if class_of(args[k]) is Tensor and class_of(state_of(args[k])) is Held:
             return 0
     before = functions_off()

@@ -11,7 +11,16 @@ from .c import *
 from .call import has_pending, passing
 from .choice import known_as
 from .record import tupled
-from .values import ask2, class_of, grad_mode, is_ours, looked_on, node_of, recorder_of
+from .values import (
+    ask2,
+    autocast_mode,
+    class_of,
+    grad_mode,
+    is_ours,
+    looked_on,
+    node_of,
+    recorder_of,
+)
 
 
 def joining(table, function, args, count, names) -> object:
@@ -62,7 +71,7 @@ def joined(entry, tensors: tuple, dim) -> object:
     tip: Node = kept(chain.tip)
     if tip.told is not EMPTY or tip.looked_on is True or tip.rows is not None:
         return 0
-    if tip.autocast is True:
+    if tip.autocast is True or autocast_mode(recorder) != 0:
         return 0
     flat = room(10)
     flat[0] = entry[2]

@@ -143,7 +143,7 @@ def slot_of_same(tip: Node, operands, key, k):
 def turned(recorder: Recorder, reason):
     """Flush, and go on in the grad mode and autocast of this moment; 0 if Python has to.
 
-    As `Recorder.open` does it; all other modes are as they were.
+    As `Recorder.open` does it; after a change of any other mode `patches.modes` has it done.
     """
     home: Node = kept(recorder.home)
     if home.turns is None:
@@ -284,8 +284,10 @@ def verdict_on(recorder: Recorder, result) -> object:
 
     It takes 0.1 us, most of it to have a frame object of the function that calls the op.
     """
-    if len(measuring) == 0 or recorder.off is True:
+    if len(measuring) == 0:
         return None
+    if recorder.off is True:
+        return PyObject_CallOneArg(ask_origin, result)
     origin: Origin = known_here(origins, 0)
     now: Trials = trials
     if origin == 0:

@@ -174,7 +174,7 @@ def _close_during_apply(owner: Any) -> None:
             result = run_closed("apply", bound, args, kwargs)
         finally:
             this_thread.applies = before
-        if before or Tensor not in [x.__class__ for x in (*args, *kwargs.values())]:
+        if before or not [*wrapped_in((*args, *kwargs.values()))]:
             return result
         return lifted(result, ask(result))
 

@@ -39,6 +39,7 @@ def patch_modes() -> None:
         (torch.inference_mode, "__enter__", "inference mode", flush_thread, reopen),
         (torch.inference_mode, "__exit__", "inference mode", flush_thread, reopen),
         (torch, "set_default_dtype", "default dtype", flush_all, reopen_all),
+        (torch, "set_default_tensor_type", "default dtype", flush_all, reopen_all),
         (torch, "set_anomaly_enabled", "anomaly mode", flush_all, reopen_all),
     ):
         around(owner, name, partial(flush, reason), partial(open_, reason))

@@ -44,7 +44,8 @@ def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
             return None
         if meta.device is not recorder.device:
             return None
-    if tip.autocast and first is not None and first.dtype.is_floating_point:
+    casts = torch.is_autocast_enabled(recorder.device.type)  # now; the tip may be of before
+    if casts and first is not None and first.dtype.is_floating_point:
         # which promotes nothing else, and refuses it
         if first.dtype not in (torch.float32, torch.get_autocast_dtype(recorder.device.type)):
             return None

@@ -14,7 +14,15 @@ import torch
 from torch import is_autocast_enabled
 
 from ..chain.liveness import ALONE, counts_of
-from ..chain.meta import UNKNOWN, Meta, concrete_meta, lies_as, likely_meta, plain_meta
+from ..chain.meta import (
+    UNKNOWN,
+    Meta,
+    concrete_meta,
+    lies_as,
+    likely_meta,
+    plain_meta,
+    still_lies_as,
+)
 from ..chain.shell import Held, Lost, Tensor, make_shell
 from ..chain.state import (
     LATER,
@@ -77,7 +85,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
     if recorder.autocast is not (autocast_is_on() and is_autocast_enabled(recorder.device.type)):
         renew(recorder, "autocast")
         return record(op, operands)
-    if tip is recorder.nowhere:
+    if tip is recorder.nowhere:  # after a look at modes, which may have come while it was closed
         # where every op has to have its own autograd node
         return op.name, "anomaly mode" if torch.is_anomaly_enabled() else "recording is off"
     if tip.looked_on and looked_on():  # eager PyTorch tells modes, and comes back without them
@@ -250,16 +258,17 @@ def record_fresh(
     return False
 
 
-_CHANGED = object()
+_CHANGED = object()  # in place of a slot
 
 
 def slot_in(chain: Chain, x: Any) -> Any:
-    """~position of `x` among the Inputs; None if it is none, no key of an edge if it changed."""
+    """~position of `x` among the Inputs; None if it is none, _CHANGED, no key of any edge, if it is
+    not any more as it was when it became one.
+    """
     slot = chain.slots.get(id(x))
     if slot is None:
         return None
-    with NoModes():
-        return slot if lies_as(x, chain.tip.inputs[~slot]) else _CHANGED
+    return slot if still_lies_as(x, chain.tip.inputs[~slot]) else _CHANGED
 
 
 def _shell_of(node: Node) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..chain.meta import UNKNOWN, Meta, concrete_meta, lies_as, likely_meta
+from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta, still_lies_as
 from ..chain.shell import Tensor
 from ..chain.state import AT_ONCE, Node, this_thread
 from ..ops.views import LIKE, SPLITS, SQUARE, ViewOp, view_op
@@ -116,9 +116,7 @@ def meta_of(x: Any, place: Node) -> Meta | None:
     if x.__class__ is Tensor:
         state = x._af
         if state.__class__ is Meta:
-            with NoModes():
-                same = lies_as(x, state)
-            return state if same else concrete_meta(x, place)
+            return state if still_lies_as(x, state) else concrete_meta(x, place)
         return concrete_meta(x, place) if state is UNKNOWN else getattr(state, "meta", None)
     return likely_meta(x, place) if x.__class__ in _OURS else None
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..chain.liveness import DEAD, counts_of
-from ..chain.meta import Meta, concrete_meta, likely_meta, make_meta, plain_meta
+from ..chain.meta import Meta, concrete_meta, likely_meta, make_meta, plain_meta, still_lies_as
 from ..chain.shell import Held, Lost, Tensor
 from ..chain.state import (
     LATER,
@@ -213,7 +213,8 @@ def _destination(target: torch.Tensor) -> tuple[Meta, Meta] | None:
         meta = target._af
         if meta.recorder is not None or isinstance(meta, (Held, Lost)):  # not its own memory
             return None
-        if meta.__class__ is not Meta or torch.is_grad_enabled():  # it may require grad by an alias
+        # it may require grad by an alias, or lie elsewhere by now
+        if meta.__class__ is not Meta or torch.is_grad_enabled() or not still_lies_as(target, meta):
             meta = concrete_meta(target, place)  # type: ignore[arg-type]
     else:
         meta = plain_meta(target) if place is None else likely_meta(target, place)
