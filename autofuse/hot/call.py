@@ -63,7 +63,7 @@ def asking(entry, function, args, count, names) -> object:
         return 0
     given = count
     if names != 0:
-        given += len(names)
+        given += PyTuple_Size(names)
     for k in range(given):
         if class_of(args[k]) is Tensor and class_of(state_of(args[k])) is Held:
             return 0
