@@ -101,6 +101,22 @@ def is_injective(shape: Ints, stride: Ints) -> bool:
     return True
 
 
+def along(shape: Ints, stride: Ints, row: Ints) -> tuple[Ints, Ints] | None:
+    """Shape and strides of a tensor whose last dimensions, those of `row`, are one; or None.
+
+    It may repeat along all of them, as one that has none does; but not along some, nor lie in
+    another order.
+    """
+    lead = max(0, len(shape) - len(row))
+    own, steps = shape[lead:], stride[lead:]
+    if all(n == 1 for n in own):
+        return (shape[:lead] + (1,), stride[:lead] + (0,)) if own else (shape, stride)
+    if own != row:
+        return None
+    sizes, (_, merged) = collapse(row, [contiguous(row), steps])
+    return (shape[:lead] + sizes, stride[:lead] + merged) if len(sizes) == 1 else None
+
+
 _MOST_TRIED = 4096  # partial sums
 
 

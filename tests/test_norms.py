@@ -127,6 +127,16 @@ PROGRAMS = {
     "RMSNorm": lambda x, y, w, b: (
         x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
     ),
+    "mean of squares": lambda x, y, w, b: ((x - y) ** 2).mean(),
+    "sum of all": lambda x, y, w, b: (x * y).sum() * 0.5,
+    "less its mean": lambda x, y, w, b: (lambda h: h - h.mean())(x * y),
+    "centred, by std": lambda x, y, w, b: (
+        lambda h, mean, std: (h - mean) / (std + 1e-8)
+    )(*(lambda h: (h, h.mean(), h.std()))(x * y)),
+    "mean of dims": lambda x, y, w, b: x * (x * y).mean((0, 1), keepdim=True),
+    "var of dims": lambda x, y, w, b: x - (x * y).var((-2, -1)) * 0.5,
+    "length of all": lambda x, y, w, b: x / (x * y).norm(),
+    "amax of all": lambda x, y, w, b: (lambda h: h - h.amax())(x - y),
     "a value used before and after": lambda x, y, w, b: (
         lambda h: F.layer_norm(h, x.shape[-1:], w, b) * 2.0 + h
     )(x + y),
@@ -330,7 +340,7 @@ def test_a_value_in_the_middle_may_be_seen(hung):
         return torch.autograd.grad(loss, [h, normed, *xs])
 
     assert_same(list(run(True)), list(run(False)), 1e-5)
-    assert len(ran) == 1
+    assert len(ran) == 2  # that of rows, and that of the three sums
 
 
 def failure(run):
@@ -636,8 +646,9 @@ def test_under_autocast(recorded, name, dtype):  # noqa: F811
             g = torch.ones_like(out)
             found.append([out, *torch.autograd.grad(out, [x], g)])
             if wrap:
-                lengths = ("vector_norm", "linalg.norm", "torch.norm", "norm", "norm, names")
-                casts = "sum" in name or "oftmax" in name or name in lengths
+                lengths = ("vector_norm", "linalg.norm", "torch.norm", "norm,", "norm of")
+                casts = "sum" in name or "oftmax" in name or name == "norm"
+                casts |= name.startswith(lengths)
                 assert pending is not (name == "rms_norm" or casts and dtype is torch.bfloat16)
                 assert_same(found[-1], found[0], None)
 

@@ -262,6 +262,50 @@ def test_uneven_rows_are_kernels(emulated, shift):
     assert len(launched) == 4
 
 
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin", "vector_norm", "var", "std"])
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [((3, 40), 2), ((2, 3, 5, 8), 2), ((4, 3, 44), 2), ((131,), 1), ((2, 9, 7), 3)],
+)
+def test_rows_along_several_dims(emulated, name, shape, dims):
+    """Or along all; with operands that have none of theirs, and those that have only them."""
+    x, y, c = (
+        row(int(np.prod(shape))).view(shape),
+        row(int(np.prod(shape)), 1).view(shape),
+        row(1, 2),
+    )
+    row_shape = shape[len(shape) - dims :]
+    w, number = row(int(np.prod(row_shape)), 3).view(row_shape), c.reshape(())
+    n = int(np.prod(shape[: len(shape) - dims]))
+    before = (((x - y) * w) * c + number).view(n, -1)
+    scheme = scheme_of(name, *before.shape, 4, H200)
+    want = bits([
+        row_oracle.reduced(name, r, k * len(r), n, scheme.across, scheme.vec)
+        for k, r in enumerate(before.numpy())
+    ]).view(shape[: len(shape) - dims])  # fmt: skip
+    function = torch.linalg.vector_norm if name == "vector_norm" else getattr(torch, name)
+    for keepdim in (False, True):
+        launched.clear()
+        for _ in range(2):
+            h = (autofuse.wrap(x) - y) * w * c + number
+            found = function(h, dim=tuple(range(-dims, 0)), keepdim=keepdim)
+            beside = h * 2.0 if dims == len(shape) or keepdim else h
+            after = beside - found if dims == len(shape) or keepdim else found * 3.0
+            found, after, h = map(autofuse.materialize, (found, after, h))
+            shown = want.view(*want.shape, *(1 for _ in row_shape)) if keepdim else want
+            assert_same(autofuse.unwrap(found), shown, None)
+            assert_same(autofuse.unwrap(h), before.view(shape), None)
+            rest = (
+                (before.view(shape) * 2.0 - shown) if dims == len(shape) or keepdim else want * 3.0
+            )
+            assert_same(autofuse.unwrap(after), rest, None)
+        assert len(launched) == 2
+    if dims == len(shape) and name not in ("var", "std"):  # with no dimensions named
+        function = torch.norm if name == "vector_norm" else function
+        got = function((autofuse.wrap(x) - y) * w * c + number)
+        assert_same(autofuse.unwrap(autofuse.materialize(got)), want, None)
+
+
 # --- what is recorded -----------------------------------------------------------------------------
 
 CALLS = {
@@ -295,6 +339,19 @@ CALLS = {
     "std, both": lambda x: x.std(-1, True, True),
     "std, none": lambda x: torch.std(x, -1, correction=None),
     "var, fraction": lambda x: x.var(dim=1, correction=1.5),
+    "sum of all": lambda x: x.sum(),
+    "torch.mean of all": lambda x: torch.mean(x),
+    "mean of dims": lambda x: x.mean((0, 1)),
+    "sum of dims, kept": lambda x: torch.sum(x, (-1, 0), keepdim=True),
+    "mean of three dims": lambda x: x.view(2, 2, 8).mean((1, 2)),
+    "amin of all": lambda x: x.amin(),
+    "amax of all, kept": lambda x: torch.amax(x, keepdim=True),
+    "norm of all": lambda x: x.norm(),
+    "norm of dims": lambda x: torch.linalg.vector_norm(x, 2, (0, 1)),
+    "linalg.norm of all": lambda x: torch.linalg.norm(x),
+    "var of all": lambda x: x.var(),
+    "std of all": lambda x: torch.std(x, correction=0),
+    "std of dims": lambda x: x.view(2, 2, 8).std((-2, -1), keepdim=True),
 }
 
 
@@ -468,13 +525,14 @@ def test_a_setting_that_changes_while_a_device_is_met(recorded, monkeypatch):
 
 
 EAGER_CALLS = {
-    "of all": lambda x: x.sum(),
     "another dim": lambda x: x.sum(0),
-    "two dims": lambda x: x.mean((0, 1)),
+    "leading dims": lambda x: x.view(2, 2, 8).mean((0, 1)),
+    "dims that are none": lambda x: x.sum(()),
+    "none of its dims": lambda x: x.mean(None),
     "dtype": lambda x: x.sum(-1, dtype=torch.float64),
     "softmax to another dtype": lambda x: F.softmax(x, -1, dtype=torch.float64),
     "another softmax": lambda x: torch.softmax(x, 0),
-    "amax of all": lambda x: x.amax(),
+    "amax of no dims": lambda x: x.amax(()),
     "out": lambda x: torch.sum(x, -1, out=torch.empty(4)),
     "weight alone": lambda x: F.layer_norm(x, (8,), torch.ones(8)),
     "two dims of layer_norm": lambda x: F.layer_norm(x, (4, 8)),
@@ -482,14 +540,11 @@ EAGER_CALLS = {
     "one column": lambda x: x[:, :1].contiguous().sum(-1),
     "int": lambda x: x.int().sum(-1),
     "double": lambda x: torch.softmax(x.double(), -1),
-    "norm of all": lambda x: x.norm(),
     "norm of a matrix": lambda x: torch.linalg.norm(x, "fro", (0, 1)),
     "another norm": lambda x: x.norm(1, -1),
     "norm to another dtype": lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64),
-    "var of all": lambda x: x.var(),
     "biased var of all": lambda x: x.var(False),
     "std of columns": lambda x: x.std(0),
-    "std of all, in numbers": lambda x: torch.std(x, correction=0),
     "var by numpy's names": lambda x: torch.var(x, axis=-1),
     "var of doubles": lambda x: x.double().var(-1),
     "std in place of another": lambda x: torch.std(x, -1, out=torch.empty(4)),
@@ -608,6 +663,68 @@ def test_numbers_of_rows_meet_what_is_no_row_of_theirs(recorded):
     z = kept * torch.ones(1, 7)
     assert flushes()["rows"] == 2
     assert_same(autofuse.unwrap(z), (x * 2.0).sum(-1, keepdim=True) * torch.ones(1, 7), None)
+
+
+def test_standardized_as_written_is_one_kernel(emulated):
+    """Of a whole tensor, as advantages are; from so many elements on both have as many threads."""
+    x, y = table(32, 64), table(32, 64, 1)
+    for _ in range(2):
+        h = autofuse.wrap(x) - y
+        got = (h - h.mean()) / (h.std() + 1e-8)
+        got = autofuse.unwrap(autofuse.materialize(got))
+    assert len(launched) == 2
+    h = (x - y).view(-1).numpy()
+    mean, std = (
+        bits(row_oracle.reduced(op, h, 0, 1, scheme.across, scheme.vec))
+        for op in ("mean", "std") for scheme in [scheme_of(op, 1, h.size, 4, H200)]
+    )  # fmt: skip
+    assert_same(got, ((x - y) - mean) / (std + 1e-8), None)
+
+
+REPEATING = {
+    "a bias": lambda x: x + torch.ones(6),
+    "one for each of its rows": lambda x: x * torch.ones(5, 1),
+    "turned": lambda x: x * torch.ones(6, 5).t(),
+    "with gaps": lambda x: x * torch.ones(5, 8)[:, :6],
+}
+
+
+@pytest.mark.parametrize("name", REPEATING)
+def test_what_repeats_within_a_row_of_several_dims_is_not_in_its_kernel(recorded, name):
+    """Before or after the reduction: then this is eager, or another chain begins."""
+    x = table(5, 6)
+    change = REPEATING[name]
+    got = change(autofuse.wrap(x)).sum()
+    assert not autofuse.is_pending(got)
+    assert_same(autofuse.unwrap(got), change(x).sum(), None)
+    for _ in range(3):
+        before = flushes().get("rows", 0)
+        h = autofuse.wrap(x) * 2.0
+        total = h.sum()
+        got = change(h - total)
+        assert flushes()["rows"] == before + 1 and not autofuse.is_pending(total)
+        assert_same(autofuse.unwrap(got), change(x * 2.0 - (x * 2.0).sum()), None)
+
+
+def test_numbers_of_rows_that_are_as_rows_are(recorded):
+    """[4, 4, 2] over the last two of [4, 2, 4, 2] would be taken for rows by its shape."""
+    x = table(8, 8).view(4, 2, 4, 2)
+    w = autofuse.wrap(x) * 2.0
+    assert not autofuse.is_pending(w.sum((2, 3)))
+    w = autofuse.wrap(x) * 2.0
+    total = w.sum((2, 3), keepdim=True)
+    got = w - total
+    assert autofuse.is_pending(total)
+    assert_same(autofuse.unwrap(got), x * 2.0 - (x * 2.0).sum((2, 3), keepdim=True), None)
+
+
+def test_rows_of_one_and_of_several_dims_are_two_chains(recorded):
+    x = table(4, 8)
+    w = autofuse.wrap(x) * 2.0
+    a, b = w.sum(-1), w.sum()
+    assert flushes() == {"rows": 1}
+    assert_same(autofuse.unwrap(a), (x * 2.0).sum(-1), None)
+    assert_same(autofuse.unwrap(b), (x * 2.0).sum(), None)
 
 
 def test_a_number_a_row_is_no_weight_of_columns(recorded):

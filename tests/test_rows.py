@@ -30,16 +30,17 @@ def view(code, *shape):
 
 def reduction(name, affine=False, keepdim=True):
     """The op that is recorded for `name`."""
+    over = reductions.Over(keepdim=keepdim)
     if name in ("softmax", "log_softmax"):
         return reductions._soft_row(name)
     if name == "vector_norm":
-        return reductions._length(keepdim)
+        return reductions._length(over)
     if name in ("var", "std"):
-        return reductions._moment(name, keepdim)
+        return reductions._moment(name, over)
     if name.endswith("_norm"):
         weights = {"layer_norm": "w b ", "rms_norm": "w "}[name] if affine else ""
         return reductions._normed_row(name, f"x {weights}eps:opmath")
-    return reductions.number_a_row(name, keepdim)
+    return reductions.number_a_row(name, over)
 
 
 def reduced_by(name, x, shape, code):

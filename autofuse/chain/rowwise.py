@@ -7,23 +7,23 @@ program is in another chain, which begins with its values. So are those that a b
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..dtypes import CODES
 from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM, Scheme, scheme_of
-from ..layout import Ints, contiguous
-from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
+from ..layout import Ints, along, contiguous
+from ..ops.reductions import DEVICES, DTYPES, Reduction, RowsOf, cast_of, has_node
+from ..program.program import Ref
+from ..program.walk import sources
 from ..settings.config import config
 from .infer import Inferred, referred
 from .meta import Meta, make_meta
 from .state import Node
 
 MOST = 6  # reductions in a kernel, whose compile time grows with each
-RowsOf = tuple[Ints, int]  # their shape, and the threads of each
 
 
 def infer_rows(
@@ -48,17 +48,34 @@ def infer_rows(
     reason = _reason(op, x, affine, device) or _ungraded(op, views, device, tip)
     if reason:
         return reason
-    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    scheme = scheme_of(op.name, rows, columns, x.dtype.itemsize, processors)
+    scheme = scheme_of(op.name, *op.count(x.shape), x.dtype.itemsize, processors)
     if isinstance(scheme, str):
         return f"{scheme}, as {op.name} takes them"
-    shape = x.shape
+    rows = RowsOf(tuple(x.shape), op.dims, scheme.threads)
+    shape = rows.shape
     if not op.whole:
-        shape = (*x.shape[:-1], 1) if op.keepdim else x.shape[:-1]
+        shape, row = op.split(shape)
+        shape = (*shape, *(1 for _ in row)) if op.keepdim else shape
+    if op.dims > 1:
+        path = tip.path()
+        whole = [node.index for node in path if node.meta.shape == rows.shape]  # type: ignore[union-attr]
+        if not all(_lies_in(rows, path, reads, index) for index in whole):
+            return "operands that repeat along a part of a row"
+        # so that the kernel would not see which is which
+        if not op.keepdim and along(shape, shape, rows.row) not in (None, (shape, shape)):
+            return "numbers of rows that are themselves as a row is"
     dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
     meta = make_meta(dtype, shape, contiguous(shape), device, _has_graph(tip, views))
     found = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
-    return found, (tuple(x.shape), scheme.threads)
+    return found, rows
+
+
+def _lies_in(
+    rows: RowsOf, path: list[Node], inputs: Sequence[Meta], index: int, given: Container[Ref] = ()
+) -> bool:
+    """Whether all Inputs that step `index` is computed from have rows as one dimension, or none."""
+    metas = [inputs[~ref] for ref in sources([x.args for x in path], index, given) if ref < 0]
+    return all(along(tuple(x.shape), tuple(x.stride), rows.row) is not None for x in metas)
 
 
 def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) -> str:
@@ -106,13 +123,15 @@ def goes_along(tip: Node, node: Node) -> bool:
         return following.isdisjoint(node.args[1:])  # a number a row is no weight of columns
     if node.meta.requires_grad and config.recompute == "inputs":
         return False  # it would be computed again from what the rows gave
-    shape, _ = tip.rows
+    shape = tip.rows.shape
     for ref in node.args:
         if ref not in following:
             continue
         meta = path[ref].meta
         assert meta is not None
-        if len(meta.shape) < len(shape):  # one number a row, and no dimension for it
+        if not meta.shape:  # one of all
+            allowed = (shape, meta.shape)
+        elif len(meta.shape) < len(shape):  # one number a row, and no dimension for it
             allowed = (meta.shape,)
         elif meta.shape == shape:
             allowed = (shape,)
@@ -120,6 +139,8 @@ def goes_along(tip: Node, node: Node) -> bool:
             allowed = (shape, meta.shape)
         if tuple(node.meta.shape) not in allowed:
             return False
+    if tip.rows.dims > 1 and node.meta.shape == shape:
+        return _lies_in(tip.rows, [*path, node], node.inputs, node.index, following)
     return True
 
 
@@ -128,7 +149,7 @@ class GradientRows:
     """Over which rows the backward of reductions adds, and how often."""
 
     shape: Ints
-    threads: int  # of each row
+    threads: int  # of each row, which lies along the last dimension
     sums: int  # 0 where a number of a row is spread over it
 
     def goes_with(self, other: GradientRows) -> bool:
@@ -141,14 +162,15 @@ def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
     if not op.grad:
         return None
+    if op.name in MOMENTS and op.dims > 1:
+        return None
     if op.name in MOMENTS:
         name, sums = "mean", 1
     elif op.whole:
         name, sums = (NORM_SUMS[0], len(op.statistics)) if op.statistics else (SOFT_SUM, 1)
     else:
         return GradientRows((), 0, 0)
-    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    scheme = scheme_of(name, rows, columns, x.dtype.itemsize, (1, 1))  # of no moment here
+    scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, (1, 1))  # of no moment here
     if not isinstance(scheme, Scheme):
         return None
     return GradientRows(tuple(x.shape), scheme.threads, sums)

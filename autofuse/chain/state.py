@@ -17,8 +17,8 @@ from weakref import ref
 import torch
 
 from .. import hooks
-from ..layout import Ints, contiguous
-from ..ops.reductions import Reduction
+from ..layout import contiguous
+from ..ops.reductions import Reduction, RowsOf
 from ..ops.row import Op
 from ..ops.views import JoinOp, ViewOp, WriteOp
 from ..program.program import (
@@ -69,8 +69,8 @@ class Node:
         self.turns: list[Node | None] | None = None  # of a root, by 2 * grad mode + autocast
         self.saves: tuple[Ref, ...] = ()
         self.cast: torch.dtype | None = None  # of operands, which have to be cast before
-        # what the rows of the chain are, once one is reduced: their shape, the threads of each
-        self.rows: tuple[Ints, int] | None = None if parent is None else parent.rows
+        # the rows of the chain, once one is reduced
+        self.rows: RowsOf | None = None if parent is None else parent.rows
         self.index: int = -1 if parent is None else parent.index + 1
         self.args: tuple[Ref, ...] = ()
         self.common = ""

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from ..ops.reductions import Reduction
+from ..ops.reductions import Reduction, RowsOf
 from ..ops.row import Op
 from ..ops.views import JoinOp, ViewOp, WriteOp
 from ..settings.config import config
 from ..supply.load import processors_of
 from .infer import Inferred, infer
 from .meta import Meta, make_meta
-from .rowwise import RowsOf, goes_along, infer_rows
+from .rowwise import goes_along, infer_rows
 from .state import Node, Recorder
 from .verified import refusal
 

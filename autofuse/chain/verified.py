@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from ..ops.reductions import DEVICES, NODES
+from ..ops.reductions import DEVICES, NODES, NODES_OF_ALL
 from ..settings.config import config, watch
 from ..supply.disk import DiskCache
 from ..supply.load import processors_of
@@ -84,7 +84,8 @@ def keep(device: torch.device, same: bool) -> str:
 def key_of(device: torch.device) -> str:
     """Of all that decides the bits of eager's reductions and of ours."""
     facts = (
-        "reductions and their gradients", tuple(NODES), torch.__version__, torch.version.cuda,
+        "reductions and their gradients", (*NODES, *NODES_OF_ALL),
+        torch.__version__, torch.version.cuda,
         torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device),
         processors_of(device), compilers("cuda"),
     )  # fmt: skip

@@ -82,6 +82,18 @@ def _three_dims(v: Values) -> Any:
     return h - h.mean(-1, keepdim=True), h.amin(-1)
 
 
+def _two_dims(v: Values) -> Any:
+    """Rows along the last two of [B, S, N]."""
+    dims = (-1, 2 if v.x.shape[0] % 2 == 0 else v.x.shape[0])
+    h = v.x.unflatten(0, dims) * v.y.unflatten(0, dims)
+    return h.mean((1, 2)) * 2.0, h - h.amax((-2, -1), keepdim=True)
+
+
+def _standardized(v: Values) -> Any:
+    h = v.x - v.y
+    return (h - h.mean()) / (h.std() + 1e-8)
+
+
 def _saved(normed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The statistics that autograd's node of a norm has saved."""
     materialize(normed)
@@ -137,6 +149,9 @@ DIFFERENTIATED: dict[str, Callable[[Values], Any]] = {
     "x * var(x * y)": lambda v: v.x * (v.x * v.y).var(-1, keepdim=True),
     "x * std(x + y), biased": lambda v: v.x * (v.x + v.y).std(-1, keepdim=True, correction=0),
     "layer norm by std": _norm_by_std,
+    "x * sum(x * y), of all": lambda v: v.x * (v.x * v.y).sum(),
+    "h - mean(h = x * y), of all": lambda v: (lambda h: h - h.mean())(v.x * v.y),
+    "x / norm(x + y), of all": lambda v: v.x / (v.x + v.y).norm(),
 }  # fmt: skip
 PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "softmax(x * s + mask)": lambda v: F.softmax(v.x * 0.125 + v.y, -1),
@@ -170,6 +185,13 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "var(x * y)": lambda v: (v.x * v.y).var(-1) + 1.0,
     "std(x + y), biased": lambda v: (v.x + v.y).std(-1, correction=0) * 2.0,
     "layer norm by std": _norm_by_std,
+    "mean of squares, of all": lambda v: (v.x - v.y).square().mean(),
+    "sum(x * y) + 1, of all": lambda v: (v.x * v.y).sum() + 1.0,
+    "x / norm(x + y), of all": lambda v: v.x / torch.linalg.vector_norm(v.x + v.y),
+    "extrema, of all": lambda v: (v.x - (v.x * v.y).amax(), (v.x + v.y).amin() * 2.0),
+    "var(x * y) + 1, of all": lambda v: (v.x * v.y).var() + 1.0,
+    "standardized, of all": _standardized,
+    "mean, amax of two dims": _two_dims,
     "what layer_norm saves": _layer_norm_saves,
 }
 HAS_NODE = has_kernel(NODES["rms_norm"], "CUDA")  # elsewhere autograd takes it apart

@@ -23,7 +23,7 @@ from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
 from ..layout import contiguous
 from ..ops.autocast import casts_in
-from ..ops.reductions import Reduction
+from ..ops.reductions import NODES_OF_ALL, Reduction
 from ..ops.row import since
 from ..program.program import CONST, Ref
 from ..run.eager import HOLDING
@@ -62,7 +62,7 @@ class Backward:
         op = segment.nodes[segment.root].op
         assert op is not None
         # of torch's sums and means those over dims are the second to have a node
-        second = isinstance(op, Reduction) and op.name in ("sum", "mean")
+        second = isinstance(op, Reduction) and op.name in NODES_OF_ALL and not op.of_all
         self.apply = _function(torch_name(op), int(second))
         # under autocast torch's ops do it, with the casts of eager's derivatives
         self.is_cast = any(

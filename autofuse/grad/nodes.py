@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ops.reductions import NODES, Reduction
+from ..ops.reductions import Reduction
 from ..ops.row import Op
 from ..torch_private import (
     pop_mode,
@@ -57,7 +57,7 @@ def noder(reduction: Reduction) -> Callable[..., None]:
 
     It takes the operands, and what torch's op for it returns: the value, then statistics.
     """
-    name, _, overload = NODES[reduction.name].partition(".")
+    name, _, overload = reduction.aten.partition(".")
     op, call = getattr(getattr(torch.ops.aten, name), overload or "default"), reduction.eager
     assert call is not None
 
@@ -78,7 +78,7 @@ def noder(reduction: Reduction) -> Callable[..., None]:
 def torch_name(op: Op) -> str:
     """The torch function that an op stands for, as eager's node is named after it."""
     if isinstance(op, Reduction):
-        return NODES[op.name].partition(".")[0]
+        return op.aten.partition(".")[0]
     name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
     name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
     names = {"square": "pow", "to": "to_copy", "concat": "cat", "concatenate": "cat"}

@@ -17,7 +17,7 @@ import torch
 from ..chain.meta import Meta
 from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM
 from ..ops.arithmetic import CASTS
-from ..ops.reductions import Reduction, number_a_row
+from ..ops.reductions import Over, Reduction, number_a_row
 from ..ops.row import OPS, Op
 from ..program.program import Ref
 from ..torch_private import without_autocast
@@ -26,7 +26,14 @@ Needs = tuple[bool, ...]  # of each operand, whether it gets a gradient
 Values = dict[str, Any]  # what a rule reads, in its order, by the names of the op
 
 
-_COLUMN = partial(torch.unsqueeze, dim=-1)  # numbers of rows, as those of one column
+def _column(op: Reduction) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What gives numbers of rows the dimensions that rows have."""
+    if op.keepdim:
+        return lambda x: x
+    if op.dims == 1:
+        return partial(torch.unsqueeze, dim=-1)
+    more = (..., *(None for _ in range(op.dims)))
+    return lambda x: x[more]
 
 
 def by_torch(
@@ -38,13 +45,13 @@ def by_torch(
     operand.
     """
     if op.name in ("sum", "mean"):
-        spread, columns = _spread(op.keepdim, shape), shape[-1]
+        spread, (_, columns) = _spread(op, shape), op.count(shape)
         return lambda g: (spread(g) / columns if op.name == "mean" else spread(g),)
-    number = (lambda x: x) if op.keepdim else _COLUMN
+    number = _column(op)
     if op.name == "vector_norm":
         return lambda g, x, out: (_length_by_torch(number(g), x, number(out)),)
     if op.name in MOMENTS:
-        return partial(_moment_by_torch, number, names)
+        return partial(_moment_by_torch, op, number, names)
     if op.statistics:
         norm = _norm_by_torch(op.name, needs, shape[-1])
         return partial(_rms_norm_by_torch, norm, names, needs) if "eps" in names else norm
@@ -59,6 +66,7 @@ def _length_by_torch(g: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> tor
 
 
 def _moment_by_torch(
+    op: Reduction,
     number: Callable[[torch.Tensor], torch.Tensor],
     names: Sequence[str],
     g: torch.Tensor,
@@ -69,8 +77,9 @@ def _moment_by_torch(
     if "out" in named:  # of a root: the gradient of the variance
         out = named["out"]
         g = torch.masked_fill(torch.div(g, torch.mul(out, 2)), torch.eq(out, 0), 0)
-    apart = torch.sub(x, torch.mean(x, -1, True))
-    return torch.mul(torch.mul(number(g), 2.0 / (x.shape[-1] - c)), apart), None
+    apart = torch.sub(x, torch.mean(x, tuple(range(-op.dims, 0)), True))
+    _, columns = op.count(tuple(x.shape))
+    return torch.mul(torch.mul(number(g), 2.0 / (columns - c)), apart), None
 
 
 def _tensors(values: Values) -> list[Any]:
@@ -127,9 +136,10 @@ def _led_to(x: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(1024)
-def _spread(keepdim: bool, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _spread(op: Reduction, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that gives every element of a row the number of the row."""
-    return lambda g: (g if keepdim else g.unsqueeze(-1)).expand(shape)
+    column = _column(op)
+    return lambda g: column(g).expand(shape)
 
 
 # --- as steps of a Tape ---------------------------------------------------------------------------
@@ -182,19 +192,20 @@ def on_tape(
     """What `by_torch` computes, as values of `tape`; metas: of the operands that are tensors."""
     shape = tuple(metas[0].shape)
     if op.name in ("sum", "mean"):
-        seen = tape.part(_spread(op.keepdim, shape), g)
+        seen = tape.part(_spread(op, shape), g)
         if op.name == "mean":
-            return (tape.apply(OPS["div"], (seen, tape.number(shape[-1]))),)
+            _, columns = op.count(shape)
+            return (tape.apply(OPS["div"], (seen, tape.number(columns))),)
         return (seen,)
     if op.name == "vector_norm":
-        g, out = (tape.part(_spread(op.keepdim, shape), y) for y in (g, values["out"]))
+        g, out = (tape.part(_spread(op, shape), y) for y in (g, values["out"]))
         zero = tape.number(0)
         direction = tape.apply(OPS["div"], (values["x"], out))
         none = tape.apply(OPS["eq"], (out, zero))
         direction = tape.apply(OPS["masked_fill"], (direction, none, zero))
         return (tape.apply(OPS["mul"], (g, direction)),)
     if op.name in MOMENTS:
-        return _moment_on_tape(tape, g, values, shape[-1], op.keepdim), None
+        return _moment_on_tape(op, tape, g, values, shape[-1]), None
     g = tape.whole(g)  # as torch's ops make it
     if op.statistics:
         found: list[Any] = [
@@ -211,10 +222,10 @@ def on_tape(
     return (tape.apply(_OF_SOFT[op.name], (g, values["out"], total)),)
 
 
-def _moment_on_tape(tape: Any, g: Any, values: Values, columns: int, keepdim: bool) -> Any:
+def _moment_on_tape(op: Reduction, tape: Any, g: Any, values: Values, columns: int) -> Any:
     """The same steps; numbers of rows stay that, and are made from views of Inputs alone."""
     x = values["x"]
-    number = (lambda y: y) if keepdim else (lambda y: tape.part(_COLUMN, y))
+    number = (lambda y: y) if op.keepdim else (lambda y: tape.part(_column(op), y))
     g = number(g)
     if "out" in values:
         out, zero = number(values["out"]), tape.number(0)
@@ -222,7 +233,7 @@ def _moment_on_tape(tape: Any, g: Any, values: Values, columns: int, keepdim: bo
         none = tape.apply(OPS["eq"], (out, zero))
         g = tape.apply(OPS["masked_fill"], (tape.apply(OPS["div"], (g, twice)), none, zero))
     factor = tape.number(2.0) / (tape.number(columns) - values["c"])
-    apart = tape.apply(OPS["sub"], (x, tape.apply(number_a_row("mean", True), (x,))))
+    apart = tape.apply(OPS["sub"], (x, tape.apply(number_a_row("mean", Over(keepdim=True)), (x,))))
     return tape.apply(OPS["mul"], (tape.apply(OPS["mul"], (g, factor)), apart))
 
 

@@ -196,7 +196,7 @@ def _eager(s: _State) -> Any:
     x = torch.mm(s.w * 0.5, torch.t(s.v)) - 1.0
     both = torch.cat([x, x * 2.0], dim=1)
     some = torch.add(x, both[:, 2:6], alpha=2), torch.topk(both, 2), torch.chunk(x, 2)
-    return torch.mm(x, s.w), torch.sum(x), torch.sum(s.plain, dim=0), *some
+    return torch.mm(x, s.w), torch.sum(x, 0), torch.sum(s.plain, dim=0), *some
 
 
 def _beside(s: _State) -> Any:
@@ -205,6 +205,11 @@ def _beside(s: _State) -> Any:
     some = h[s.index], h[:, s.index], s.p[s.index], torch.cat([h, s.w]), torch.mm(h, mat2=across)
     h.index_add_(0, s.index, s.w[:2])
     return h.mm(across), h.mul(s.w), *some
+
+
+def _total(x: torch.Tensor) -> torch.Tensor:
+    """The sum of all, by an op that is not recorded."""
+    return torch.sum(x, dtype=torch.float32)
 
 
 def _reductions(s: _State) -> Any:
@@ -216,6 +221,8 @@ def _reductions(s: _State) -> Any:
         lambda: torch.amax(s.w, 1, True),
         lambda: torch.layer_norm(s.w, (6,), s.p, s.row, 0.5),
         lambda: torch.sum(s.v, 0),
+        lambda: torch.mean(s.w),
+        lambda: torch.var(s.v, (0, 1), keepdim=True),
     ):
         y = reduce()
         facts.append((api.is_pending(y), y.shape, y.stride()))
@@ -281,7 +288,7 @@ def _gradients(s: _State) -> Any:
     """A backward that launches a kernel."""
     s.p.grad = None
     with torch.enable_grad():
-        torch.sum(torch.tanh(torch.sigmoid(s.w) * s.p + 1.0)).backward()
+        _total(torch.tanh(torch.sigmoid(s.w) * s.p + 1.0)).backward()
     return s.p.grad
 
 
@@ -292,7 +299,7 @@ def _told(s: _State) -> Any:
         with torch.autograd.graph.save_on_cpu():
             t = torch.tanh(torch.sigmoid(s.w) * s.p + 1.0) * s.v
             Called(flush.flush)(state.this_thread.current, "trial")
-        torch.sum(t).backward()
+        _total(t).backward()
     return s.p.grad
 
 
@@ -429,7 +436,7 @@ def _references() -> Iterator[str]:
         s.plain.mm(torch.t(s.v))
         torch.cat([s.plain, s.w])
         with torch.enable_grad():
-            torch.sum(torch.sigmoid(s.w) * s.p).backward()
+            _total(torch.sigmoid(s.w) * s.p).backward()
         s.p.grad = None
 
     watched = [s.w, s.v, s.plain, s.p, one, Tensor, torch.Tensor, None, True, False,

@@ -116,7 +116,8 @@ def make_pieces(
     reduced = [index for index in wanted if isinstance(steps[index], Reduced)]
     if not reduced:
         return pointwise.make_pieces(program, device)
-    shape = _spec(program, steps[reduced[0]].args[0]).shape
+    first = steps[reduced[0]]
+    shape = _spec(program, first.args[0]).shape
     following = followers(program)
     ours = [
         output
@@ -126,7 +127,24 @@ def make_pieces(
     others = tuple(output for output in program.outputs if output not in ours)
     pieces = pointwise.make_pieces(replace(program, outputs=others), device) if others else ()
     row_program = replace(program, outputs=tuple(ours))
+    rows, row = first.op.split(shape)
+    if len(row) > 1:
+        row_program, shape = _straightened(row_program, row), (*rows, layout.numel(row))
     return (*pieces, _RowPiece(row_program, shape, following, processors).piece())
+
+
+def _straightened(program: Program, row: Ints) -> Program:
+    """`program` whose rows, of shape `row`, lie along one dimension; see `chain.rowwise`."""
+
+    def spec(known: Spec) -> Spec:
+        found = layout.along(known.shape, known.stride, row)
+        return known if found is None else Spec(known.code, *found)
+
+    return replace(
+        program,
+        steps=tuple([replace(step, out=spec(step.out)) for step in program.steps]),
+        inputs=tuple(map(spec, program.inputs)),
+    )
 
 
 def unvectorised(piece: Piece) -> Piece:

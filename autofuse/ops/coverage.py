@@ -88,7 +88,7 @@ EAGER_REDUCTIONS: dict[str, str] = {
         ("max", "min", "argmax", "argmin", "all", "any", "median"), "a reduction of another kind"
     ),
 }  # fmt: skip
-LAST = "fused over the last dimension of contiguous rows, on CUDA, where verified"
+LAST = "fused over the last dimensions of contiguous tensors, or all, on CUDA, where verified"
 
 
 def look_up(name: str) -> tuple[str, str] | None:

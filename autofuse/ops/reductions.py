@@ -1,21 +1,24 @@
-"""Reductions over the last dimension: what of torch is one, and its eager form.
+"""Reductions over the last dimensions: what of torch is one, and its eager form.
 
 A `Reduction` is an op of a chain as the rows of the table are, but reads a row of its first operand
-for each of its results (`sum`), or for each row of them (`softmax`). It is spelled by torch
-functions as the rows are: a chooser names it and its operands, or None for what only eager PyTorch
-does. In which order it adds stands in `kernel.division` and `kernel.row_emit`; how it is
+for each of its results (`sum`), or for each row of them (`softmax`). A row is what lies along the
+last dimension, or along several, which may be all: then the whole tensor is one row. It is spelled
+by torch functions as the rows are: a chooser names it and its operands, or None for what only eager
+PyTorch does. In which order it adds stands in `kernel.division` and `kernel.row_emit`; how it is
 differentiated, in `grad.reduced`, or by torch in `grad.nodes`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..layout import Ints
 from ..torch_private import has_kernel
 from .row import METHODS, Op, registrar
 
@@ -28,7 +31,9 @@ class Reduction(Op):
     """A function of rows; one object per kind, so that it is a key.
 
     whole: whether its results are rows, of the shape of the first operand; otherwise they are one
-        number a row, and keepdim says whether a dimension of size 1 stands for the row.
+        number a row, and keepdim says whether dimensions of size 1 stand for the row.
+    dims: how many dimensions a row lies along.
+    of_all: whether torch was named none, and so reduces whatever there are.
     keeps: the operands and `out` whose values autograd's node saves.
     statistics: what that saves besides, numbers of a row that torch's op returns after its result.
     grad: as of a row, over these too; `grad.reduced` knows what is called there, which gives the
@@ -37,10 +42,39 @@ class Reduction(Op):
 
     whole: bool = False
     keepdim: bool = False
+    dims: int = 1
+    of_all: bool = False
     statistics: tuple[Reduction, ...] = ()
 
     def __repr__(self) -> str:
         return f"Reduction({self.name}, {self.params})"
+
+    @property
+    def aten(self) -> str:
+        """Torch's op, with its overload."""
+        return NODES_OF_ALL.get(self.name, NODES[self.name]) if self.of_all else NODES[self.name]
+
+    def split(self, shape: Ints) -> tuple[Ints, Ints]:
+        """The dimensions of a first operand of `shape`: those of rows, and those in a row."""
+        return shape[: len(shape) - self.dims], shape[len(shape) - self.dims :]
+
+    def count(self, shape: Ints) -> tuple[int, int]:
+        """How many rows there are, and how many elements each of them has."""
+        rows, row = self.split(shape)
+        return math.prod(rows), math.prod(row)
+
+
+class RowsOf(NamedTuple):
+    """The rows that reductions of one chain are over."""
+
+    shape: Ints  # of all of them
+    dims: int  # how many of these, the last ones, a row lies along
+    threads: int  # of each
+
+    @property
+    def row(self) -> Ints:
+        """The shape of each."""
+        return self.shape[len(self.shape) - self.dims :]
 
 
 # torch's ops for them, of which autograd has nodes; overloads where there are several
@@ -50,37 +84,60 @@ NODES = {
     "layer_norm": "native_layer_norm", "rms_norm": "_fused_rms_norm",
     "vector_norm": "linalg_vector_norm", "var": "var.correction", "std": "std.correction",
 }  # fmt: skip
+NODES_OF_ALL = {"sum": "sum", "mean": "mean"}  # where it is another one that is named no dimensions
 REDUCTIONS: dict[str, Callable[..., tuple[Reduction, tuple[Any, ...]] | None]] = {}
 _reduced = registrar(REDUCTIONS)
 # what makes the result of functions that torch makes of these and others, or None as there
 ROW_COMPOSITES: dict[str, Callable[..., Callable[[], Any] | None]] = {}
 
 
+class Over(NamedTuple):
+    """What a reduction to one number a row is over; see `Reduction`."""
+
+    dims: int = 1
+    of_all: bool = False
+    keepdim: bool = False
+
+    @property
+    def named(self) -> int | tuple[int, ...] | None:
+        """The dimensions, as torch is told of them."""
+        if self.of_all:
+            return None
+        return -1 if self.dims == 1 else tuple(range(-self.dims, 0))
+
+
 @cache
-def number_a_row(name: str, keepdim: bool) -> Reduction:
-    function = getattr(torch, name)
+def number_a_row(name: str, over: Over) -> Reduction:
+    function, (dims, of_all, keepdim), dim = getattr(torch, name), over, over.named
     keeps, grad = ("x out", "") if name in ("amax", "amin") else ("", f"{name}_backward(g)")
-    eager = lambda x: function(x, -1, keepdim)  # noqa: E731
-    return Reduction(name, "x", "", keeps=keeps, grad=grad, keepdim=keepdim, eager=eager)
+    if not of_all:
+        eager = lambda x: function(x, dim, keepdim)  # noqa: E731
+    elif name in NODES_OF_ALL:
+        eager = lambda x: function(x)  # noqa: E731
+    else:
+        eager = lambda x: function(x, (), keepdim)  # noqa: E731
+    return Reduction(name, "x", "", keeps=keeps, grad=grad, keepdim=keepdim, dims=dims,
+                     of_all=of_all, eager=eager)  # fmt: skip
 
 
 @cache
-def _length(keepdim: bool) -> Reduction:
+def _length(over: Over) -> Reduction:
     """The Euclidean norm of each row."""
-    eager = lambda x: torch.linalg.vector_norm(x, 2, -1, keepdim)  # noqa: E731
+    (dims, of_all, keepdim), dim = over, over.named
+    eager = lambda x: torch.linalg.vector_norm(x, 2, dim, keepdim)  # noqa: E731
     return Reduction("vector_norm", "x", "", keeps="x out", grad="vector_norm_backward(g, x, out)",
-                     keepdim=keepdim, eager=eager)  # fmt: skip
+                     keepdim=keepdim, dims=dims, of_all=of_all, eager=eager)  # fmt: skip
 
 
 @cache
-def _moment(name: str, keepdim: bool) -> Reduction:
+def _moment(name: str, over: Over) -> Reduction:
     """The variance of each row, or its root; c is subtracted from the number of its elements."""
-    function = getattr(torch, name)
+    function, (dims, of_all, keepdim), dim = getattr(torch, name), over, over.named
     keeps = {"var": "x", "std": "x out"}[name]
-    eager = lambda x, c: function(x, -1, correction=c, keepdim=keepdim)  # noqa: E731
+    eager = lambda x, c: function(x, dim, correction=c, keepdim=keepdim)  # noqa: E731
     grad = f"{name}_backward(g, {', '.join(keeps.split())}, c)"
     return Reduction(name, "x c:opmath", "", keeps=keeps, grad=f"{grad}; none", keepdim=keepdim,
-                     eager=eager)  # fmt: skip
+                     dims=dims, of_all=of_all, eager=eager)  # fmt: skip
 
 
 @cache
@@ -130,7 +187,7 @@ def has_node(op: Reduction, kind: str) -> bool:
 
     It has where torch does not compute it there as others that it is of.
     """
-    return has_kernel(NODES[op.name], kind.upper())
+    return any(has_kernel(op.aten, key) for key in (kind.upper(), "CompositeExplicitAutograd"))
 
 
 def cast_of(op: Reduction, kind: str, dtypes: list[torch.dtype]) -> torch.dtype | str | None:
@@ -138,7 +195,7 @@ def cast_of(op: Reduction, kind: str, dtypes: list[torch.dtype]) -> torch.dtype 
 
     dtypes: of its tensors.
     """
-    name = NODES[op.name] if op.name in ("sum", "mean", "vector_norm") else op.name
+    name = op.aten if op.name in ("sum", "mean", "vector_norm") else op.name
     name = f"{name}.int" if op.name in ("softmax", "log_softmax") else name
     if set(dtypes) == {torch.float32} or not has_kernel(name, f"Autocast{kind.upper()}"):
         return None
@@ -147,23 +204,47 @@ def cast_of(op: Reduction, kind: str, dtypes: list[torch.dtype]) -> torch.dtype 
     return "autocast, which casts in the reduction"  # and adds in an order that was not compared
 
 
+def _is_one(x: Any) -> bool:
+    """Whether a reduction of `x` may be recorded."""
+    return x.device.type in DEVICES and x.dtype in DTYPES and x.ndim > 0
+
+
 def _is_row_wise(x: Any, dim: Any) -> bool:
     """Whether `dim` is the last one of a tensor that may be recorded; one in a list counts too."""
-    if x.device.type not in DEVICES or x.dtype not in DTYPES:
-        return False
-    if type(dim) in (tuple, list) and len(dim) == 1:
-        (dim,) = dim
-    return type(dim) is int and x.ndim > 0 and dim in (-1, x.ndim - 1)
+    return _dims_of(x, dim) == 1
+
+
+def _dims_of(x: Any, dim: Any) -> int:
+    """How many dimensions of a tensor that may be recorded `dim` names, if they are its last ones;
+    else 0."""
+    if not _is_one(x):
+        return 0
+    ndim = x.ndim
+    if type(dim) is int:
+        return int(dim in (-1, ndim - 1))
+    if type(dim) not in (tuple, list) or not all(type(d) is int for d in dim):
+        return 0
+    named = {d + ndim if d < 0 else d for d in dim}
+    return len(dim) if dim and named == set(range(ndim - len(dim), ndim)) else 0
+
+
+def _over(x: Any, dim: Any, keepdim: Any) -> Over | None:
+    """What a reduction of `x` is over; dim: `...` where torch was named none."""
+    if type(keepdim) is not bool:
+        return None
+    dims = (x.ndim if _is_one(x) else 0) if dim is ... else _dims_of(x, dim)
+    return Over(dims, dim is ..., keepdim) if dims else None
 
 
 def _plain(name: str) -> None:
     @_reduced(name)
     def choose(
-        input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+        input: Any, dim: Any = ..., keepdim: bool = False, *, dtype: Any = None
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
-        if dtype is not None or type(keepdim) is not bool or not _is_row_wise(input, dim):
+        over = _over(input, dim, keepdim)
+        if dtype is not None or over is None or (over.of_all and keepdim):
             return None
-        return number_a_row(name, keepdim), (input,)
+        return number_a_row(name, over), (input,)
 
 
 for _name in ("sum", "mean"):
@@ -173,11 +254,10 @@ for _name in ("sum", "mean"):
 def _extreme(name: str) -> None:
     @_reduced(name)
     def choose(
-        input: Any, dim: Any = (), keepdim: bool = False
+        input: Any, dim: Any = ..., keepdim: bool = False
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
-        if type(keepdim) is not bool or not _is_row_wise(input, dim):
-            return None
-        return number_a_row(name, keepdim), (input,)
+        over = _over(input, dim, keepdim)
+        return None if over is None else (number_a_row(name, over), (input,))
 
 
 for _name in ("amax", "amin"):
@@ -187,10 +267,11 @@ for _name in ("amax", "amin"):
 def _second_moment(name: str) -> None:
     @_reduced(name)
     def choose(
-        input: Any, dim: Any = None, unbiased: Any = ..., keepdim: bool = False, *,
+        input: Any, dim: Any = ..., unbiased: Any = ..., keepdim: bool = False, *,
         correction: Any = ...,
     ) -> tuple[Reduction, tuple[Any, ...]] | None:  # fmt: skip
-        if type(keepdim) is not bool or not _is_row_wise(input, dim):
+        over = _over(input, dim, keepdim)
+        if over is None:
             return None
         if type(unbiased) is bool and correction is ...:
             correction = int(unbiased)
@@ -199,9 +280,10 @@ def _second_moment(name: str) -> None:
         elif correction is None or correction is ...:
             correction = 1
         # of a row of no more elements torch warns
-        if type(correction) not in (int, float) or not 0 <= correction < input.shape[-1]:
+        elements = math.prod(input.shape[input.ndim - over.dims :])
+        if type(correction) not in (int, float) or not 0 <= correction < elements:
             return None
-        return _moment(name, keepdim), (input, float(correction))
+        return _moment(name, over), (input, float(correction))
 
 
 for _name in ("var", "std"):
@@ -263,15 +345,17 @@ def linalg_vector_norm(
 ) -> tuple[Reduction, tuple[Any, ...]] | None:
     if type(ord) not in (int, float) or ord != 2 or dtype is not None:
         return None
-    if type(keepdim) is not bool or not _is_row_wise(x, dim):
-        return None
-    return _length(keepdim), (x,)
+    over = _over(x, ... if dim is None else dim, keepdim)
+    return None if over is None else (_length(over), (x,))
 
 
 @_reduced()
 def linalg_norm(
     A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> tuple[Reduction, tuple[Any, ...]] | None:
+    # with an order, the one of two dimensions, or of all where there are two, is of matrices
+    if not _is_row_wise(A, dim) and not (ord is None and dim is None):
+        return None
     return linalg_vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
 
 

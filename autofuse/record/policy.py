@@ -113,8 +113,8 @@ def is_narrow(node: Node, processors: int) -> bool:
     for what is stored.
     """
     assert node.rows is not None
-    shape, _ = node.rows
-    rows, path = math.prod(shape[:-1]), node.path()
+    shape, row = node.rows.shape, node.rows.row
+    rows, path = math.prod(shape) // math.prod(row), node.path()
     if rows >= processors or config.always_fuse:
         return False
     passes, ops = 1, 0
@@ -124,7 +124,7 @@ def is_narrow(node: Node, processors: int) -> bool:
             passes += 1
         elif known.meta.shape == shape:
             ops += _FUNCTION if calls_functions(known.op, known.common) else 1
-    here = _ALONE_US * shape[-1] * ops * passes
+    here = _ALONE_US * math.prod(row) * ops * passes
     return here * (1 - rows / processors) > _IDLE_US
 
 
@@ -340,9 +340,10 @@ def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
     for index, *_ in outline.reduced:  # the backward of which is eager's either way
         if index < first:
             continue
-        shape, _ = nodes[index].rows or ((), 0)
+        rows = nodes[index].rows
+        elements = math.prod(rows.shape if rows else ())
         fused += costs.given
-        traffic += 2 * math.prod(shape) * nodes[index].meta.dtype.itemsize / _BYTES_PER_US["cuda"]  # type: ignore[union-attr]
+        traffic += 2 * elements * nodes[index].meta.dtype.itemsize / _BYTES_PER_US["cuda"]  # type: ignore[union-attr]
     for segment in outline.segments:
         steps = [index for index in segment.steps if index >= first]
         fused += costs.node if steps else 0.0
