@@ -98,7 +98,7 @@ class Config:
         `torch.distributed` is not initialized, but for backward with `create_graph=True`, whose
         nodes are numbered by thread; otherwise like `engine`""")
     reductions: bool = _row(True, """
-        record reductions over the last dimension on CUDA, with versions of torch and on GPUs with
+        record reductions over the last dimensions on CUDA, with versions of torch and on GPUs with
         which they were compared with eager's (`python -m autofuse verify` compares on others);
         otherwise they end a chain""")
     always_fuse: bool = _row(False, """
