@@ -402,6 +402,29 @@ def test_recording_runs_no_python():
     assert_recorded_without_python(program)
 
 
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan"), -1e9, 3.4e38, 1e39])
+@pytest.mark.parametrize("method", ["masked_fill", "masked_fill_"])
+def test_numbers_that_are_not_finite_fit(value, method, always):
+    """As scores are masked; a finite one that does not is torch's error."""
+    x, mask = torch.randn(4, 6), torch.rand(4, 6) > 0.5
+    w, m, called = autofuse.wrap(x), autofuse.wrap(mask), []
+
+    def run(value):
+        called.append(getattr(w * 2.0, method)(m, value))
+
+    with torch.no_grad():
+        for _ in range(4):
+            run(-1.0 if value == 1e39 else value)
+            autofuse.materialize(called.pop())
+        if value == 1e39:
+            with pytest.raises(RuntimeError, match="without overflow"):
+                run(value)
+            return
+        assert functions_called(lambda: run(value)) == []
+    want = getattr(x * 2.0, method)(mask, value)
+    assert_same(autofuse.unwrap(autofuse.materialize(called.pop())), want, None)
+
+
 def test_operands_of_many_sizes_need_no_python(device):
     """More Metas meet where chains begin than a place of Python's knows."""
     x, kinds = torch.randn(40, 6, device=device), []

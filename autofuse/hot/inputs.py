@@ -3,6 +3,8 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+import sys
+
 from ..chain.meta import BUCKETS, EACH, MASK, MIXED, UNKNOWN, Meta, by_size
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
@@ -19,14 +21,18 @@ from .values import (
     version_of,
 )
 
+HIGHEST = sys.float_info.max
+LOWEST = -HIGHEST
+
 
 def fits(node: Node, operands, key, count):
-    """Whether all Consts are within the limits that their op has here."""
+    """Whether all Consts are within the limits that their op has here, or not finite."""
     limits: tuple = node.limits
     for k in range(count):
         if class_of(key[k + 1]) is type:
             const = operands[k]
-            if not (float(limits[0]) <= float(const) and float(const) <= float(limits[1])):
+            inside = float(limits[0]) <= float(const) and float(const) <= float(limits[1])
+            if not inside and float(LOWEST) <= float(const) and float(const) <= float(HIGHEST):
                 return 0
     return 1
 
