@@ -265,7 +265,7 @@ def test_uneven_rows_are_kernels(emulated, shift):
 @pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin", "vector_norm", "var", "std"])
 @pytest.mark.parametrize(
     ("shape", "dims"),
-    [((3, 40), 2), ((2, 3, 5, 8), 2), ((4, 3, 44), 2), ((131,), 1), ((2, 9, 7), 3)],
+    [((3, 40), 2), ((2, 3, 5, 8), 2), ((4, 3, 44), 2), ((1, 6, 30), 2), ((131,), 1), ((2, 9, 7), 3)],
 )
 def test_rows_along_several_dims(emulated, name, shape, dims):
     """Or along all; with operands that have none of theirs, and those that have only them."""

@@ -62,7 +62,8 @@ def infer_rows(
         if not all(_lies_in(rows, path, reads, index) for index in whole):
             return "operands that repeat along a part of a row"
         # so that the kernel would not see which is which
-        if not op.keepdim and along(shape, shape, rows.row) not in (None, (shape, shape)):
+        seen = None if op.keepdim else along(shape, contiguous(shape), rows.row)
+        if seen is not None and seen[0] != shape:
             return "numbers of rows that are themselves as a row is"
     dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
     meta = make_meta(dtype, shape, contiguous(shape), device, _has_graph(tip, views))
