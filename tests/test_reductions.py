@@ -265,7 +265,14 @@ def test_uneven_rows_are_kernels(emulated, shift):
 @pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin", "vector_norm", "var", "std"])
 @pytest.mark.parametrize(
     ("shape", "dims"),
-    [((3, 40), 2), ((2, 3, 5, 8), 2), ((4, 3, 44), 2), ((1, 6, 30), 2), ((131,), 1), ((2, 9, 7), 3)],
+    [
+        ((3, 40), 2),
+        ((2, 3, 5, 8), 2),
+        ((4, 3, 44), 2),
+        ((1, 6, 30), 2),
+        ((131,), 1),
+        ((2, 9, 7), 3),
+    ],
 )
 def test_rows_along_several_dims(emulated, name, shape, dims):
     """Or along all; with operands that have none of theirs, and those that have only them."""
@@ -528,6 +535,8 @@ EAGER_CALLS = {
     "another dim": lambda x: x.sum(0),
     "leading dims": lambda x: x.view(2, 2, 8).mean((0, 1)),
     "dims that are none": lambda x: x.sum(()),
+    "norm of another kind": lambda x: x.norm("nuc"),
+    "var of all but few": lambda x: x.var(correction=3),
     "none of its dims": lambda x: x.mean(None),
     "dtype": lambda x: x.sum(-1, dtype=torch.float64),
     "softmax to another dtype": lambda x: F.softmax(x, -1, dtype=torch.float64),
@@ -704,6 +713,61 @@ def test_what_repeats_within_a_row_of_several_dims_is_not_in_its_kernel(recorded
         got = change(h - total)
         assert flushes()["rows"] == before + 1 and not autofuse.is_pending(total)
         assert_same(autofuse.unwrap(got), change(x * 2.0 - (x * 2.0).sum()), None)
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (2, 1), (1, 1), (1,), (), (2, 2, 1, 1), (2, 2)])
+@pytest.mark.parametrize("op", [torch.add, torch.mul])
+def test_numbers_of_rows_meet_tensors_of_few_elements(emulated, op, sizes, keepdim):
+    """Whose last sizes are 1, as those of numbers beside rows are."""
+    x, w = table(8, 16).view(2, 2, 2, 4, 4), row(int(np.prod(sizes)), 1).view(sizes)
+    if not keepdim and len(sizes) == 4:
+        pytest.skip("does not go with [2, 2, 2]")
+    for _ in range(2):
+        total = (autofuse.wrap(x) * 1.0).sum((3, 4), keepdim=keepdim)
+        got = autofuse.unwrap(autofuse.materialize(op(total, w)))
+        total = autofuse.unwrap(autofuse.materialize(total))
+        assert_same(got, op(total, w), None)
+        assert_same(total, (x * 1.0).sum((3, 4), keepdim=keepdim), 1e-5)
+
+
+WRONG = {
+    "more dims than there are": lambda x: x.sum((-3, -2, -1)),
+    "one too many": lambda x: x[0].mean((-2, -1)),
+    "out of range": lambda x: x.amax((-3, 0)),
+    "twice": lambda x: x.var((1, -1)),
+    "kept of none": lambda x: x.sum(keepdim=False),
+    "mean kept of none": lambda x: x.mean(keepdim=True),
+    "unbiased and kept": lambda x: x.var(unbiased=True, keepdim=True),
+    "dots": lambda x: x.sum(...),
+    "dots by name": lambda x: torch.var(x, dim=...),
+    "a matrix of three dims": lambda x: x[None].norm(dim=(0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_dims_that_eager_refuses(recorded, name):
+    """At the same line, with the same words."""
+    x = table(4, 8)
+    with pytest.raises((IndexError, RuntimeError, TypeError)) as want:
+        WRONG[name](x)
+    for _ in range(3):
+        with pytest.raises(type(want.value)) as got:
+            WRONG[name](autofuse.wrap(x) * 2.0)
+        assert str(got.value) == str(want.value)
+
+
+def test_a_warning_of_too_few_elements_is_not_lost(recorded):
+    """Where the same call of others is known by then."""
+
+    def call(n, correction):
+        return autofuse.materialize((autofuse.wrap(table(n, 8)) * 2.0).var(correction=correction))
+
+    with torch.no_grad():
+        for n, correction in [(2, 1)] * 3 + [(5, 20)] * 3:
+            call(n, correction)
+        with pytest.warns(UserWarning, match="degrees of freedom"):
+            call(2, 20)
 
 
 def test_numbers_of_rows_that_are_as_rows_are(recorded):

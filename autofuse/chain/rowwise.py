@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..dtypes import CODES
 from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM, Scheme, scheme_of
-from ..layout import Ints, along, contiguous
+from ..layout import Ints, along, contiguous, numel
 from ..ops.reductions import DEVICES, DTYPES, Reduction, RowsOf, cast_of, has_node
 from ..program.program import Ref
 from ..program.walk import sources
@@ -58,25 +59,37 @@ def infer_rows(
         shape = (*shape, *(1 for _ in row)) if op.keepdim else shape
     if op.dims > 1:
         path = tip.path()
-        whole = [node.index for node in path if node.meta.shape == rows.shape]  # type: ignore[union-attr]
-        if not all(_lies_in(rows, path, reads, index) for index in whole):
-            return "operands that repeat along a part of a row"
+        whole = [node for node in path if node.meta.shape == rows.shape]  # type: ignore[union-attr]
+        metas = [meta for node in whole for meta in _read_by(node, path, reads)]
+        if not all(_lies_in(rows.row, meta) for meta in metas):
+            return "operands for which the dimensions of a row are not one"
         # so that the kernel would not see which is which
         seen = None if op.keepdim else along(shape, contiguous(shape), rows.row)
         if seen is not None and seen[0] != shape:
-            return "numbers of rows that are themselves as a row is"
+            return "numbers of rows of the same shape as a row"
     dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
     meta = make_meta(dtype, shape, contiguous(shape), device, _has_graph(tip, views))
     found = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
     return found, rows
 
 
-def _lies_in(
-    rows: RowsOf, path: list[Node], inputs: Sequence[Meta], index: int, given: Container[Ref] = ()
-) -> bool:
-    """Whether all Inputs that step `index` is computed from have rows as one dimension, or none."""
-    metas = [inputs[~ref] for ref in sources([x.args for x in path], index, given) if ref < 0]
-    return all(along(tuple(x.shape), tuple(x.stride), rows.row) is not None for x in metas)
+def _read_by(
+    node: Node, path: list[Node], inputs: Sequence[Meta], given: Container[Ref] = ()
+) -> list[Meta]:
+    """The Inputs that a step is computed from, or that is done from the values of `given`."""
+    refs = sources([known.args for known in path], node.index, given)
+    return [inputs[~ref] for ref in refs if ref < 0]
+
+
+def _lies_in(row: Ints, x: Meta) -> bool:
+    """Whether `x` can be read with the dimensions of a row as one."""
+    return along(tuple(x.shape), tuple(x.stride), row) is not None
+
+
+def _is_no_row(row: Ints, x: Meta) -> bool:
+    """Whether `x`, which meets numbers of rows, is not taken for rows by its shape."""
+    seen = along(tuple(x.shape), tuple(x.stride), row)
+    return seen is None or seen[0] == x.shape or numel(tuple(x.shape)) == 1
 
 
 def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) -> str:
@@ -140,9 +153,13 @@ def goes_along(tip: Node, node: Node) -> bool:
             allowed = (shape, meta.shape)
         if tuple(node.meta.shape) not in allowed:
             return False
-    if tip.rows.dims > 1 and node.meta.shape == shape:
-        return _lies_in(tip.rows, [*path, node], node.inputs, node.index, following)
-    return True
+    if tip.rows.dims == 1:
+        return True
+    whole = node.meta.shape == shape
+    if not whole and len(node.meta.shape) == len(shape):  # numbers whose dimensions are kept
+        return True
+    metas = _read_by(node, [*path, node], node.inputs, following)
+    return all(map(partial(_lies_in if whole else _is_no_row, tip.rows.row), metas))
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ def cast_of(op: Reduction, kind: str, dtypes: list[torch.dtype]) -> torch.dtype 
     return "autocast, which casts in the reduction"  # and adds in an order that was not compared
 
 
-def _is_one(x: Any) -> bool:
+def _is_recordable(x: Any) -> bool:
     """Whether a reduction of `x` may be recorded."""
     return x.device.type in DEVICES and x.dtype in DTYPES and x.ndim > 0
 
@@ -217,7 +217,7 @@ def _is_row_wise(x: Any, dim: Any) -> bool:
 def _dims_of(x: Any, dim: Any) -> int:
     """How many dimensions of a tensor that may be recorded `dim` names, if they are its last ones;
     else 0."""
-    if not _is_one(x):
+    if not _is_recordable(x):
         return 0
     ndim = x.ndim
     if type(dim) is int:
@@ -225,26 +225,31 @@ def _dims_of(x: Any, dim: Any) -> int:
     if type(dim) not in (tuple, list) or not all(type(d) is int for d in dim):
         return 0
     named = {d + ndim if d < 0 else d for d in dim}
-    return len(dim) if dim and named == set(range(ndim - len(dim), ndim)) else 0
+    is_last = 0 < len(dim) <= ndim and named == set(range(ndim - len(dim), ndim))
+    return len(dim) if is_last else 0
+
+
+_ABSENT: Any = object()  # stands for an argument that was not given
 
 
 def _over(x: Any, dim: Any, keepdim: Any) -> Over | None:
-    """What a reduction of `x` is over; dim: `...` where torch was named none."""
+    """What a reduction of `x` is over, of all if `dim` is absent; None if it is not recorded."""
     if type(keepdim) is not bool:
         return None
-    dims = (x.ndim if _is_one(x) else 0) if dim is ... else _dims_of(x, dim)
-    return Over(dims, dim is ..., keepdim) if dims else None
+    of_all = dim is _ABSENT
+    dims = (x.ndim if _is_recordable(x) else 0) if of_all else _dims_of(x, dim)
+    return Over(dims, of_all, keepdim) if dims else None
 
 
 def _plain(name: str) -> None:
     @_reduced(name)
     def choose(
-        input: Any, dim: Any = ..., keepdim: bool = False, *, dtype: Any = None
+        input: Any, dim: Any = _ABSENT, keepdim: Any = _ABSENT, *, dtype: Any = None
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
-        over = _over(input, dim, keepdim)
-        if dtype is not None or over is None or (over.of_all and keepdim):
+        if dtype is not None or (dim is _ABSENT and keepdim is not _ABSENT):
             return None
-        return number_a_row(name, over), (input,)
+        over = _over(input, dim, False if keepdim is _ABSENT else keepdim)
+        return None if over is None else (number_a_row(name, over), (input,))
 
 
 for _name in ("sum", "mean"):
@@ -254,7 +259,7 @@ for _name in ("sum", "mean"):
 def _extreme(name: str) -> None:
     @_reduced(name)
     def choose(
-        input: Any, dim: Any = ..., keepdim: bool = False
+        input: Any, dim: Any = _ABSENT, keepdim: bool = False
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
         over = _over(input, dim, keepdim)
         return None if over is None else (number_a_row(name, over), (input,))
@@ -267,21 +272,24 @@ for _name in ("amax", "amin"):
 def _second_moment(name: str) -> None:
     @_reduced(name)
     def choose(
-        input: Any, dim: Any = ..., unbiased: Any = ..., keepdim: bool = False, *,
-        correction: Any = ...,
+        input: Any, dim: Any = _ABSENT, unbiased: Any = _ABSENT, keepdim: Any = _ABSENT, *,
+        correction: Any = _ABSENT,
     ) -> tuple[Reduction, tuple[Any, ...]] | None:  # fmt: skip
-        over = _over(input, dim, keepdim)
+        over = _over(input, dim, False if keepdim is _ABSENT else keepdim)
         if over is None:
             return None
-        if type(unbiased) is bool and correction is ...:
+        if type(unbiased) is bool and correction is _ABSENT:
+            if over.of_all and keepdim is not _ABSENT:
+                return None
             correction = int(unbiased)
-        elif unbiased is not ...:
+        elif unbiased is not _ABSENT:
             return None
-        elif correction is None or correction is ...:
+        elif correction is None or correction is _ABSENT:
             correction = 1
-        # of a row of no more elements torch warns
-        elements = math.prod(input.shape[input.ndim - over.dims :])
-        if type(correction) not in (int, float) or not 0 <= correction < elements:
+        # of a row of no more elements torch warns; how many several dimensions have is no part of
+        # what machine code knows a call by, but rows of less than two are refused
+        fewest = input.shape[-1] if over.dims == 1 else 2
+        if type(correction) not in (int, float) or not 0 <= correction < fewest:
             return None
         return _moment(name, over), (input, float(correction))
 
@@ -345,7 +353,7 @@ def linalg_vector_norm(
 ) -> tuple[Reduction, tuple[Any, ...]] | None:
     if type(ord) not in (int, float) or ord != 2 or dtype is not None:
         return None
-    over = _over(x, ... if dim is None else dim, keepdim)
+    over = _over(x, _ABSENT if dim is None else dim, keepdim)
     return None if over is None else (_length(over), (x,))
 
 
@@ -366,6 +374,8 @@ def norm(
 ) -> tuple[Reduction, tuple[Any, ...]] | None:  # fmt: skip
     if out is not None:
         return None
+    if p == "fro" and isinstance(dim, (tuple, list)) and len(dim) > 2:
+        return None  # of no matrix: torch's error
     return linalg_vector_norm(input, 2 if p == "fro" else p, dim, keepdim, dtype=dtype)
 
 
