@@ -649,7 +649,8 @@ def test_rules_are_read_once_for_many_backwards(device):
     assert ("autofuse.grad.rules", "sweep") in before
     for _ in range(15):
         after, every = step()
-    assert {module for module, _ in after} == {"autofuse.grad.backward"}
+    modules = {module for module, _ in after}  # of a sum that is recorded, torch makes the node
+    assert modules - {"autofuse.grad.nodes"} == {"autofuse.grad.backward"}
     assert (None, "straight") in every
 
 

@@ -259,10 +259,10 @@ def test_what_autograd_refuses_ends_with_its_values(device, monkeypatch, make, t
         kept = autofuse.wrap(p) * 5 + 1
         with pytest.raises(RuntimeError) as raised:
             after = (view * 2 + 1).sigmoid()
-            after.sum()
+            after.tolist()
         assert str(raised.value) == str(wanted.value)
         with pytest.raises(RuntimeError):
-            after.sum()  # again, and only there
+            after.tolist()  # again, and only there
         assert_same(kept, p * 5 + 1, None)
         kept.sum().backward()
         assert torch.equal(p.grad, torch.full_like(p, 5.0))
