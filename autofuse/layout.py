@@ -102,10 +102,10 @@ def is_injective(shape: Ints, stride: Ints) -> bool:
 
 
 def along(shape: Ints, stride: Ints, row: Ints) -> tuple[Ints, Ints] | None:
-    """Shape and strides of a tensor whose last dimensions, those of `row`, are one; or None.
+    """Shape and strides of a tensor whose last dimensions, as many as `row` has, are made one.
 
-    It may repeat along all of them, as one that has none does; but not along some, nor lie in
-    another order.
+    None if that cannot be: they have to be those of `row` in its order, or all of size 1, along
+    which it repeats. A tensor of fewer dimensions has the last ones of size 1, or is none of these.
     """
     lead = max(0, len(shape) - len(row))
     own, steps = shape[lead:], stride[lead:]

@@ -2,7 +2,8 @@
 
 Pure, as `plan` is. A row kernel goes through each row once for each reduction (a Stage), with the
 pointwise ops before it at its loads, and once more for what is stored; the threads that share a row
-stand in one block, and a row is what all its reductions are over: the last dimension of one shape.
+stand in one block, and a row is what all its reductions are over: the last dimension of one shape,
+or several of them, straightened to one.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _straightened(program: Program, row: Ints) -> Program:
 
     def spec(known: Spec) -> Spec:
         found = layout.along(known.shape, known.stride, row)
-        return known if found is None else Spec(known.code, *found)
+        return known if found is None else Spec(known.code, *found)  # of numbers of rows
 
     return replace(
         program,
