@@ -6,6 +6,7 @@ eager ops, or their kernels run in an emulation of the threads of a GPU (`emulat
 
 import ctypes
 import itertools
+import random
 import threading
 import warnings
 
@@ -729,6 +730,51 @@ def test_numbers_of_rows_meet_tensors_of_few_elements(emulated, op, sizes, keepd
         total = autofuse.unwrap(autofuse.materialize(total))
         assert_same(got, op(total, w), None)
         assert_same(total, (x * 1.0).sum((3, 4), keepdim=keepdim), 1e-5)
+
+
+def _broadcast_to(draw, shape):
+    """Sizes that go with `shape`."""
+    sizes = [1 if draw.random() < 0.35 else n for n in shape]
+    return sizes[draw.randrange(len(sizes) + 1) :]
+
+
+def _reduced_at_random(draw, shape, dims, keepdim, wrap):
+    """Ops on a tensor of `shape`, a reduction of its last `dims`, ops on that; all that is held."""
+    more = torch.Generator().manual_seed(draw.randrange(1 << 30))
+
+    def drawn(sizes):
+        return torch.rand(sizes, generator=more) + 1.0
+
+    h = wrap(drawn(shape)) * 1.5
+    for _ in range(draw.randrange(3)):
+        h = draw.choice([torch.add, torch.mul])(h, wrap(drawn(_broadcast_to(draw, shape))))
+    reduce = draw.choice([torch.sum, torch.mean, torch.amax])
+    number = reduce(h, tuple(range(-dims, 0)), keepdim=keepdim)
+    held = [number]
+    for _ in range(draw.randrange(1, 4)):
+        if keepdim and draw.random() < 0.5:
+            held.append((h - number) * drawn(_broadcast_to(draw, shape)))
+        else:
+            other = drawn(_broadcast_to(draw, number.shape))
+            number = draw.choice([torch.add, torch.mul])(number, other)
+    return [*held, number, *([h - number] if number.ndim == 0 else [])]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_over_several_dims(emulated, seed):
+    """Each value is where it belongs, whatever the sizes of what it meets."""
+    for program in range(8):
+        name = f"{seed} {program}"
+        draw = random.Random(name)
+        shape = [draw.randrange(1, 5) for _ in range(draw.randrange(2, 6))]
+        dims, keepdim = draw.randrange(1, len(shape) + 1), draw.random() < 0.5
+
+        def run(wrap, name=name, shape=shape, dims=dims, keepdim=keepdim):
+            return _reduced_at_random(random.Random(name), shape, dims, keepdim, wrap)
+
+        got = [autofuse.unwrap(autofuse.materialize(y)) for y in run(autofuse.wrap)]
+        assert_same(got, run(lambda x: x), 1e-5)
+    assert launched
 
 
 WRONG = {
