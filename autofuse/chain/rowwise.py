@@ -178,9 +178,7 @@ class GradientRows:
 
 def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
-    if not op.grad:
-        return None
-    if op.name in MOMENTS and op.dims > 1:  # whose rows would be straightened in backward, too
+    if not op.grad or (op.name in MOMENTS and op.dims > 1):  # these would be straightened here, too
         return None
     if op.name in MOMENTS:
         name, sums = "mean", 1

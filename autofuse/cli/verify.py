@@ -74,18 +74,24 @@ def _numbers(v: Values) -> Any:
     return total, (v.x - v.y).mean(-1, keepdim=True) * v.number
 
 
-def _three_dims(v: Values) -> Any:
-    """Rows of [B, S, N] beside [B, 1, N], which repeats."""
+def _with_three_dims(v: Values) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and y as [B, S, N]."""
     rows = v.x.shape[0]
     dims = (-1, 2 if rows % 2 == 0 else rows)
-    h = v.x.unflatten(0, dims) + v.y.unflatten(0, dims)[:, :1]
+    return v.x.unflatten(0, dims), v.y.unflatten(0, dims)
+
+
+def _three_dims(v: Values) -> Any:
+    """Rows of [B, S, N] beside [B, 1, N], which repeats."""
+    x, y = _with_three_dims(v)
+    h = x + y[:, :1]
     return h - h.mean(-1, keepdim=True), h.amin(-1)
 
 
 def _two_dims(v: Values) -> Any:
     """Rows along the last two of [B, S, N]."""
-    dims = (-1, 2 if v.x.shape[0] % 2 == 0 else v.x.shape[0])
-    h = v.x.unflatten(0, dims) * v.y.unflatten(0, dims)
+    x, y = _with_three_dims(v)
+    h = x * y
     return h.mean((1, 2)) * 2.0, h - h.amax((-2, -1), keepdim=True)
 
 
