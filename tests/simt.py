@@ -107,6 +107,7 @@ LIBDEVICE = {
     "__nv_fsqrt_rn": lambda a: F32(np.sqrt(a)), "__nv_rsqrtf": lambda a: F32(1 / np.sqrt(float(a))),
     "__nv_fabsf": abs, "__nv_expf": exp, "__nv_logf": log, "__nv_fmaxf": fmax,
     "__nv_fminf": lambda a, b: -fmax(-a, -b), "__nv_tanhf": lambda a: F32(math.tanh(a)),
+    "__nv_log1pf": lambda a: F32(np.log1p(np.float64(a))),
 }  # fmt: skip
 ASSEMBLY = {
     "": lambda a: a,

@@ -360,7 +360,21 @@ CALLS = {
     "var of all": lambda x: x.var(),
     "std of all": lambda x: torch.std(x, correction=0),
     "std of dims": lambda x: x.view(2, 2, 8).std((-2, -1), keepdim=True),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "logsumexp, kept": lambda x: x.logsumexp((1,), True),
+    "special.logsumexp": lambda x: torch.special.logsumexp(x, dim=1, keepdim=False),
+    "logsumexp of dims": lambda x: x.logsumexp(dim=(0, 1)),
+    "F.mse_loss": lambda x: F.mse_loss(x, TARGET),
+    "F.mse_loss, sum": lambda x: F.mse_loss(x, TARGET, reduction="sum"),
+    "F.MSELoss": lambda x: torch.nn.MSELoss()(x, TARGET),
+    "F.smooth_l1_loss": lambda x: F.smooth_l1_loss(x, TARGET, beta=0.5),
+    "F.huber_loss": lambda x: F.huber_loss(x, TARGET, "sum", 2),
+    "F.l1_loss": lambda x: F.l1_loss(x, TARGET),
+    "F.bce": lambda x: F.binary_cross_entropy_with_logits(x, TARGET),
 }
+TARGET = torch.linspace(-1, 1, 32).view(4, 8)
+MADE = [name for name in CALLS if "logsum" in name or "oss" in name or name == "F.bce"]
+IN_PYTHON = ("normalize", "F.l1_loss")  # composites, of several ops
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -374,7 +388,7 @@ def test_spellings_are_recorded(recorded, name):
         assert_same(autofuse.unwrap(autofuse.materialize(y)), want, None)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "normalize"])  # two ops more
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in IN_PYTHON])
 def test_calls_as_before_are_recorded_by_machine_code(recorded, name, monkeypatch):
     """And run by it where nothing follows; a function in Python asks Python then."""
     if not native.active():
@@ -394,6 +408,9 @@ def test_calls_as_before_are_recorded_by_machine_code(recorded, name, monkeypatc
             autofuse.materialize(call(w))
         made.clear()
         called = functions_called(lambda: made.append(call(w)))
+        if name in MADE:  # one op for two of torch's kernels, and for more
+            assert called == [] and autofuse.is_pending(made[0])
+            return
         assert (
             called == []
             if "F." not in name and "orm" not in name and name != "Softmax"

@@ -49,10 +49,15 @@ def infer_rows(
     reason = _reason(op, x, affine, device) or _ungraded(op, views, device, tip)
     if reason:
         return reason
-    scheme = scheme_of(op.name, *op.count(x.shape), x.dtype.itemsize, processors)
-    if isinstance(scheme, str):
-        return f"{scheme}, as {op.name} takes them"
-    rows = RowsOf(tuple(x.shape), op.dims, scheme.threads)
+    threads = set[int]()
+    for name in op.reduces:
+        scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors)
+        if isinstance(scheme, str):
+            return f"{scheme}, as {name} takes them"
+        threads.add(scheme.threads)
+    if len(threads) > 1:
+        return "rows that torch gives other numbers of threads for each of its steps"
+    rows = RowsOf(tuple(x.shape), op.dims, *threads)
     shape = rows.shape
     if not op.whole:
         shape, row = op.split(shape)
@@ -99,6 +104,9 @@ def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) ->
         return "operands on several devices"
     if not x.flat or 0 in x.shape:
         return "rows that are not contiguous"
+    for meta in affine if op.made else ():
+        if meta.shape != x.shape or not meta.flat or meta.dtype is not x.dtype:
+            return "operands of other shapes, strides or dtypes"
     for meta in affine if op.whole else ():  # of others it is a number a row
         if meta.shape != x.shape[-1:] or not meta.flat or meta.dtype is not x.dtype:
             return "a weight of another shape or dtype"
@@ -131,10 +139,12 @@ def goes_along(tip: Node, node: Node) -> bool:
         if isinstance(known.op, Reduction) or not following.isdisjoint(known.args):
             following.add(known.index)
     if isinstance(node.op, Reduction):
-        reduced = sum(isinstance(known.op, Reduction) for known in path)
-        if node.rows != tip.rows or reduced >= MOST:
+        reduced = [name for known in (*path, node) if isinstance(known.op, Reduction)
+                   for name in known.op.reduces]  # fmt: skip
+        if node.rows != tip.rows or len(reduced) > MOST:
             return False
-        return following.isdisjoint(node.args[1:])  # a number a row is no weight of columns
+        # a number a row is no weight of columns
+        return bool(node.op.made) or following.isdisjoint(node.args[1:])
     if node.meta.requires_grad and config.recompute == "inputs":
         return False  # it would be computed again from what the rows gave
     shape = tip.rows.shape

@@ -158,6 +158,15 @@ DIFFERENTIATED: dict[str, Callable[[Values], Any]] = {
     "x * sum(x * y), of all": lambda v: v.x * (v.x * v.y).sum(),
     "h - mean(h = x * y), of all": lambda v: (lambda h: h - h.mean())(v.x * v.y),
     "x / norm(x + y), of all": lambda v: v.x / (v.x + v.y).norm(),
+    "x - logsumexp(x * y)": lambda v: v.x - torch.logsumexp(v.x * v.y, -1, True),
+    "x * mse_loss(x * y, y)": lambda v: v.x * F.mse_loss(v.x * v.y, v.y),
+    "x * smooth_l1_loss(x * y, x)": lambda v: (
+        v.x * F.smooth_l1_loss(v.x * v.y, v.x, reduction="sum", beta=0.5)
+    ),
+    "x * huber_loss(x * y, y)": lambda v: v.x * F.huber_loss(v.x * v.y, v.y, delta=0.75),
+    "x * loss of logits(x * y, y)": lambda v: (
+        v.x * F.binary_cross_entropy_with_logits(v.x * v.y, v.y)
+    ),
 }  # fmt: skip
 PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "softmax(x * s + mask)": lambda v: F.softmax(v.x * 0.125 + v.y, -1),
@@ -198,6 +207,15 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "var(x * y) + 1, of all": lambda v: (v.x * v.y).var() + 1.0,
     "standardized, of all": _standardized,
     "mean, amax of two dims": _two_dims,
+    "logsumexp(x + y)": lambda v: torch.logsumexp(v.x + v.y, -1) * 2.0,
+    "logsumexp(x * y), of all": lambda v: v.x - torch.logsumexp(v.x * v.y, (0, 1)),
+    "mse_loss(x * 2, y)": lambda v: F.mse_loss(v.x * 2.0, v.y) + 1.0,
+    "smooth_l1_loss(x, y)": lambda v: F.smooth_l1_loss(v.x, v.y, beta=0.5) + 1.0,
+    "huber_loss(x * y, y), sum": lambda v: (
+        F.huber_loss(v.x * v.y, v.y, reduction="sum", delta=0.75) + 1.0
+    ),
+    "l1_loss(x * y, y)": lambda v: F.l1_loss(v.x * v.y, v.y) * 2.0,
+    "loss of logits(x * y, y)": lambda v: F.binary_cross_entropy_with_logits(v.x * v.y, v.y) * 2.0,
     "what layer_norm saves": _layer_norm_saves,
 }
 HAS_NODE = has_kernel(NODES["rms_norm"], "CUDA")  # elsewhere autograd takes it apart

@@ -7,6 +7,7 @@ which the kernel stores for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -17,6 +18,7 @@ import torch
 from ..chain.meta import Meta
 from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM
 from ..ops.arithmetic import CASTS
+from ..ops.losses import LOGITS, LOSSES, REDUCED
 from ..ops.reductions import Over, Reduction, number_a_row
 from ..ops.row import OPS, Op
 from ..program.program import Ref
@@ -52,6 +54,10 @@ def by_torch(
         return lambda g, x, out: (_length_by_torch(number(g), x, number(out)),)
     if op.name in MOMENTS:
         return partial(_moment_by_torch, op, number, names)
+    if op.name == "logsumexp":
+        return lambda g, x, out: (_log_of_sum_by_torch(number(g), x, number(out)),)
+    if op.name in LOSSES:
+        return partial(_loss_by_torch, op, needs, _elements(op, shape))
     if op.statistics:
         norm = _norm_by_torch(op.name, needs, shape[-1])
         return partial(_rms_norm_by_torch, norm, names, needs) if "eps" in names else norm
@@ -63,6 +69,34 @@ def _length_by_torch(g: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> tor
     # functions, for operators of what was saved would be recorded
     direction = torch.masked_fill(torch.div(x, out), torch.eq(out, 0), 0)
     return torch.mul(g, direction)
+
+
+def _log_of_sum_by_torch(g: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mul(g, torch.exp(torch.sub(x, out)))
+
+
+def _elements(op: Reduction, shape: tuple[int, ...]) -> int:
+    """By how many elements a loss is divided."""
+    return math.prod(shape) if op.reduces == ("mean",) else 1
+
+
+def _loss_by_torch(
+    op: Reduction, needs: Needs, count: int, g: torch.Tensor, x: torch.Tensor, y: torch.Tensor,
+    *width: float,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    nothing = [None for _ in width]
+    if op.name == LOGITS:
+        first = torch.mul(torch.sub(torch.sigmoid(x), y), g) if needs[0] else None
+        second = torch.mul(x, torch.neg(g)) if needs[1] else None
+        if op.reduces == ("mean",):
+            first = None if first is None else torch.div(first, count)
+            second = None if second is None else torch.div(second, count)
+        return first, second
+    backward = getattr(torch.ops.aten, f"{op.name}_backward").default
+    how = REDUCED[op.reduces[0]]
+    first = backward(g, x, y, how, *width) if needs[0] else None
+    second = backward(g, y, x, how, *width) if needs[1] else None
+    return first, second, *nothing
 
 
 def _moment_by_torch(
@@ -170,6 +204,22 @@ _OF_SOFT = {
     "log_softmax": _row("log_softmax_backward", "g out s", "fma(-exp(out), s, g)"),
 }
 ROWS = _row("rows", "g", "g")
+# n: what torch multiplies by for the mean or the sum
+_OF_LOSS = {
+    "mse_loss": _row("mse_loss_backward", "g x y n:common", "n * (x - y) * g",
+                     narrow="rnd(rnd(n * rnd(x - y)) * g)"),
+    "smooth_l1_loss": _row(
+        "smooth_l1_loss_backward", "g x y b:common n:common",
+        "d = x - y; -n * g if d < -b else n * g if d > b else n * d * g / b",
+        narrow="d = rnd(x - y); -n * g if d < -b else n * g if d > b else rnd(rnd(n * d) * g) / b",
+    ),
+    "huber_loss": _row(
+        "huber_loss_backward", "g x y d:common n:common",
+        "z = x - y; -n * g * d if z < -d else n * g * d if z > d else n * z * g",
+        narrow="z = rnd(x - y);"
+        "rnd(-n * g) * d if z < -d else rnd(n * g) * d if z > d else rnd(n * z) * g",
+    ),
+}  # fmt: skip
 _WEIGHTED = _row("weighted", "g w", "mul(g, w)", result=torch.float32)
 _CENTRED = _row("centred", "g x m", "mul(g, sub(x, m))")
 
@@ -206,6 +256,12 @@ def on_tape(
         return (tape.apply(OPS["mul"], (g, direction)),)
     if op.name in MOMENTS:
         return _moment_on_tape(op, tape, g, values, shape[-1]), None
+    if op.name == "logsumexp":
+        g, out = (tape.part(_spread(op, shape), y) for y in (g, values["out"]))
+        share = tape.apply(OPS["exp"], (tape.apply(OPS["sub"], (values["x"], out)),))
+        return (tape.apply(OPS["mul"], (g, share)),)
+    if op.name in LOSSES:
+        return _loss_on_tape(op, tape, tape.part(_spread(op, shape), g), values, shape, needs)
     g = tape.whole(g)  # as torch's ops make it
     if op.statistics:
         found: list[Any] = [
@@ -220,6 +276,31 @@ def on_tape(
         g = tape.apply(OPS["mul"], (g, values["out"]))
     total = tape.apply(_SOFT_SUM, (g,))
     return (tape.apply(_OF_SOFT[op.name], (g, values["out"], total)),)
+
+
+def _loss_on_tape(
+    op: Reduction, tape: Any, g: Any, values: Values, shape: tuple[int, ...], needs: Needs
+) -> tuple[Any, ...]:
+    x, y, *width = values.values()
+    count = _elements(op, shape)
+    if op.name == LOGITS:
+        first = second = None
+        if needs[0]:
+            apart = tape.apply(OPS["sub"], (tape.apply(OPS["sigmoid"], (x,)), y))
+            first = tape.apply(OPS["mul"], (apart, g))
+        if needs[1]:
+            second = tape.apply(OPS["mul"], (x, tape.apply(OPS["neg"], (g,))))
+        if op.reduces == ("mean",):
+            first, second = (
+                None if d is None else tape.apply(OPS["div"], (d, tape.number(count)))
+                for d in (first, second)
+            )
+        return first, second
+    factor = tape.number((2.0 if op.name == "mse_loss" else 1.0) / count)
+    row = _OF_LOSS[op.name]
+    first = tape.apply(row, (g, x, y, *width, factor)) if needs[0] else None
+    second = tape.apply(row, (g, y, x, *width, factor)) if needs[1] else None
+    return first, second, *(None for _ in width)
 
 
 def _moment_on_tape(op: Reduction, tape: Any, g: Any, values: Values, columns: int) -> Any:

@@ -101,8 +101,10 @@ class _Owners(dict[int, int]):
         same = reshapes or self.meta_of(ref).shape == self.meta_of(index).shape
         apart = self.nodes[index].base >= 0 and index not in self.split
         if index in self.added:  # the gradient of a weight, which may be the rows too, is torch's
-            first, *others = self.nodes[index].args
-            same, apart = ref == first and ref not in others, self.added[index] is None
+            (first, *others), op = self.nodes[index].args, self.nodes[index].op
+            assert isinstance(op, Reduction)
+            same = not op.whole or (ref == first and ref not in others)
+            apart = self.added[index] is None
         if not alone or not same or apart:
             self[ref] = ref
 

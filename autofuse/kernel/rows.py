@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from .. import layout
 from ..layout import Ints
 from ..program.program import CONST, Program, Reduced, Ref, Spec, Statistic
+from ..program.rewrite import straightened, unfolded
 from ..program.walk import needed
 from . import plan as pointwise
 from . import text
@@ -112,6 +113,14 @@ def make_pieces(
 
     processors: as in `scheme_of`.
     """
+    if any(isinstance(step, Reduced) and step.op.made for step in program.steps):
+        program, places = unfolded(program)
+        known = {place: index for index, place in enumerate(places)}
+        return tuple([
+            replace(piece, stores=tuple([known[k] for k in piece.stores]),
+                    loads=tuple([known[ref] if ref >= 0 else ref for ref in piece.loads]))
+            for piece in make_pieces(program, device, processors)
+        ])  # fmt: skip
     steps = program.steps
     wanted = needed([step.args for step in steps], program.live)
     reduced = [index for index in wanted if isinstance(steps[index], Reduced)]
@@ -130,22 +139,8 @@ def make_pieces(
     row_program = replace(program, outputs=tuple(ours))
     rows, row = first.op.split(shape)
     if len(row) > 1:
-        row_program, shape = _straightened(row_program, row), (*rows, layout.numel(row))
+        row_program, shape = straightened(row_program, row), (*rows, layout.numel(row))
     return (*pieces, _RowPiece(row_program, shape, following, processors).piece())
-
-
-def _straightened(program: Program, row: Ints) -> Program:
-    """`program` whose rows, of shape `row`, lie along one dimension; see `chain.rowwise`."""
-
-    def spec(known: Spec) -> Spec:
-        found = layout.along(known.shape, known.stride, row)
-        return known if found is None else Spec(known.code, *found)  # of numbers of rows
-
-    return replace(
-        program,
-        steps=tuple([replace(step, out=spec(step.out)) for step in program.steps]),
-        inputs=tuple(map(spec, program.inputs)),
-    )
 
 
 def unvectorised(piece: Piece) -> Piece:

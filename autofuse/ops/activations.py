@@ -1,4 +1,4 @@
-"""Rows of the op table: activations, elementwise losses, and what their derivatives call."""
+"""Rows of the op table: activations, and what their derivatives call."""
 
 from __future__ import annotations
 
@@ -208,58 +208,6 @@ def _dropout(input, p=0.5, training=True, inplace=False):
     return input if idle else None
 
 
-# --- losses without a reduction -------------------------------------------------------------------
-
-row("mse_loss", "x y", "d = x - y; d * d", narrow="d = rnd(x - y); d * d",
-    eager=partial(F.mse_loss, reduction="none"),
-    grad="mse_loss_backward(g, x, y); mse_loss_backward(g, y, x)")
-row("smooth_l1_loss", "x y b:common",
-    "z = abs(x - y); 0.5 * z * z / b if z < b else fma(-0.5, b, z)",
-    narrow="z = abs(rnd(x - y)); 0.5 * z * z / b if z < b else z - rnd(0.5 * b)",
-    one_dtype=True, eager=lambda x, y, b: F.smooth_l1_loss(x, y, reduction="none", beta=b),
-    grad="smooth_l1_loss_backward(g, x, y, b); smooth_l1_loss_backward(g, y, x, b); none")
-row("huber_loss", "x y d:common", "z = abs(x - y); 0.5 * z * z if z < d else d * fma(-0.5, d, z)",
-    narrow="z = abs(rnd(x - y)); 0.5 * z * z if z < d else d * (z - rnd(0.5 * d))", one_dtype=True,
-    copies="f", eager=lambda x, y, d: F.huber_loss(x, y, reduction="none", delta=d),
-    grad="huber_loss_backward(g, x, y, d); huber_loss_backward(g, y, x, d); none")
-
-
-def _is_plain(input, target, reduction, *options):
-    """Whether a loss is a function of its two elements alone."""
-    if reduction != "none" or any(option is not None for option in options):
-        return False
-    return input.shape == target.shape
-
-
-def _loss(name, input, target, reduction, options, *width):
-    if not all(is_number(x) and x > 0 for x in width):
-        return None
-    if not _is_plain(input, target, reduction, *options):
-        return None
-    return OPS[name], (input, target, *map(float, width))
-
-
-@spelled()
-def mse_loss(input, target, size_average=None, reduce=None, reduction="mean", weight=None):
-    return _loss("mse_loss", input, target, reduction, (size_average, reduce, weight))
-
-
-@spelled()
-def smooth_l1_loss(input, target, size_average=None, reduce=None, reduction="mean", beta=1.0):
-    return _loss("smooth_l1_loss", input, target, reduction, (size_average, reduce), beta)
-
-
-@spelled()
-def huber_loss(input, target, reduction="mean", delta=1.0, weight=None):
-    return _loss("huber_loss", input, target, reduction, (weight,), delta)
-
-
-@composite()
-def l1_loss(input, target, size_average=None, reduce=None, reduction="mean", weight=None):
-    plain = _is_plain(input, target, reduction, size_average, reduce, weight)
-    return (input - target).abs() if plain else None
-
-
 # --- what their derivatives call: the kernels of PyTorch's own backward ops -----------------------
 
 
@@ -322,17 +270,6 @@ row("shrink_backward", "g x l:common", "0 if x >= -l and x <= l else g",
     eager=_backward.softshrink_backward)
 row("threshold_backward_at", "x g t:common", "0 if x <= t else g", accepts="fi",
     eager=lambda x, g, t: _backward.threshold_backward(g, x, t))
-row("mse_loss_backward", "g x y", "2.0 * (x - y) * g", narrow="rnd(rnd(2.0 * rnd(x - y)) * g)",
-    contiguous="cpu cuda", eager=lambda g, x, y: _backward.mse_loss_backward(g, x, y, 0))
-row("smooth_l1_loss_backward", "g x y b:common",
-    "d = x - y; -g if d < -b else g if d > b else d * g / b",
-    narrow="d = rnd(x - y); -g if d < -b else g if d > b else rnd(d * g) / b",
-    contiguous="cpu cuda",
-    eager=lambda g, x, y, b: _backward.smooth_l1_loss_backward(g, x, y, 0, b))
-row("huber_loss_backward", "g x y d:common",
-    "z = x - y; -g * d if z < -d else g * d if z > d else z * g",
-    narrow="z = rnd(x - y); -g * d if z < -d else g * d if z > d else z * g", contiguous="cpu cuda",
-    eager=lambda g, x, y, d: _backward.huber_loss_backward(g, x, y, 0, d))
 
 
 def _buffer(x):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-_LOSSES = frozenset("huber_loss mse_loss smooth_l1_loss".split())
+_LOSSES = frozenset("binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss".split())
 _POWERS = frozenset(
     "pow pow_1 pow_1_5 pow_2 pow_3 pow_4 pow_half pow_minus_1 pow_minus_2 pow_minus_half "
     "pow_scalar reciprocal rpow_scalar rsqrt scalar_div square".split()
@@ -21,7 +21,7 @@ _POWERS = frozenset(
 FLOAT32 = {
     "cpu": _LOSSES,
     "cuda": _LOSSES | _POWERS | frozenset(
-        "acos asin cosh erfinv exp expm1 log log10 log1p log2 sinh softplus tan".split()
+        "acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp sinh softplus tan".split()
     ),
 }  # fmt: skip
 # ops whose operands become float32 or the lower precision: all one dtype

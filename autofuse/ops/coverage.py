@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .losses import LOGITS
 from .operators import BINARY_OPERATORS
 from .reductions import REDUCTIONS, ROW_COMPOSITES
 from .row import COMPOSITES, OPS, PLAIN, SPELLINGS
@@ -80,7 +81,7 @@ def coverage() -> dict[str, str]:
 _ORDER = "a reduction whose order was not reproduced"
 EAGER_REDUCTIONS: dict[str, str] = {
     **dict.fromkeys(
-        ("var_mean", "std_mean", "prod", "nansum", "logsumexp", "cumsum", "cumprod", "group_norm",
+        ("var_mean", "std_mean", "prod", "nansum", "cumsum", "cumprod", "group_norm",
          "batch_norm", "instance_norm", "nll_loss", "cross_entropy", "softmin"),
         _ORDER,
     ),
@@ -95,7 +96,7 @@ def look_up(name: str) -> tuple[str, str] | None:
     """(name, state) of an op as it is called: `torch.special.i0`, `add_`, `mse_loss`; None if there
     is none, among the pointwise ones, those that autofuse fuses besides, and reductions."""
     bare = name.rpartition(".")[2]
-    own = dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused")
+    own = dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused") | {LOGITS: LAST}
     reduced = dict.fromkeys((*REDUCTIONS, *ROW_COMPOSITES), LAST)
     for table in (coverage(), own, reduced, EAGER_REDUCTIONS):
         for known in (bare, f"special_{bare}", f"linalg_{bare}", _base(bare)):

@@ -10,8 +10,9 @@ differentiated, in `grad.reduced`, or by torch in `grad.nodes`.
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ import torch
 
 from ..layout import Ints
 from ..torch_private import has_kernel
-from .row import METHODS, Op, registrar
+from .autocast import FLOAT32
+from .row import METHODS, OPS, Op, registrar
 
 DEVICES = {"cuda"}  # types on which reductions are recorded: a CPU's order is its instruction set's
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -38,6 +40,7 @@ class Reduction(Op):
     statistics: what that saves besides, numbers of a row that torch's op returns after its result.
     grad: as of a row, over these too; `grad.reduced` knows what is called there, which gives the
         gradients of all operands. One without rules has torch's own node.
+    made: the ops that torch makes it of, the last of which gives its result; none if it is one.
     """
 
     whole: bool = False
@@ -45,6 +48,7 @@ class Reduction(Op):
     dims: int = 1
     of_all: bool = False
     statistics: tuple[Reduction, ...] = ()
+    made: tuple[Part, ...] = ()
 
     def __repr__(self) -> str:
         return f"Reduction({self.name}, {self.params})"
@@ -54,6 +58,12 @@ class Reduction(Op):
         """Torch's op, with its overload."""
         return NODES_OF_ALL.get(self.name, NODES[self.name]) if self.of_all else NODES[self.name]
 
+    @property
+    def reduces(self) -> tuple[str, ...]:
+        """What rows are gone through for, in order."""
+        named = [part.op.name for part in self.made if isinstance(part.op, Reduction)]
+        return tuple(named) if self.made else (self.name,)
+
     def split(self, shape: Ints) -> tuple[Ints, Ints]:
         """The dimensions of a first operand of `shape`: those of rows, and those in a row."""
         return shape[: len(shape) - self.dims], shape[len(shape) - self.dims :]
@@ -62,6 +72,13 @@ class Reduction(Op):
         """How many rows there are, and how many elements each of them has."""
         rows, row = self.split(shape)
         return math.prod(rows), math.prod(row)
+
+
+class Part(NamedTuple):
+    """One of the ops that torch makes a reduction of; each rounds as that torch function does."""
+
+    op: Op
+    args: tuple[str | int, ...]  # operands of the reduction by name, parts before by position
 
 
 class RowsOf(NamedTuple):
@@ -83,6 +100,9 @@ NODES = {
     "softmax": "_softmax", "log_softmax": "_log_softmax",
     "layer_norm": "native_layer_norm", "rms_norm": "_fused_rms_norm",
     "vector_norm": "linalg_vector_norm", "var": "var.correction", "std": "std.correction",
+    "logsumexp": "logsumexp", "mse_loss": "mse_loss", "smooth_l1_loss": "smooth_l1_loss",
+    "huber_loss": "huber_loss",
+    "binary_cross_entropy_with_logits": "binary_cross_entropy_with_logits",
 }  # fmt: skip
 NODES_OF_ALL = {"sum": "sum", "mean": "mean"}  # where it is another one that is named no dimensions
 REDUCTIONS: dict[str, Callable[..., tuple[Reduction, tuple[Any, ...]] | None]] = {}
@@ -118,6 +138,39 @@ def number_a_row(name: str, over: Over) -> Reduction:
         eager = lambda x: function(x, (), keepdim)  # noqa: E731
     return Reduction(name, "x", "", keeps=keeps, grad=grad, keepdim=keepdim, dims=dims,
                      of_all=of_all, eager=eager)  # fmt: skip
+
+
+_NUMBERS = ("sum", "mean", "amax", "amin")
+
+
+def parts_of(text: str, over: Over, rows: Mapping[str, Op]) -> tuple[Part, ...]:
+    """What `text` says that a reduction is made of: calls of reductions, of rows and of `rows`.
+
+    As in an expression of the table, `name = value;` in front names a part. Numbers of rows keep
+    the dimensions of the row, but for the last part.
+    """
+    parts: list[Part] = []
+    names: dict[str, int] = {}
+    kept = over._replace(keepdim=True)
+
+    def add(tree: ast.expr, over: Over = kept) -> str | int:
+        if isinstance(tree, ast.Name):
+            return names.get(tree.id, tree.id)
+        assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name), text
+        name, args = tree.func.id, tuple(map(add, tree.args))
+        op = number_a_row(name, over) if name in _NUMBERS else rows.get(name) or OPS[name]
+        parts.append(Part(op, args))
+        return len(parts) - 1
+
+    *named, last = ast.parse(text).body
+    for statement in named:
+        assert isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+        place = add(statement.value)
+        assert isinstance(place, int)
+        names[statement.targets[0].id] = place
+    assert isinstance(last, ast.Expr)
+    add(last.value, over)
+    return tuple(parts)
 
 
 @cache
@@ -182,6 +235,22 @@ def _soft_row(name: str) -> Reduction:
     return Reduction(name, "x", "", keeps="out", grad=grad, whole=True, eager=eager)
 
 
+_FINITE = Op("finite", "x", "0 if abs(x) == inf else x")
+
+
+@cache
+def _log_of_sum(over: Over) -> Reduction:
+    """The logarithm of the sum of a row's exponentials."""
+    (dims, _, keepdim), dim = over, over.named
+    assert dim is not None
+    made = parts_of(
+        "m = finite(amax(x)); add(log(sum(exp(sub(x, m)))), m)", over, {"finite": _FINITE}
+    )
+    eager = lambda x: torch.logsumexp(x, dim, keepdim)  # noqa: E731
+    return Reduction("logsumexp", "x", "", keeps="x out", grad="logsumexp_backward(g, x, out)",
+                     keepdim=keepdim, dims=dims, made=made, eager=eager)  # fmt: skip
+
+
 def has_node(op: Reduction, kind: str) -> bool:
     """Whether autograd has one node for `op` on devices of type `kind`.
 
@@ -199,12 +268,12 @@ def cast_of(op: Reduction, kind: str, dtypes: list[torch.dtype]) -> torch.dtype 
     name = f"{name}.int" if op.name in ("softmax", "log_softmax") else name
     if set(dtypes) == {torch.float32} or not has_kernel(name, f"Autocast{kind.upper()}"):
         return None
-    if op.statistics:
+    if op.statistics or op.name in FLOAT32[kind]:
         return torch.float32
     return "autocast, which casts in the reduction"  # and adds in an order that was not compared
 
 
-def _is_recordable(x: Any) -> bool:
+def is_recordable(x: Any) -> bool:
     """Whether a reduction of `x` may be recorded."""
     return x.device.type in DEVICES and x.dtype in DTYPES and x.ndim > 0
 
@@ -217,7 +286,7 @@ def _is_row_wise(x: Any, dim: Any) -> bool:
 def _dims_of(x: Any, dim: Any) -> int:
     """How many dimensions of a tensor that may be recorded `dim` names, if they are its last ones;
     else 0."""
-    if not _is_recordable(x):
+    if not is_recordable(x):
         return 0
     ndim = x.ndim
     if type(dim) is int:
@@ -237,7 +306,7 @@ def _over(x: Any, dim: Any, keepdim: Any) -> Over | None:
     if type(keepdim) is not bool:
         return None
     of_all = dim is _ABSENT
-    dims = (x.ndim if _is_recordable(x) else 0) if of_all else _dims_of(x, dim)
+    dims = (x.ndim if is_recordable(x) else 0) if of_all else _dims_of(x, dim)
     return Over(dims, of_all, keepdim) if dims else None
 
 
@@ -311,6 +380,14 @@ def _soft(name: str) -> None:
 
 for _name in ("softmax", "log_softmax"):
     _soft(_name)
+
+
+@_reduced()
+def logsumexp(
+    input: Any, dim: Any, keepdim: bool = False
+) -> tuple[Reduction, tuple[Any, ...]] | None:
+    over = _over(input, dim, keepdim)
+    return None if over is None else (_log_of_sum(over), (input,))
 
 
 def _is_last(x: Any, shape: Any) -> bool:

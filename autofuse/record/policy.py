@@ -102,7 +102,9 @@ def is_short(nodes: list[Node], results: Sequence[int], device_type: str) -> boo
 
 def are_alone(nodes: list[Node]) -> bool:
     """Whether these are reductions with nothing to fuse them with: torch's kernels are as fast."""
-    return not config.always_fuse and all(isinstance(node.op, Reduction) for node in nodes)
+    return not config.always_fuse and all(
+        isinstance(node.op, Reduction) and not node.op.made for node in nodes
+    )
 
 
 def is_narrow(node: Node, processors: int) -> bool:
@@ -121,7 +123,7 @@ def is_narrow(node: Node, processors: int) -> bool:
     for known in path:
         assert known.op is not None and known.meta is not None
         if isinstance(known.op, Reduction):
-            passes += 1
+            passes += len(known.op.reduces)
         elif known.meta.shape == shape:
             ops += _FUNCTION if calls_functions(known.op, known.common) else 1
     here = _ALONE_US * math.prod(row) * ops * passes
@@ -155,8 +157,9 @@ def _ops_of(nodes: list[Node], first: int = 0) -> int:
     a join reads from memory is a step of its own here."""
     read = {ref for node in nodes if isinstance(node.op, JoinOp) for ref in node.args}
     return sum(
-        node.base < 0 and not (node.index in read and node.op is OPS["clone"])
+        len(node.op.made) or 1 if isinstance(node.op, Reduction) else 1
         for node in nodes[first:]
+        if node.base < 0 and not (node.index in read and node.op is OPS["clone"])
     )
 
 
@@ -350,7 +353,7 @@ def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
         for index in steps:
             op = nodes[index].op
             assert op is not None
-            if isinstance(op, Reduction) and any(use.part for use in segment.uses[index]):
+            if isinstance(op, Reduction) and op.whole and any(u.part for u in segment.uses[index]):
                 fused += costs.given
             kernels = 0
             for use in () if swept else segment.uses[index]:

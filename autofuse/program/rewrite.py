@@ -1,0 +1,73 @@
+"""Rewrites: from a program as it was recorded to one that a row kernel can compute. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..layout import Ints, along, contiguous
+from ..ops.reductions import Reduction
+from .program import CONST, Pointwise, Program, Reduced, Ref, Spec, Statistic, Step
+
+
+def unfolded(program: Program) -> tuple[Program, Ints]:
+    """`program` in which reductions that torch makes of several ops are these ops, and which step
+    of it each step of `program` is."""
+    steps: list[Step] = []
+    places: list[int] = []
+
+    def moved(ref: Ref) -> Ref:
+        return places[ref] if 0 <= ref < CONST else ref
+
+    for step in program.steps:
+        args = tuple(map(moved, step.args))
+        if isinstance(step, Reduced) and step.op.made:
+            first = args[0]
+            whole = steps[first].out if first >= 0 else program.inputs[~first]
+            steps += _parts(replace(step, args=args), whole, len(steps))
+        elif isinstance(step, Statistic):
+            steps.append(replace(step, args=args, of=places[step.of]))
+        else:
+            steps.append(replace(step, args=args))
+        places.append(len(steps) - 1)
+    outputs = tuple([replace(output, step=places[output.step]) for output in program.outputs])
+    return replace(program, steps=tuple(steps), outputs=outputs), tuple(places)
+
+
+def _parts(step: Reduced, whole: Spec, start: int) -> list[Step]:
+    """The steps of which `step`, over rows of `whole`, is made, from position `start` on."""
+    op = step.op
+    assert isinstance(op, Reduction)
+    operands = dict(zip(op.names, step.args, strict=True))
+    rows, row = op.split(whole.shape)
+    one = (*rows, *(1 for _ in row))
+    parts: list[Step] = []
+    numbers: set[int] = set()  # of rows
+
+    def read(args: Sequence[str | int]) -> tuple[Ref, ...]:
+        return tuple([operands[a] if isinstance(a, str) else start + a for a in args])
+
+    for k, part in enumerate(op.made):
+        reduces = isinstance(part.op, Reduction)
+        if reduces or numbers.issuperset(part.args):  # type: ignore[arg-type]
+            numbers.add(k)
+        shape = one if k in numbers else whole.shape
+        out = Spec(step.common, shape, contiguous(shape))
+        kind = Reduced if reduces else Pointwise
+        parts.append(kind(part.op, read(part.args), step.common, out))
+    parts[-1] = replace(parts[-1], out=step.out)
+    return parts
+
+
+def straightened(program: Program, row: Ints) -> Program:
+    """`program` whose rows, of shape `row`, lie along one dimension; see `chain.rowwise`."""
+
+    def spec(known: Spec) -> Spec:
+        found = along(known.shape, known.stride, row)
+        return known if found is None else Spec(known.code, *found)  # of numbers of rows
+
+    return replace(
+        program,
+        steps=tuple([replace(step, out=spec(step.out)) for step in program.steps]),
+        inputs=tuple(map(spec, program.inputs)),
+    )
