@@ -19,10 +19,11 @@ IN_C = {type(torch.add), type(Plain.add), type(Plain.__getitem__),
 # functions that do, and that tell modes of what it has by their name
 _EXACT_CLASS = {"numpy", "_make_subclass", "as_subclass", "is_contiguous", "__reduce_ex__"}
 COPIES = {"__reduce_ex__", "__deepcopy__", "__setstate__"}
-# functions in Python that stand between chains
-PASSED = {"adaptive_avg_pool2d", "chain_matmul", "einsum", "embedding", "group_norm",
-          "instance_norm", "layer_norm", "log_softmax", "max_pool1d", "max_pool2d", "norm",
-          "softmax", "split", "tensordot", "unflatten"}  # fmt: skip
+# functions in Python that stand between chains, and such of C's that only modules of torch call
+PASSED = {"_native_multi_head_attention", "_transformer_encoder_layer_fwd", "adaptive_avg_pool2d",
+          "chain_matmul", "einsum", "embedding", "group_norm", "instance_norm", "layer_norm",
+          "log_softmax", "max_pool1d", "max_pool2d", "norm", "softmax", "split", "tensordot",
+          "unflatten"}  # fmt: skip
 # Python functions that only pass their tensors on to C
 LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,
            F.mish, F.elu, F.mse_loss, F.l1_loss, F.dropout, F.batch_norm, F.rms_norm, F.pad,

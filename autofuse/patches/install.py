@@ -21,6 +21,7 @@ from ..supply import kernels
 from .calls import patch_calls
 from .checkpoint import patch_checkpoints
 from .compile import patch_compile
+from .fast_paths import patch_fast_paths
 from .memory import patch_attributes, patch_inplace
 from .modes import patch_modes
 from .streams import patch_cuda, patch_distributed, patch_profiler
@@ -35,6 +36,7 @@ def install() -> None:
     patch_modes()
     patch_checkpoints()
     patch_compile()
+    patch_fast_paths()
     patch_distributed()
     patch_cuda()
     patch_profiler()

@@ -1,0 +1,39 @@
+"""Fast paths of torch's modules, which they take with tensors of no subclass, or of ours.
+
+Attention and encoders compute all of a layer in one kernel of torch's where no argument has a
+`__torch_function__`; its bits are others than those of the layer's ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..chain.shell import Tensor
+from ..torch_private import has_torch_function
+
+_ASKS, _NAME = "has_torch_function", "_has_torch_function_beside_autofuse"
+_MODULES = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
+
+
+def _has_others(values: Sequence[Any]) -> bool:
+    """`torch.overrides.has_torch_function`, but of tensors of ours, as if they were plain."""
+    return has_torch_function([None if x.__class__ is Tensor else x for x in values])
+
+
+def patch_fast_paths() -> None:
+    """Let these modules ask so.
+
+    Their methods stay what they are, with the text that torch.jit reads: in their code, another
+    attribute of `torch.overrides` is named.
+    """
+    setattr(torch.overrides, _NAME, _has_others)
+    for module in _MODULES:
+        forward: Any = module.forward
+        names = forward.__code__.co_names
+        if _ASKS in names:
+            names = tuple([_NAME if name == _ASKS else name for name in names])
+            forward.__code__ = forward.__code__.replace(co_names=names)
