@@ -221,6 +221,50 @@ def test_a_name_means_the_same_in_every_stage():
                 assert names.setdefault(name, value) is value, (stage.__name__, name)
 
 
+def test_chains_of_inference_tensors_are_recorded_by_machine_code(device):
+    """Beside tensors that were made in no such mode, of the same sizes."""
+    if not native.active():
+        pytest.skip("there is none")
+    outer, weight = (
+        torch.randn(4, 4, device=device),
+        torch.nn.Parameter(torch.ones(4, device=device)),
+    )
+    with torch.inference_mode():
+        inner = torch.randn(4, 4, device=device)
+
+        def program():
+            h = torch.mm(w, matrix) * outer + inner
+            return torch.tanh(h * weight) - w
+
+        w, matrix = autofuse.wrap(inner.clone()), torch.eye(4, device=device)
+        want = torch.tanh((torch.mm(inner, matrix) * outer + inner) * weight) - inner
+        for _ in range(4):
+            got = autofuse.unwrap(autofuse.materialize(program()))
+        assert_same(got, want, 1e-6 if device == "cpu" else None)
+        assert got.is_inference()
+        results = []
+        assert functions_called(lambda: results.append(program())) == []
+        assert autofuse.is_pending(results[0])
+        outer.add_(0)  # a write that autofuse sees: what is recorded has read the value of before
+        assert_same(autofuse.unwrap(autofuse.materialize(results[0])), got, None)
+
+
+def test_metas_tell_inference_tensors_in_their_mode(device):
+    """Where torch's guards find all tensors alike: versions are looked at if there are some."""
+    with torch.inference_mode():
+        inner = torch.ones(3, 5, device=device)
+    outer = torch.ones(3, 5, device=device)
+    with torch.inference_mode():
+        for k in range(40):
+            x = (inner, outer)[(k // 3) % 2]
+            w = alias(x)
+            y = w * 2.0 + x
+            assert w._af.inference is x.is_inference()
+            assert w._af is plain_meta(x)
+            y = autofuse.materialize(y)
+            assert y.tolist() == [[3.0] * 5] * 3
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_wrapped_tensors_of_all_kinds_are_known_apart(grad, device, monkeypatch):
     """A chain reads what they are, by C++ or by Python, wherever like ones have come before."""

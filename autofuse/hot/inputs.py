@@ -213,14 +213,14 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
 
 def marked(recorder: Recorder, x, meta: Meta, place):
     """Put what is known of the next Input x there, new references; 0 if x is not as its Meta."""
-    if meta.inference is True or lies_as(x, meta) == 0:
+    if lies_as(x, meta) == 0:
         return 0
     if recorder.grad is True:
         if borrowed(call_object(GRAD_GETTER, x, GRAD_CLOSURE)) is not meta.requires_grad:
             return 0
     now = version_of(x)
     pointer = address_of(x)
-    if now == -1 or pointer == -1:
+    if (now == -1) != (meta.inference is True) or pointer == -1:
         return 0
     version = PyLong_FromLong(now)
     address = PyLong_FromLong(pointer)
