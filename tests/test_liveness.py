@@ -211,3 +211,20 @@ def test_a_dead_value_of_another_shape_stays_inside(device):
     autofuse.materialize(out)
     stats = autofuse.stats()
     assert stats.kernels_launched == 1 and stats.nodes_elided == 1
+
+
+def test_gradients_that_are_taken_away_end_no_chain(device):
+    """As `zero_grad` does before `backward`; what was recorded has read them as they were."""
+    p = torch.nn.Parameter(torch.full((4,), 3.0, device=device))
+    p.grad = torch.full((4,), 2.0, device=device)
+    other = torch.nn.Parameter(torch.ones(4, device=device))
+    w = autofuse.wrap(torch.ones(4, device=device))
+    with torch.no_grad():
+        seen = w * p.grad + p
+    loss = (w * p).square()
+    torch.optim.SGD([p, other], 0.1).zero_grad()
+    p.grad = given = torch.zeros(4, device=device)
+    assert autofuse.is_pending(loss) and p.grad is given
+    loss.sum().backward()
+    assert p.grad is given and p.grad.tolist() == [6.0] * 4
+    assert seen.tolist() == [5.0] * 4

@@ -116,8 +116,9 @@ def copying(entry, function, args, count, names) -> object:
 
 
 def placing(entry, x, value) -> object:
-    """`patches.memory`'s setter of an attribute; entry: C's setter, its closure."""
-    if is_ours(x) == 0 or is_quiet() == 0:
+    """`patches.memory`'s setter of an attribute; entry: C's setter, its closure, whether what is
+    set is another's memory."""
+    if is_ours(x) == 0 or (entry[2] is False and is_quiet() == 0):
         return 0
     if value is not None and value is not True and value is not False:
         if class_of(value) is not Plain:

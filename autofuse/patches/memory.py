@@ -178,22 +178,31 @@ ATTRIBUTES = ("data", "grad", "requires_grad")
 
 
 def patch_attributes() -> None:
-    """`t.data = s` and `t.grad = s` hand a tensor to C++ without asking it."""
+    """`t.data = s` and `t.grad = s` hand a tensor to C++ without asking it.
+
+    A gradient is another tensor's memory, which nobody writes to: `zero_grad` before `backward`
+    ends no chain, and costs each parameter no look at what a pending loss reads.
+    """
     for name in ATTRIBUTES:
-        base = getattr(torch.Tensor, name)
+        base, apart = getattr(torch.Tensor, name), name == "grad"
 
         def get(self: Any, base: Any = base) -> Any:
             return base.__get__(self)
 
-        def set_(self: Any, value: Any, base: Any = base, name: str = name) -> None:
+        def set_(
+            self: Any, value: Any, base: Any = base, name: str = name, apart: bool = apart
+        ) -> None:
             if isinstance(value, Tensor):
                 flush_tensor(value, name)
-            announced(write_attribute, base, self, value, name)
+            if apart:
+                base.__set__(self, value)
+            else:
+                announced(write_attribute, base, self, value, name)
 
         def delete(self: Any, base: Any = base) -> None:
             base.__delete__(self)
 
-        HOT.extend([("taking", get, (base,)), ("placing", set_, (base,))])
+        HOT.extend([("taking", get, (base,)), ("placing", set_, (base, apart))])
         attribute = _Attribute(get, set_, delete)
         attribute.__name__ = name  # type: ignore[attr-defined]
         setattr(torch.Tensor, name, attribute)
