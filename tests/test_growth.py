@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import autofuse
-from support import DEVICES, HAS_CUDA, assert_same, kernels_made
+from autofuse.hot import native
+from support import DEVICES, HAS_CUDA, assert_same, functions_called, kernels_made
 
 device_param = pytest.mark.parametrize("device", DEVICES)
 
@@ -30,6 +31,37 @@ def test_a_sum_that_is_never_read(device):
     for k in range(10_000):
         want = want + xs[k % 10]
     assert_same(acc, want, None)
+
+
+@device_param
+def test_a_full_chain_ends_by_machine_code(device):
+    """Python finds out once at which op."""
+    if not native.active():
+        pytest.skip("there is none")
+    x = torch.randn(16, device=device)
+
+    def run(steps):
+        h = autofuse.wrap(x)
+        for _ in range(steps):
+            h = (h * 0.5 + x).tanh()
+        return h
+
+    counts = []
+    for _ in range(4):
+        autofuse.reset_stats()
+        want = autofuse.materialize(run(100)).tolist()
+        counts.append(autofuse.stats().flushes["limit"])
+    assert counts == counts[:1] * 4 and counts[0] > 2
+    called = functions_called(lambda: run(100))
+    assert not {"record", "_miss", "record_fresh"} & {*called}
+    before = autofuse.config.max_nodes, autofuse.config.loop_nodes
+    autofuse.config.max_nodes = autofuse.config.loop_nodes = 1000
+    try:  # what was found out was for other settings
+        autofuse.reset_stats()
+        assert_same(autofuse.materialize(run(100)), torch.tensor(want, device=device), 1e-5)
+        assert "limit" not in autofuse.stats().flushes
+    finally:
+        autofuse.config.max_nodes, autofuse.config.loop_nodes = before
 
 
 @device_param

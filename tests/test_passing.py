@@ -1195,3 +1195,37 @@ def test_what_python_does_to_a_wrapped_tensor_in_the_middle(change, beside, on, 
             assert_same(got, want, None)
     finally:
         over.set()
+
+
+@pytest.mark.parametrize("where", ["plain", "wrapped"])
+def test_writes_that_are_never_recorded_wait_for_what_they_read(where, on):
+    """Such as `index_add_`, of a pending value: what that is computed with, and then the write."""
+    x, i = torch.randn(2, 6), torch.tensor([0, 3])
+    w, out, want = autofuse.wrap(x), torch.zeros(4, 6), torch.zeros(4, 6)
+    target = autofuse.wrap(out) if where == "wrapped" else out
+    kind = type(target)
+    for k in range(5):
+        f = w * 2.0
+        autofuse.reset_stats()
+        names = functions_called(lambda f=f: target.index_add_(0, i, f, alpha=-1))
+        assert not autofuse.is_pending(f) and type(target) is kind
+        assert autofuse.stats().eager_ops == {("index_add_", "not in the table"): 1}
+        assert autofuse.stats().flushes == {"index_add_": 1}
+        if on and k == 4:
+            assert "run_eager" not in names and "pending" not in names
+        want.index_add_(0, i, x * 2.0, alpha=-1)
+        assert torch.equal(out, want) and out._version == want._version
+        read, before = w + out[:2], x + want[:2]
+        target.index_fill_(0, i, 1.0)
+        want.index_fill_(0, i, 1.0)
+        assert torch.equal(autofuse.unwrap(autofuse.materialize(read)), before)
+        assert torch.equal(out, want)
+    for wrong in (lambda f: target.index_add_(0, i, f[:, :3] * 1.0),
+                  lambda f: target.index_add_(2, i, f),
+                  lambda f: target.index_add_(0, f, f)):  # fmt: skip
+        with pytest.raises((RuntimeError, IndexError)) as here:
+            wrong(w * 2.0)
+        f = x * 2.0
+        with pytest.raises(type(here.value)) as there:
+            wrong(f)
+        assert str(here.value) == str(there.value)

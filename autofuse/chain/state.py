@@ -302,19 +302,19 @@ class Recorder:
             told = LATER if hasattr(hooks[0], TOLD_LATER) else AT_ONCE
             unread = hasattr(hooks[0], UNREAD)
         rest = (inference, told, unread, looked_on, torch.get_default_dtype(),
-                config.recompute, config.always_fuse, config.relaxed, self.resting)  # fmt: skip
+                config.recompute, config.always_fuse, config.relaxed, self.resting,
+                config.max_nodes, config.max_inputs, config.loop_nodes)  # fmt: skip
         turns = self.roots.setdefault(rest, [None] * 4)
         root = turns[2 * grad + autocast]
         if root is None:
             root = turns[2 * grad + autocast] = Node(self, None, None, grad and not inference)
             root.turns = turns
-            root.autocast = autocast
-            root.told, root.unread, root.looked_on = told, unread, looked_on
+            root.autocast, root.told = autocast, told
+            root.unread, root.looked_on = unread, looked_on
             root.reason = "waiting for kernels" if self.resting else ""
         # under anomaly mode every op has to have its own autograd node
-        closed = self.off or not config.enabled or torch.is_anomaly_enabled()
-        home = self.nowhere if closed else root
-        chain = Chain(home)
+        off = self.off or not config.enabled or torch.is_anomaly_enabled()
+        chain = Chain(home := self.nowhere if off else root)
         if not self.chain:
             # no Python runs from here...
             self.grad = grad

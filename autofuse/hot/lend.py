@@ -15,6 +15,8 @@ from .c import *
 from .flush import flush_now
 from .values import class_of, grad_mode, is_simple, item_at, set_class, state_of
 
+NESTED = 5  # containers in containers that are looked into
+
 
 def calling(entry, function, args, count, names) -> object:
     """What `fuse` has made, as long as the next calls of a module are plain whatever they are.
@@ -44,11 +46,12 @@ def calling(entry, function, args, count, names) -> object:
     for k in range(values):
         kind = class_of(args[k])
         if is_simple(kind) == 0 and PyType_IsSubtype(kind, Module) == 0:
-            return 0
+            if is_quick(args[k], 0, NESTED) == 0:
+                return 0
     contest.free = PyLong_FromLong(free - 1)
     own = kept(load(load(cells + 8 * entry[0]) + CELL_AT))
     result = PyObject_Vectorcall(own, args, count, names)
-    if result == 0 or are_simple(result) != 0:
+    if result == 0 or is_quick(result, 1, NESTED) != 0:
         return result
     given = room(8)
     given[0] = result
@@ -68,19 +71,22 @@ def first_module(args, count):
     return 0
 
 
-def are_simple(result):
-    """Whether no tensor in a result is wrapped, at a glance."""
-    kind = class_of(result)
+def is_quick(x, lists, depth):
+    """Whether no tensor in it is wrapped, at a glance: it is simple, or a tuple of such, of any
+    class; or a list, with `lists`, for others may put something in one of these."""
+    kind = class_of(x)
     if is_simple(kind) != 0:
         return 1
-    if kind is tuple:
-        for k in range(PyTuple_Size(result)):
-            if is_simple(class_of(load(result + ITEMS + 8 * k))) == 0:
+    if depth == 0:  # a list may hold itself
+        return 0
+    if PyType_IsSubtype(kind, tuple) != 0:
+        for k in range(PyTuple_Size(x)):
+            if is_quick(load(x + ITEMS + 8 * k), lists, depth - 1) == 0:
                 return 0
         return 1
-    if kind is list:
-        for k in range(PyList_Size(result)):
-            if is_simple(class_of(PyList_GetItem(result, k))) == 0:
+    if kind is list and lists != 0:
+        for k in range(PyList_Size(x)):
+            if is_quick(PyList_GetItem(x, k), lists, depth - 1) == 0:
                 return 0
         return 1
     return 0

@@ -51,11 +51,34 @@ def writing(entry, function, args, count, names) -> object:
         written = recorded_on(entry[2], target, args, count)
     elif entry[4] is not None:
         written = chosen_on(entry[4], args, count, names)
+    elif entry[2] is None and is_pending(target) == 0:
+        written = written_after(recorder, entry, args, count, names)
     if PyErr_Occurred() != 0:
         return 0
     if written == 1:
         return target
     return PyObject_Vectorcall(entry[5], args, count, names)
+
+
+def written_after(recorder: Recorder, entry, args, count, names):
+    """Run an in-place op that is never recorded once what it reads is computed; 0 if Python has to.
+
+    1 if that is done; it is counted as Python counts an op outside the table.
+    """
+    known: Known = PyDict_GetItemWithError(known_functions, entry[0])
+    every = count
+    if names != 0:
+        every += PyTuple_Size(names)
+    for k in range(every):
+        x = args[k]
+        kind = class_of(x)
+        if is_ours(x) == 0 and kind is not float and kind is not int and kind is not bool:
+            return 0
+    if known == 0 or flush_now(recorder, known.name) == 0:
+        return 0
+    if are_settled(args, every) == 0 or is_empty(recorder) == 0:
+        return 0
+    return write_now(entry[0], known, args, count, names)
 
 
 def recorded_on(op, target, operands, count):

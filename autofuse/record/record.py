@@ -385,19 +385,21 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
 
 
 def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node | None:
-    """A new edge at `tip`, where the open chain ends; None after cutting one that is full."""
+    """A new edge at `tip`, where the open chain ends; None where all edges had to be forgotten."""
     path = tip.path()
     new_inputs = sum(isinstance(operand, Meta) for operand in key[1:])
     full = len(path) >= config.max_nodes or (
         len(tip.inputs) + new_inputs > config.max_inputs and len(path) > 0
     )
     looped = len(path) >= config.loop_nodes and path[0].op is op
-    if full or looped:
-        flush(recorder, "limit")
-        return None
     if recorder.size >= config.max_trie and not path:
         forget(recorder)
         return None
+    if full or looped:
+        node = eager_node(recorder, tip, op, "")
+        node.cuts, node.key = "limit", key
+        recorder.size += 1
+        return tip.next.setdefault(key, node)
     metas = [node.meta for node in path if node.meta is not None]
     with NoModes():  # which have not to do with how it is found out what eager makes of it
         node = extend(recorder, tip, op, key[1:], metas)
