@@ -29,7 +29,7 @@ from autofuse.kernel.source import Source
 from autofuse.kernel.text import source_of
 from autofuse.ops.row import OPS as ROWS
 from autofuse.program.program import CONST, Pointwise, Program, Spec
-from autofuse.record import flush
+from autofuse.record import flush, policy
 from autofuse.record.modes import forget_all
 from autofuse.supply import kernels as compile
 from autofuse.supply import load
@@ -66,6 +66,18 @@ def forget():
 
 def chain(x):
     return (x * 2 + 1).abs() - x
+
+
+WAITS = "waiting for its kernel"
+
+
+def run_many(x):
+    """Chains of many kinds."""
+    for k in range(20):
+        y = autofuse.wrap(x)
+        for _ in range(k + 2):
+            y = y * 0.5 + x
+        autofuse.materialize(y)
 
 
 def run(x):
@@ -161,13 +173,42 @@ def test_what_rests_records_again_when_there_is_news(device, monkeypatch):
     monkeypatch.setattr(Service, "submit", lambda self, job: None)
     fused = autofuse.fuse(chain)
     x = torch.randn(64, device=device)
-    for _ in range(20):
-        fused(x)
+    run_many(x)
     assert autofuse.chain.state.this_thread.current.resting
     compile.stir()  # as when a kernel has come
     before = autofuse.stats().eager_flushes
     fused(x)
     assert autofuse.stats().eager_flushes == before + 1
+
+
+@both
+def test_a_chain_that_waits_is_not_recorded_for_a_while(device, monkeypatch):
+    """Whatever others there are, whose kernels are there; soon after its own is, it is."""
+    jobs, submit = [], Service.submit
+    monkeypatch.setattr(Service, "submit", lambda self, job: jobs.append((self, job)))
+    x = torch.randn(64, device=device)
+    other = lambda: autofuse.materialize(autofuse.wrap(x).sin().cos().sin().cos())  # noqa: E731
+    with torch.no_grad():
+        config.compile = "now"
+        other()
+        config.compile = "background"
+        for _ in range(policy.TRIES + 2):
+            run(x)
+            other()
+        assert not autofuse.chain.state.this_thread.current.resting
+        autofuse.reset_stats()
+        for _ in range(policy.WAITED // 4):
+            run(x)
+            other()
+        stats = autofuse.stats()
+        assert stats.eager_flushes == 0 and stats.kernels_launched == policy.WAITED // 4
+        assert sum(n for (_, why), n in stats.eager_ops.items() if why == WAITS) >= policy.WAITED
+        for service, job in jobs:
+            submit(service, job)
+        assert autofuse.wait()
+        for _ in range(policy.WAITED):
+            run(x)
+        assert autofuse.stats().kernels_launched > stats.kernels_launched
 
 
 @both
@@ -424,8 +465,7 @@ def test_news_that_comes_twice_loses_nothing(monkeypatch):
     """Two wake the same recorder; between them its thread has recorded."""
     x = torch.randn(64)
     monkeypatch.setattr(Service, "submit", lambda self, job: None)
-    for _ in range(20):
-        run(x)
+    run_many(x)
     recorder = autofuse.chain.state.recorder_for(x.device)
     assert recorder.resting
     autofuse.record.modes.wake()

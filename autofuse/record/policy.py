@@ -89,6 +89,9 @@ TRIES, SKIPS, _GROWTH, _LONGEST = 3, 100, 4, 16
 # _GROWTH times as long whenever it is the same again, up to so many times. Then it is asked until
 # TRIES chains have lost there, or others have gained what so many lose, or so many have begun
 _FIRMEST, _SURE, _MANY = 64, 4, 256
+# A chain that has waited for its kernel a few times is not recorded at all for so many ops: to run
+# it as the ops it was recorded from takes 60 us more than these, in Python
+WAITED = 24
 ASIDE = "a fused call that gains too little"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
 
@@ -254,17 +257,19 @@ def us_moved(nbytes: int, device_type: str) -> float:
     return nbytes / _BYTES_PER_US[device_type]
 
 
-def make_eager(nodes: list[Node], reason: str) -> None:
+def make_eager(nodes: list[Node], reason: str, ops: int = 0) -> None:
     """Let the ops of `nodes`, where a chain begins with one of them, run as eager PyTorch a while.
 
     Once the first does, what it gives is in memory, and with the next a chain would begin, which is
     shorter: each of them would be planned, for some ms, and tried by itself.
+
+    ops: how many, wherever they stand; 0 for as many as it takes, and at some instructions alone.
     """
     first, root = nodes[0], nodes[0].parent
     assert root is not None
-    if root.next.get(first.key) is first:  # which remembers how long it was eager before
+    if not ops and root.next.get(first.key) is first:  # which remembers how long it was before
         first.skips = min(first.skips * _GROWTH, SKIPS * _LONGEST) or SKIPS
-    skips = SKIPS - max(first.skips, SKIPS)
+    skips = SKIPS - (ops or max(first.skips, SKIPS))
     for node in nodes:
         if not is_run(node):
             continue
@@ -279,7 +284,7 @@ def make_eager(nodes: list[Node], reason: str) -> None:
             continue
         assert node.op is not None
         stand = eager_node(root.recorder, root, node.op, reason, node.meta)
-        if known is not None and known.long:
+        if known is not None and known.long and not ops:
             stand.reason, stand.starts = "", Starts()
         stand.key, stand.returns, stand.skips = key, (root, key, known), skips
         root.next[key], root.recent = stand, None

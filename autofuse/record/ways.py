@@ -22,7 +22,7 @@ from ..settings.config import config
 from ..supply import kernels as compiling
 from ..supply.kernels import Order
 from ..supply.load import processors_of
-from .policy import TRIES, are_alone, is_short, losing, make_eager, margin, rest
+from .policy import TRIES, WAITED, are_alone, is_short, losing, make_eager, margin, rest
 from .ranges import annotated, open_ranges
 
 
@@ -176,6 +176,11 @@ class WaitingRunner(EagerRunner):
         if graph is not None and tells:  # and this one too
             graph.attach_to(self)
         self.order = Order([piece.plan for piece in pieces], self.device)
+
+    def run(self, chain: Chain) -> None:
+        super().run(chain)
+        if self.runs > max(TRIES, config.compile_after) and not config.always_fuse:
+            make_eager(self.nodes, "waiting for its kernel", WAITED)
 
     def ready(self) -> Runner:
         """The runner that launches, or this one; asks for the kernels that are missing."""
