@@ -188,6 +188,9 @@ ODD = {
     "an old option": lambda x: F.mse_loss(x, OTHER, size_average=False),
     "two old options": lambda x: F.smooth_l1_loss(x, OTHER, None, False),
     "a weight": lambda x: F.binary_cross_entropy_with_logits(x, OTHER, OTHER),
+    "a weight of an absolute difference": lambda x: F.l1_loss(x, OTHER, weight=OTHER.abs()),
+    "one of another shape": lambda x: F.l1_loss(x, OTHER, weight=OTHER[0]),
+    "one of none": lambda x: F.l1_loss(x, OTHER, reduction="none", weight=OTHER.abs()),
     "weights of the positive": lambda x: F.binary_cross_entropy_with_logits(
         x, OTHER, pos_weight=OTHER[0]
     ),

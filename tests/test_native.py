@@ -249,6 +249,29 @@ def test_chains_of_inference_tensors_are_recorded_by_machine_code(device):
         assert_same(autofuse.unwrap(autofuse.materialize(results[0])), got, None)
 
 
+def test_a_wrapped_inference_tensor_is_one(device):
+    """Wherever it is wrapped: what eager forbids outside is forbidden."""
+    with torch.inference_mode():
+        x = torch.ones(3, device=device)
+        inside = autofuse.wrap(x)
+    for w in (autofuse.wrap(x), inside):  # torch writes, and then raises
+        assert w.is_inference() and (w * 2.0).tolist() == (x * 2.0).tolist()
+        for forbidden in (
+            lambda t: t.add_(1.0),
+            lambda t: t._version,
+            lambda t: t.requires_grad_(),
+        ):
+            with pytest.raises(RuntimeError) as here:
+                forbidden(w)
+            with pytest.raises(RuntimeError) as there:
+                forbidden(x)
+            assert str(here.value) == str(there.value)
+        before = x.tolist()
+        with torch.inference_mode():
+            w.mul_(2.0)
+        assert x.tolist() == [2 * one for one in before]
+
+
 def test_metas_tell_inference_tensors_in_their_mode(device):
     """Where torch's guards find all tensors alike: versions are looked at if there are some."""
     with torch.inference_mode():

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from .. import hooks
 from ..torch_private import (
+    InferenceMode,
     NoModes,
     detach,
     is_shell,
@@ -144,6 +145,9 @@ def alias(tensor: torch.Tensor) -> Tensor:
         if tensor.requires_grad and not torch.is_inference_mode_enabled():
             with torch.enable_grad():  # or the alias would say so and lead nowhere
                 other = torch.ops.aten.alias.default(tensor)
+        elif tensor.is_inference():  # or the alias could be written to where that cannot
+            with InferenceMode(True):
+                other = tensor.detach()
         else:
             other = torch.ops.aten.alias.default(tensor) if tangent else tensor.detach()
     other.__class__ = Tensor

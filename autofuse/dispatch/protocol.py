@@ -61,7 +61,10 @@ def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs:
     switched torch functions off: torch itself knows how to call the function without it.
 
     torch's function names itself by a global, which may be somebody's patch by now, that calls it.
+    One of them, `l1_loss`, names its weight among `relevant_args` alone.
     """
+    if public_api is L1_LOSS and len(relevant_args) > 2 and relevant_args[2] is not None:
+        kwargs["weight"] = relevant_args[2]
     ours = torch_functions_are_on() and any([x.__class__ is Tensor for x in relevant_args])
     if ours and not looked_on():
         for x in relevant_args:
@@ -73,6 +76,7 @@ def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs:
     return _ask_overrides(public_api, relevant_args, *args, **kwargs)
 
 
+L1_LOSS = torch.nn.functional.l1_loss
 _ask_overrides = torch.overrides.handle_torch_function
 _ONLY = (Tensor,)
 # where torch's functions find themselves, and what was there before anybody could patch it

@@ -138,6 +138,7 @@ getitem: Any = GIVEN  # `Tensor.__getitem__` of torch's
 GETITEM: Any = GIVEN  # (tensor, index): C's function behind it
 Module: Any = GIVEN  # torch.nn.Module
 loans: Any = GIVEN  # `lending.loans`
+L1_LOSS: Any = GIVEN  # torch's
 left_plain: Any = GIVEN  # `fused.left_plain`
 setitem: Any = GIVEN  # `Tensor.__setitem__` of torch's
 SETITEM: Any = GIVEN  # (tensor, index, value): C's function behind it, a C int

@@ -272,6 +272,7 @@ def _given() -> dict[str, Any]:
         "ask_origin": origins.ask, "exactly": writes.reads_apart,
         "increment_version": count_write,
         "Module": torch.nn.Module, "loans": lending.loans, "left_plain": fused.left_plain,
+        "L1_LOSS": protocol.L1_LOSS,
         "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
         **of_functions(), **of_tensors(), **of_closures(), "WEAKREFS": of_weakrefs(),
     }  # fmt: skip

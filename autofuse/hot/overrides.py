@@ -30,6 +30,8 @@ def ask_overrides(entry, function, args, count, names) -> object:
     """
     if count < 3 or class_of(args[0]) is not Function:
         return 0
+    if args[0] is L1_LOSS and has_weight(args[1]) != 0:
+        return 0
     if class_of(args[1]) is tuple and are_alone(args[1]) != 0:
         table = entry[0]
         given = 0
@@ -44,6 +46,13 @@ def ask_overrides(entry, function, args, count, names) -> object:
             if found != 0:
                 return run(args[0], found, found.reason, args + 16, count - 2, given)
     return 0
+
+
+def has_weight(tensors):
+    """Whether `l1_loss` has been given a weight, which torch names nowhere else."""
+    if class_of(tensors) is not tuple:
+        return 1
+    return PyTuple_Size(tensors) > 2 and load(tensors + ITEMS + 16) is not None
 
 
 def are_alone(tensors: tuple):
