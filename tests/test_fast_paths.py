@@ -111,3 +111,12 @@ def test_no_python_of_ours_runs_for_it_but_the_question(always):
         w = autofuse.wrap(x)
         called = [name for name in functions_called(lambda: module(w)) if name != "<listcomp>"]
     assert called == ["_has_others"]
+
+
+def test_a_compiled_function_is_told_which_arguments_are_one(always):
+    """As attention asks, to take its fast path."""
+    compiled = torch.compile(lambda a, b, c: (a + c, a is b, b is c), backend="eager")
+    x = torch.randn(4)
+    for make in (lambda: autofuse.wrap(x), lambda: autofuse.wrap(x) * 1.0):
+        w, other = make(), make()
+        assert compiled(w, w, other)[1:] == (True, False) == compiled(x, x, x * 1.0)[1:]

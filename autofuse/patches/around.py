@@ -71,10 +71,13 @@ def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         leaves: list[Any] = []  # which an alias would not be
+        aliases: dict[int, Any] = {}  # one for each, for it may be asked whether they are the same
 
         def plain(tensor: Any) -> Any:
             if tensor.__class__ is not Tensor or not (tensor.is_leaf and tensor.requires_grad):
-                return unwrap(tensor)
+                if id(tensor) not in aliases:
+                    aliases[id(tensor)] = unwrap(tensor)
+                return aliases[id(tensor)]
             leaves.append(tensor)
             return tensor
 
