@@ -96,3 +96,23 @@ def flattened(flat, size, x, outer):
             return 0
     flat[size] = kind
     return size + 1
+
+
+def makes_view(index):
+    """Whether it is an int, a slice of ints, None, Ellipsis, or a tuple of these."""
+    if class_of(index) is not tuple:
+        return is_basic(index)
+    for k in range(PyTuple_Size(index)):
+        if is_basic(load(index + ITEMS + 8 * k)) == 0:
+            return 0
+    return 1
+
+
+def is_basic(index):
+    if class_of(index) is slice:
+        for k in range(3):  # where it starts, stops, and its step
+            end = load(index + SLICED + 8 * k)
+            if class_of(end) is not int and end is not None:
+                return 0
+        return 1
+    return class_of(index) is int or index is None or index is Ellipsis

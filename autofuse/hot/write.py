@@ -25,6 +25,7 @@ from .values import (
     switch_back,
     switch_off,
 )
+from .view import makes_view
 
 
 def writing(entry, function, args, count, names) -> object:
@@ -352,26 +353,6 @@ def put_item(x, index, value):
         PyErr_Clear()  # eager PyTorch will say it
         return 0
     return copied(view, value)
-
-
-def makes_view(index):
-    """Whether it is an int, a slice of ints, None, Ellipsis, or a tuple of these."""
-    if class_of(index) is not tuple:
-        return is_basic(index)
-    for k in range(PyTuple_Size(index)):
-        if is_basic(load(index + ITEMS + 8 * k)) == 0:
-            return 0
-    return 1
-
-
-def is_basic(index):
-    if class_of(index) is slice:
-        for k in range(3):  # where it starts, stops, and its step
-            end = load(index + SLICED + 8 * k)
-            if class_of(end) is not int and end is not None:
-                return 0
-        return 1
-    return class_of(index) is int or index is None or index is Ellipsis
 
 
 def is_pending(x):
