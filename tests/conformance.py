@@ -464,6 +464,9 @@ EXPLAINED: dict[str, Callable[[Case, set[tuple[str, str]]], bool]] = {
     "a loss that is also reduced": lambda case, eager: (
         case.entry.endswith("_loss") and case.values[2].get("reduction", "mean") != "none"
     ),
+    "a loss that is recorded where it is reduced, of operands alike, without weights": (
+        lambda case, eager: case.entry == "nn_functional_binary_cross_entropy_with_logits"
+    ),
     "their backward treats two operands at once": lambda case, eager: (
         case.entry in ("nn_functional_glu", "ldexp", "float_power")
         and any(t.requires_grad for t in tensors(case.values))

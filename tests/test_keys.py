@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import autofuse
 from autofuse.record.modes import forget_all
@@ -195,3 +196,54 @@ def test_a_plain_operand_that_is_not_what_was_met_there_before(name, grad, devic
                 got, want = function(autofuse.wrap(a), y), function(a, y)
                 assert_same(got, want, None)
                 assert got.is_inference() == want.is_inference()
+
+
+def test_inference_tensors_are_told_from_others_in_inference_mode(device, on):
+    """Also in one that begins where nobody sees it, and a chain goes on that was begun outside."""
+    with torch.inference_mode():
+        inner = torch.ones(3, 5, device=device)
+    outer = torch.ones(3, 5, device=device)
+
+    def look():
+        for x in (outer, inner) * 4:
+            w = autofuse.wrap(x)
+            y = w * 2.0 + x
+            assert w._af.inference is x.is_inference()
+            assert y.tolist() == [[3.0] * 5] * 3
+
+    for _ in range(3):
+        with torch.inference_mode():
+            look()
+        look()
+        with torch.no_grad():
+            look()
+        unseen = torch._C._InferenceMode(True)
+        try:
+            look()
+        finally:
+            del unseen
+        look()
+
+
+def test_modes_are_not_told_of_what_a_chain_finds_out(device, on):
+    class Mode(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.told = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.told.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def told(wrap):
+        with torch.inference_mode():
+            x, y = torch.ones(3, 4, device=device), torch.ones(4, device=device)
+            h = wrap(x)
+            with Mode() as mode:
+                h = h * y + x
+                h = torch.mm(h, torch.ones(4, 4, device=device)) * y
+            return mode.told
+
+    want = told(lambda x: x)
+    for _ in range(5):
+        assert told(autofuse.wrap) == want

@@ -196,6 +196,8 @@ ODD = {
     ),
     "a target of another size": lambda x: F.binary_cross_entropy_with_logits(x, OTHER[:2]),
     "beta of zero": lambda x: F.smooth_l1_loss(x, OTHER, beta=0.0),
+    "a beta that float16 has not": lambda x: F.smooth_l1_loss(x.half(), OTHER.half(), beta=1e10),
+    "a delta that float16 has not": lambda x: F.huber_loss(x.half(), OTHER.half(), delta=1e5),
     "a negative beta": lambda x: F.smooth_l1_loss(x, OTHER, beta=-1.0),
     "no delta": lambda x: F.huber_loss(x, OTHER, delta=0.0),
     "delta of another class": lambda x: F.huber_loss(x, OTHER, delta="1"),

@@ -272,22 +272,6 @@ def test_a_wrapped_inference_tensor_is_one(device):
         assert x.tolist() == [2 * one for one in before]
 
 
-def test_metas_tell_inference_tensors_in_their_mode(device):
-    """Where torch's guards find all tensors alike: versions are looked at if there are some."""
-    with torch.inference_mode():
-        inner = torch.ones(3, 5, device=device)
-    outer = torch.ones(3, 5, device=device)
-    with torch.inference_mode():
-        for k in range(40):
-            x = (inner, outer)[(k // 3) % 2]
-            w = alias(x)
-            y = w * 2.0 + x
-            assert w._af.inference is x.is_inference()
-            assert w._af is plain_meta(x)
-            y = autofuse.materialize(y)
-            assert y.tolist() == [[3.0] * 5] * 3
-
-
 @pytest.mark.parametrize("grad", [False, True])
 def test_wrapped_tensors_of_all_kinds_are_known_apart(grad, device, monkeypatch):
     """A chain reads what they are, by C++ or by Python, wherever like ones have come before."""

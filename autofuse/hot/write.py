@@ -64,7 +64,7 @@ def writing(entry, function, args, count, names) -> object:
 def written_after(recorder: Recorder, entry, args, count, names):
     """Run an in-place op that is never recorded once what it reads is computed; 0 if Python has to.
 
-    1 if that is done; it is counted as Python counts an op outside the table.
+    1 if that is done. It is counted as outside the table: something was pending.
     """
     known: Known = PyDict_GetItemWithError(known_functions, entry[0])
     every = count

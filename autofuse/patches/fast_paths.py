@@ -33,7 +33,7 @@ def patch_fast_paths() -> None:
     setattr(torch.overrides, _NAME, _has_others)
     for module in _MODULES:
         forward: Any = module.forward
-        names = forward.__code__.co_names
-        if _ASKS in names:
-            names = tuple([_NAME if name == _ASKS else name for name in names])
-            forward.__code__ = forward.__code__.replace(co_names=names)
+        code = getattr(forward, "__code__", None)  # somebody's patch may have none
+        if code is not None and _ASKS in code.co_names:
+            names = tuple([_NAME if name == _ASKS else name for name in code.co_names])
+            forward.__code__ = code.replace(co_names=names)
