@@ -22,6 +22,7 @@ from test_reductions import CALLS, emulated, launched, recorded, recording, row,
 from torch.autograd import gradcheck, gradgradcheck
 
 import autofuse
+from autofuse import errors
 from autofuse.chain import rowwise, verified
 from autofuse.cli import verify
 from autofuse.errors import NotReadyError
@@ -184,8 +185,9 @@ def trained(program, xs, wrap):
 
 @pytest.mark.parametrize("needs", GRADS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_gradients_are_eagers(hung, on, name, needs):
+def test_gradients_are_eagers(hung, on, name, needs, capsys):
     xs = leaves(GRADS[needs])
+    errors._said.clear()
     want, grads = trained(PROGRAMS[name], xs, wrap=False)
     for _ in range(3):
         got, ours = trained(PROGRAMS[name], xs, wrap=True)
@@ -194,7 +196,9 @@ def test_gradients_are_eagers(hung, on, name, needs):
             assert (a is None) is (b is None)
             if a is not None:
                 assert_same(a, b, 1e-5)
+    # row kernels of a backward are not there: then torch's ops compute it, which is no failure
     assert len(ran) == 3, "one kernel each"
+    assert "kernel failed" not in capsys.readouterr().err
 
 
 def test_gradients_that_one_node_would_add_in_another_order(hung):
@@ -216,7 +220,10 @@ def test_gradients_that_one_node_would_add_in_another_order(hung):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bits_are_eagers_as_eager_ops(recorded, name, dtype):  # noqa: F811
     xs = leaves(dtype=dtype)
-    want, grads = trained(PROGRAMS[name], xs, wrap=False)
+    try:
+        want, grads = trained(PROGRAMS[name], xs, wrap=False)
+    except NotImplementedError as error:
+        pytest.skip(f"this torch has none: {error}")
     for _ in range(2):
         got, ours = trained(PROGRAMS[name], xs, wrap=True)
         assert_same(got, want, None)

@@ -77,7 +77,7 @@ def _of_all(name: str, reduction: str, dims: int) -> Reduction:
     rule = f"{name}_backward(g, {', '.join(read)})"
     grad = "; ".join([rule, rule, *("none" for _ in read[2:])])
     return Reduction(
-        name, params, "", grad=grad, dims=dims, of_all=True, made=made, eager=eager
+        name, params, "", keeps="x y", grad=grad, dims=dims, of_all=True, made=made, eager=eager
     )  # fmt: skip
 
 
