@@ -89,9 +89,10 @@ TRIES, SKIPS, _GROWTH, _LONGEST = 3, 100, 4, 16
 # _GROWTH times as long whenever it is the same again, up to so many times. Then it is asked until
 # TRIES chains have lost there, or others have gained what so many lose, or so many have begun
 _FIRMEST, _SURE, _MANY = 64, 4, 256
-# A chain that has waited for its kernel a few times is not recorded at all for so many ops: to run
-# it as the ops it was recorded from takes 60 us more than these, in Python
+# A chain that has waited for its kernel a few times is not recorded at all for so many ops, or
+# until any kernel has come: to run it as the ops it was recorded from takes 60 us more, in Python
 WAITED = 24
+_waiting: dict[Node, None] = {}  # what stands for such ops
 ASIDE = "a fused call that gains too little"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
 
@@ -263,7 +264,8 @@ def make_eager(nodes: list[Node], reason: str, ops: int = 0) -> None:
     Once the first does, what it gives is in memory, and with the next a chain would begin, which is
     shorter: each of them would be planned, for some ms, and tried by itself.
 
-    ops: how many, wherever they stand; 0 for as many as it takes, and at some instructions alone.
+    ops: how many, wherever they stand, or until there is news of kernels; 0 for as many as it
+    takes, and at some instructions alone.
     """
     first, root = nodes[0], nodes[0].parent
     assert root is not None
@@ -287,22 +289,41 @@ def make_eager(nodes: list[Node], reason: str, ops: int = 0) -> None:
         if known is not None and known.long and not ops:
             stand.reason, stand.starts = "", Starts()
         stand.key, stand.returns, stand.skips = key, (root, key, known), skips
+        if ops:
+            _waiting[stand] = None
         root.next[key], root.recent = stand, None
 
 
 def skipped(eager: Node) -> None:
     """Count that its op was not recorded, and end what `make_eager` has begun if that is time."""
     eager.skips += 1
-    if eager.skips > SKIPS and eager.returns is not None:
-        before, key, node = eager.returns
-        eager.returns = None
-        table: dict[Any, Node] = before.next if before.starts is None else before.starts
-        if table.get(key) is eager:
-            if node is None:
-                del table[key]
-            else:
-                table[key] = node
-        before.recent = None
+    if eager.skips > SKIPS:
+        _return(eager)
+
+
+def _return(eager: Node) -> None:
+    """Let what `eager` stands for be found again."""
+    _waiting.pop(eager, None)
+    returns, eager.returns = eager.returns, None
+    if returns is None:
+        return
+    before, key, node = returns
+    table: dict[Any, Node] = before.next if before.starts is None else before.starts
+    if table.get(key) is eager:
+        if node is None:
+            table.pop(key, None)
+        else:
+            table[key] = node
+    before.recent = None
+
+
+def end_waits() -> None:
+    """Record the chains again that wait for kernels: one has come, for whichever."""
+    for eager in list(_waiting):  # in any thread: what races is speed
+        _return(eager)
+
+
+compiling.on_news.append(end_waits)
 
 
 def rest(recorder: Recorder) -> None:
