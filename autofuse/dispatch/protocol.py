@@ -63,13 +63,13 @@ def ask_overrides(public_api: Handler, relevant_args: Any, *args: Any, **kwargs:
     torch's function names itself by a global, which may be somebody's patch by now, that calls it.
     One of them, `l1_loss`, names its weight among `relevant_args` alone.
     """
-    if public_api is L1_LOSS and len(relevant_args) > 2 and relevant_args[2] is not None:
-        kwargs["weight"] = relevant_args[2]
     ours = torch_functions_are_on() and any([x.__class__ is Tensor for x in relevant_args])
     if ours and not looked_on():
         for x in relevant_args:
             if x.__class__ is not Tensor and id(x.__class__) not in SIMPLE:
                 return run_any(public_api, known_of(public_api), args, kwargs)
+        if public_api is L1_LOSS and len(relevant_args) > 2 and relevant_args[2] is not None:
+            kwargs["weight"] = relevant_args[2]
         if public_api.__class__ is not FunctionType or not known_of(public_api).own:
             public_api = _behind(public_api, sys._getframe(1))
         return torch_function(public_api, _ONLY, args, kwargs)
