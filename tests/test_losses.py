@@ -14,7 +14,7 @@ from test_reductions import emulated, launched, recorded, recording, table  # no
 
 import autofuse
 from autofuse.ops import losses
-from autofuse.ops.reductions import Over, parts_of
+from autofuse.ops.reductions import Over, components_of
 from autofuse.record import policy
 from support import assert_same, cuda_autocast_on_cpu
 
@@ -266,10 +266,10 @@ def test_a_loss_of_what_a_reduction_gives_is_in_its_kernel(emulated):  # noqa: F
     assert_same(got, F.mse_loss(y, h - h.mean()), 1e-6)
 
 
-def test_parts_are_calls_in_order():
+def test_components_are_calls_in_order():
     over = Over(1)
-    parts = parts_of("m = amax(x); sum(mul(m, x))", over, {})
-    assert [(part.op.name, part.args) for part in parts] == [
+    found = components_of("m = amax(x); sum(mul(m, x))", over, {})
+    assert [(one.op.name, one.args) for one in found] == [
         ("amax", ("x",)), ("mul", (0, "x")), ("sum", (1,)),
     ]  # fmt: skip
-    assert [part.op.keepdim for part in parts if part.op.name != "mul"] == [True, False]
+    assert [one.op.keepdim for one in found if one.op.name != "mul"] == [True, False]

@@ -104,7 +104,7 @@ def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) ->
         return "operands on several devices"
     if not x.flat or 0 in x.shape:
         return "rows that are not contiguous"
-    for meta in affine if op.made else ():
+    for meta in affine if op.components else ():
         if meta.shape != x.shape or not meta.flat or meta.dtype is not x.dtype:
             return "operands of other shapes, strides or dtypes"
     for meta in affine if op.whole else ():  # of others it is a number a row
@@ -144,7 +144,7 @@ def goes_along(tip: Node, node: Node) -> bool:
         if node.rows != tip.rows or len(reduced) > MOST:
             return False
         # a number a row is no weight of columns
-        return bool(node.op.made) or following.isdisjoint(node.args[1:])
+        return bool(node.op.components) or following.isdisjoint(node.args[1:])
     if node.meta.requires_grad and config.recompute == "inputs":
         return False  # it would be computed again from what the rows gave
     shape = tip.rows.shape

@@ -113,7 +113,7 @@ def make_pieces(
 
     processors: as in `scheme_of`.
     """
-    if any(isinstance(step, Reduced) and step.op.made for step in program.steps):
+    if any(isinstance(step, Reduced) and step.op.components for step in program.steps):
         program, places = unfolded(program)
         known = {place: index for index, place in enumerate(places)}
         return tuple([

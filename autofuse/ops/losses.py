@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .reductions import Over, Reduction, is_recordable, parts_of
+from .reductions import Over, Reduction, components_of, is_recordable
 from .row import OPS, Op, composite, is_number, row, spelled
 
 _backward = torch.ops.aten
@@ -72,12 +72,15 @@ def _of_all(name: str, reduction: str, dims: int) -> Reduction:
         "huber_loss": lambda x, y, d: _nn.huber_loss(x, y, how, d),
         LOGITS: lambda x, y: torch.binary_cross_entropy_with_logits(x, y, None, None, how),
     }[name]
-    made = parts_of(f"{reduction}({elements})", Over(dims, True), {"complement": _COMPLEMENT})
+    components = components_of(
+        f"{reduction}({elements})", Over(dims, True), {"complement": _COMPLEMENT}
+    )
     read = [param.partition(":")[0] for param in params.split()]
     rule = f"{name}_backward(g, {', '.join(read)})"
     grad = "; ".join([rule, rule, *("none" for _ in read[2:])])
     return Reduction(
-        name, params, "", keeps="x y", grad=grad, dims=dims, of_all=True, made=made, eager=eager
+        name, params, "", keeps="x y", grad=grad, dims=dims, of_all=True, components=components,
+        eager=eager,
     )  # fmt: skip
 
 

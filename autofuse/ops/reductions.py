@@ -40,7 +40,8 @@ class Reduction(Op):
     statistics: what that saves besides, numbers of a row that torch's op returns after its result.
     grad: as of a row, over these too; `grad.reduced` knows what is called there, which gives the
         gradients of all operands. One without rules has torch's own node.
-    made: the ops that torch makes it of, the last of which gives its result; none if it is one.
+    components: the ops that torch makes it of, the last of which gives its result; none if it is
+        one.
     """
 
     whole: bool = False
@@ -48,7 +49,7 @@ class Reduction(Op):
     dims: int = 1
     of_all: bool = False
     statistics: tuple[Reduction, ...] = ()
-    made: tuple[Part, ...] = ()
+    components: tuple[Component, ...] = ()
 
     def __repr__(self) -> str:
         return f"Reduction({self.name}, {self.params})"
@@ -61,8 +62,8 @@ class Reduction(Op):
     @property
     def reduces(self) -> tuple[str, ...]:
         """What rows are gone through for, in order."""
-        named = [part.op.name for part in self.made if isinstance(part.op, Reduction)]
-        return tuple(named) if self.made else (self.name,)
+        inner = [one.op.name for one in self.components if isinstance(one.op, Reduction)]
+        return tuple(inner) if self.components else (self.name,)
 
     def split(self, shape: Ints) -> tuple[Ints, Ints]:
         """The dimensions of a first operand of `shape`: those of rows, and those in a row."""
@@ -74,11 +75,11 @@ class Reduction(Op):
         return math.prod(rows), math.prod(row)
 
 
-class Part(NamedTuple):
+class Component(NamedTuple):
     """One of the ops that torch makes a reduction of; each rounds as that torch function does."""
 
     op: Op
-    args: tuple[str | int, ...]  # operands of the reduction by name, parts before by position
+    args: tuple[str | int, ...]  # operands of the reduction by name, those before by position
 
 
 class RowsOf(NamedTuple):
@@ -143,13 +144,13 @@ def number_a_row(name: str, over: Over) -> Reduction:
 _NUMBERS = ("sum", "mean", "amax", "amin")
 
 
-def parts_of(text: str, over: Over, rows: Mapping[str, Op]) -> tuple[Part, ...]:
+def components_of(text: str, over: Over, rows: Mapping[str, Op]) -> tuple[Component, ...]:
     """What `text` says that a reduction is made of: calls of reductions, of rows and of `rows`.
 
-    As in an expression of the table, `name = value;` in front names a part. Numbers of rows keep
-    the dimensions of the row, but for the last part.
+    As in an expression of the table, `name = value;` in front names one. Numbers of rows keep the
+    dimensions of the row, but for the last.
     """
-    parts: list[Part] = []
+    found: list[Component] = []
     names: dict[str, int] = {}
     kept = over._replace(keepdim=True)
 
@@ -159,8 +160,8 @@ def parts_of(text: str, over: Over, rows: Mapping[str, Op]) -> tuple[Part, ...]:
         assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name), text
         name, args = tree.func.id, tuple(map(add, tree.args))
         op = number_a_row(name, over) if name in _NUMBERS else rows.get(name) or OPS[name]
-        parts.append(Part(op, args))
-        return len(parts) - 1
+        found.append(Component(op, args))
+        return len(found) - 1
 
     *named, last = ast.parse(text).body
     for statement in named:
@@ -170,7 +171,7 @@ def parts_of(text: str, over: Over, rows: Mapping[str, Op]) -> tuple[Part, ...]:
         names[statement.targets[0].id] = place
     assert isinstance(last, ast.Expr)
     add(last.value, over)
-    return tuple(parts)
+    return tuple(found)
 
 
 @cache
@@ -243,12 +244,12 @@ def _log_of_sum(over: Over) -> Reduction:
     """The logarithm of the sum of a row's exponentials."""
     (dims, _, keepdim), dim = over, over.named
     assert dim is not None
-    made = parts_of(
+    components = components_of(
         "m = finite(amax(x)); add(log(sum(exp(sub(x, m)))), m)", over, {"finite": _FINITE}
     )
     eager = lambda x: torch.logsumexp(x, dim, keepdim)  # noqa: E731
     return Reduction("logsumexp", "x", "", keeps="x out", grad="logsumexp_backward(g, x, out)",
-                     keepdim=keepdim, dims=dims, made=made, eager=eager)  # fmt: skip
+                     keepdim=keepdim, dims=dims, components=components, eager=eager)  # fmt: skip
 
 
 def has_node(op: Reduction, kind: str) -> bool:

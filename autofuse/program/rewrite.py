@@ -21,10 +21,10 @@ def unfolded(program: Program) -> tuple[Program, Ints]:
 
     for step in program.steps:
         args = tuple(map(moved, step.args))
-        if isinstance(step, Reduced) and step.op.made:
+        if isinstance(step, Reduced) and step.op.components:
             first = args[0]
             whole = steps[first].out if first >= 0 else program.inputs[~first]
-            steps += _parts(replace(step, args=args), whole, len(steps))
+            steps += _components(replace(step, args=args), whole, len(steps))
         elif isinstance(step, Statistic):
             steps.append(replace(step, args=args, of=places[step.of]))
         else:
@@ -34,29 +34,29 @@ def unfolded(program: Program) -> tuple[Program, Ints]:
     return replace(program, steps=tuple(steps), outputs=outputs), tuple(places)
 
 
-def _parts(step: Reduced, whole: Spec, start: int) -> list[Step]:
+def _components(step: Reduced, whole: Spec, start: int) -> list[Step]:
     """The steps of which `step`, over rows of `whole`, is made, from position `start` on."""
     op = step.op
     assert isinstance(op, Reduction)
     operands = dict(zip(op.names, step.args, strict=True))
     rows, row = op.split(whole.shape)
-    one = (*rows, *(1 for _ in row))
-    parts: list[Step] = []
+    number = (*rows, *(1 for _ in row))
+    found: list[Step] = []
     numbers: set[int] = set()  # of rows
 
     def read(args: Sequence[str | int]) -> tuple[Ref, ...]:
         return tuple([operands[a] if isinstance(a, str) else start + a for a in args])
 
-    for k, part in enumerate(op.made):
-        reduces = isinstance(part.op, Reduction)
-        if reduces or numbers.issuperset(part.args):  # type: ignore[arg-type]
+    for k, one in enumerate(op.components):
+        reduces = isinstance(one.op, Reduction)
+        if reduces or numbers.issuperset(one.args):  # type: ignore[arg-type]
             numbers.add(k)
-        shape = one if k in numbers else whole.shape
+        shape = number if k in numbers else whole.shape
         out = Spec(step.common, shape, contiguous(shape))
         kind = Reduced if reduces else Pointwise
-        parts.append(kind(part.op, read(part.args), step.common, out))
-    parts[-1] = replace(parts[-1], out=step.out)
-    return parts
+        found.append(kind(one.op, read(one.args), step.common, out))
+    found[-1] = replace(found[-1], out=step.out)
+    return found
 
 
 def straightened(program: Program, row: Ints) -> Program:

@@ -107,7 +107,7 @@ def is_short(nodes: list[Node], results: Sequence[int], device_type: str) -> boo
 def are_alone(nodes: list[Node]) -> bool:
     """Whether these are reductions with nothing to fuse them with: torch's kernels are as fast."""
     return not config.always_fuse and all(
-        isinstance(node.op, Reduction) and not node.op.made for node in nodes
+        isinstance(node.op, Reduction) and not node.op.components for node in nodes
     )
 
 
@@ -161,7 +161,7 @@ def _ops_of(nodes: list[Node], first: int = 0) -> int:
     a join reads from memory is a step of its own here."""
     read = {ref for node in nodes if isinstance(node.op, JoinOp) for ref in node.args}
     return sum(
-        len(node.op.made) or 1 if isinstance(node.op, Reduction) else 1
+        len(node.op.components) or 1 if isinstance(node.op, Reduction) else 1
         for node in nodes[first:]
         if node.base < 0 and not (node.index in read and node.op is OPS["clone"])
     )
