@@ -924,14 +924,15 @@ def test_few_long_rows_leave_other_processors_idle(recorded, monkeypatch):
     """So what takes long is computed before them, by a kernel of its own, and after them."""
     monkeypatch.setattr(autofuse.config, "always_fuse", False)
 
-    def run(m, n, ops, after=0):
+    def run(m, n, ops, after=0, name="mean"):
         x = table(m, n)
+        reduce = lambda y: getattr(torch, name)(y, -1, keepdim=True)  # noqa: E731
         before = flushes().get("narrow rows", 0)
         for _ in range(2):
             y, want = autofuse.wrap(x), x
             for _ in range(ops):
                 y, want = y.sigmoid(), want.sigmoid()
-            y, want = y - y.mean(-1, keepdim=True), want - want.mean(-1, keepdim=True)
+            y, want = y - reduce(y), want - reduce(want)
             for _ in range(after):
                 y, want = y.sigmoid(), want.sigmoid()
             assert_same(autofuse.unwrap(autofuse.materialize(y)), want, None)
@@ -942,6 +943,7 @@ def test_few_long_rows_leave_other_processors_idle(recorded, monkeypatch):
     assert run(100, 60_000, 4) == 2
     assert run(1, 600, 4) == 0 and run(1, 60_000, 0) == 0
     assert run(132, 6_000, 4) == 0, "a row for each processor"
+    assert run(1, 7_500, 2) == 0 and run(1, 7_500, 2, name="logsumexp") == 2, "one pass more"
 
 
 def test_a_loop_of_reductions_has_kernels_of_a_few(recorded):
