@@ -84,13 +84,18 @@ def _of_all(name: str, reduction: str, dims: int) -> Reduction:
     )  # fmt: skip
 
 
+def _is_plain(x: Any, y: Any, options: tuple[Any, ...]) -> bool:
+    """Whether a loss is of elements of its operands alone, without old or rare options."""
+    return all(option is None for option in options) and x.shape == y.shape
+
+
 def _loss(
     name: str, x: Any, y: Any, reduction: str, options: tuple[Any, ...], *width: Any
 ) -> tuple[Op, tuple[Any, ...]] | None:
-    """A loss with none of these old or rare options."""
+    """What a loss is recorded as."""
     if not all(is_number(number) and number > 0 for number in width):
         return None
-    if any(option is not None for option in options) or x.shape != y.shape:
+    if not _is_plain(x, y, options):
         return None
     operands = (x, y, *map(float, width))
     if reduction == "none" and name in OPS:
@@ -139,8 +144,7 @@ def l1_loss(
     input: Any, target: Any, size_average: Any = None, reduce: Any = None,
     reduction: str = "mean", weight: Any = None,
 ) -> torch.Tensor | None:  # fmt: skip
-    options = size_average, reduce, weight
-    if any(option is not None for option in options) or input.shape != target.shape:
+    if not _is_plain(input, target, (size_average, reduce, weight)):
         return None
     if reduction == "none":
         return (input - target).abs()
