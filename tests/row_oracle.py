@@ -4,6 +4,8 @@ Each function takes the row as float32, already rounded to its dtype, and stays 
 from the kernels' text, one thread after another, and apart from what emits ours.
 """
 
+import math
+
 import numpy as np
 from simt import F32, exp, exp_parts, fma, fmax, log
 
@@ -50,46 +52,73 @@ def _fold(values, first, combine):
     return values[0]
 
 
-def reduced(op, row, start, rows, across, vec, correction=1):
+def reduced(op, row, start, rows, across, vec, correction=1, blocks=1):
     """What the reduce kernel makes of a row that begins at element `start` of aligned memory.
 
     rows: how many there are; across: threads x and y of a row; vec: elements of a vector, or 1.
-    correction: of a variance.
+    correction: of a variance. blocks: that share a row.
     """
-    combine = _combined(op)
-    take = (lambda a, x: fma(x, x, a)) if op == "vector_norm" else combine
-    identity, n_slots = F32({"amax": -np.inf, "amin": np.inf}.get(op, 0)), 4
+    combine, n, threads = _combined(op), len(row), math.prod(across)
+    nothing = (ZERO,) * 3 if op in ("var", "std") else F32({"amax": -np.inf, "amin": np.inf}.get(op, 0))
+    combine = _moments_of_both if op in ("var", "std") else combine
+    left = []
+    for first in range(0, blocks * threads, threads):
+        found = [
+            _of_thread(op, row, start, t, first, blocks * threads, vec, nothing, combine)
+            for t in range(threads)
+        ]
+        left.append(_along_y(_along_x(found, across, combine), combine))
+    (total, *_) = left
+    if blocks > 1:
+        found = [nothing] * threads
+        for k, value in enumerate(left):
+            found[k % threads] = combine(found[k % threads], value)
+        width = across[0]
+        columns = [_along_y(found[x::width], combine) for x in range(width)]
+        (total,) = _along_x(columns, (width, 1), combine)
     if op in ("var", "std"):
-        combine, take, identity, n_slots = _moments_of_both, _moments, (ZERO,) * 3, 2
+        _, second, count = total
+        total = F32(second / F32(count - F32(correction))) if count > correction else F32(np.nan)
+    if op == "mean":
+        total = F32(total * F32(F32(rows) / F32(rows * n)))
+    return F32(np.sqrt(total)) if op in ("vector_norm", "std") else total
+
+
+def _of_thread(op, row, start, t, first, step, vec, nothing, combine):
+    """Of the elements of thread t, of groups t + first, one `step` further, and so on."""
+    n, n_slots = len(row), 4
+    take = (lambda a, x: fma(x, x, a)) if op == "vector_norm" else combine
+    if op in ("var", "std"):
+        take, n_slots = _moments, 2
+    if vec == 1:
+        slots = [nothing] * n_slots
+        for k, at in enumerate(range(t + first, n, step)):
+            slots[k % n_slots] = take(slots[k % n_slots], row[at])
+    else:
+        slots = [nothing] * vec
+        shift = start % vec
+        begin, end = 0, n
+        if shift:
+            begin, end = -shift, n + shift
+            if shift <= t < vec and not first:
+                slots[0] = take(slots[0], row[begin + t])
+            begin, end = begin + vec, end - vec
+        at = t + first
+        while at * vec + vec - 1 < end:
+            for k in range(vec):
+                slots[k] = take(slots[k], row[begin + at * vec + k])
+            at += step
+        at = end - end % vec + t
+        if at < end and not first:
+            slots[0] = take(slots[0], row[begin + at])
+    value = slots[0]
+    for other in slots[1:]:
+        value = combine(value, other)
+    return value
+
+
+def _along_x(found, across, combine):
     width, height = across
-    threads, n = width * height, len(row)
-    found = []
-    for t in range(threads):
-        if vec == 1:
-            slots = [identity] * n_slots
-            for k, at in enumerate(range(t, n, threads)):
-                slots[k % n_slots] = take(slots[k % n_slots], row[at])
-        else:
-            slots = [identity] * vec
-            shift = start % vec
-            begin, end = 0, n
-            if shift:
-                begin, end = -shift, n + shift
-                if shift <= t < vec:
-                    slots[0] = take(slots[0], row[begin + t])
-                begin, end = begin + vec, end - vec
-            at = t
-            while at * vec + vec - 1 < end:
-                for k in range(vec):
-                    slots[k] = take(slots[k], row[begin + at * vec + k])
-                at += threads
-            at = end - end % vec + t
-            if at < end:
-                slots[0] = take(slots[0], row[begin + at])
-        value = slots[0]
-        for other in slots[1:]:
-            value = combine(value, other)
-        found.append(value)
     by_y = []
     for y in range(height):
         line = found[y * width : (y + 1) * width]
@@ -98,17 +127,15 @@ def reduced(op, row, start, rows, across, vec, correction=1):
             line = [combine(line[x], line[x + apart]) for x in range(apart)]
             apart //= 2
         by_y.append(_fold(line, min(width, 32) // 2, combine))
-    apart = height // 2
+    return by_y
+
+
+def _along_y(by_y, combine):
+    apart = len(by_y) // 2
     while apart:
         by_y = [combine(by_y[y], by_y[y + apart]) for y in range(apart)]
         apart //= 2
-    total = by_y[0]
-    if op in ("var", "std"):
-        _, second, count = total
-        total = F32(second / F32(count - F32(correction))) if count > correction else F32(np.nan)
-    if op == "mean":
-        total = F32(total * F32(F32(rows) / F32(rows * n)))
-    return F32(np.sqrt(total)) if op in ("vector_norm", "std") else total
+    return by_y[0]
 
 
 def _block(values, nothing, combine):

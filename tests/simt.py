@@ -209,7 +209,7 @@ class Translation:
             for instruction in block.instructions:
                 self.names[id(instruction)] = f"v{len(self.names)}"
         params = "".join(f", a{k}" for k in range(len(function.args)))
-        self.line(0, f"def thread(memory, tid, ctaid{params}):")
+        self.line(0, f"def thread(memory, tid, ctaid, nctaid{params}):")
         self.line(1, "block = 0")
         self.line(1, "while True:")
         self.blocks = blocks
@@ -297,7 +297,7 @@ class Translation:
         symbol = callee.name
         if symbol.startswith("llvm.nvvm.read.ptx.sreg."):
             register = symbol.rpartition("sreg.")[2]
-            return {"tid.x": "tid", "ctaid.x": "ctaid", "tid.z": "0"}[register]
+            return {"tid.x": "tid", "ctaid.x": "ctaid", "nctaid.x": "nctaid", "tid.z": "0"}[register]
         if symbol == "llvm.nvvm.barrier0":
             return "yield None"
         if symbol == "llvm.nvvm.shfl.sync.i32":
@@ -384,7 +384,9 @@ def run(source, blocks, params, buffers=None, memory=None):
     with np.errstate(all="ignore"):
         for block in range(blocks):
             memory.shared = {}
-            threads = [thread(memory, tid, block, *params) for tid in range(source.rows.block)]
+            threads = [
+                thread(memory, tid, block, blocks, *params) for tid in range(source.rows.block)
+            ]
             _run_block(threads)
 
 

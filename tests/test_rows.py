@@ -17,7 +17,7 @@ from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of, unv
 from autofuse.kernel.source import Source
 from autofuse.ops import reductions
 from autofuse.ops.arithmetic import OPS
-from autofuse.program.program import CONST, Output, Pointwise, Program, Reduced, Spec, Statistic
+from autofuse.program.program import CONST, LEFT, Output, Pointwise, Program, Reduced, Spec, Statistic
 
 H200 = (132, 2048)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -59,31 +59,31 @@ def program_of(inputs, steps, *live, consts=0):
 
 
 def execute(program, tensors, consts=(), unaligned=False):
-    """The outputs of a program of one row kernel, by running its threads.
+    """The outputs of a program of row kernels, by running their threads.
 
     tensors: views of memory that begins at a multiple of 16, at their storage_offset.
     """
-    (piece,) = make_pieces(program, "cuda", H200)
-    piece = unvectorised(piece) if unaligned else piece
-    source = source_of(piece.plan, "sm_90")
-    assert Source.from_json(source.to_json()) == source
-    count, blocks, threads = launch_of(piece)
-    assert threads == source.rows.block
     outs = {}
-    for step in piece.stores:
-        spec = program.steps[step].out
-        outs[step] = torch.full(spec.shape, float("nan"), dtype=DTYPES[spec.code])
-    buffers, pointers = {}, []
-    for ref in (*piece.loads, *piece.stores):
-        tensor = outs[ref] if ref >= 0 else tensors[~ref]
-        base = (ref + 1 if ref >= 0 else 1000 + ~ref) << 32
-        whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-        raw = whole.view(torch.int16) if tensor.dtype != torch.float32 else whole
-        buffers[base] = raw.numpy().view(np.uint8)
-        pointers.append(base + tensor.storage_offset() * tensor.element_size())
-    numbers = [F32(consts[k]) for k in piece.consts]
-    run(source, blocks, [*pointers, *numbers, count, *piece.numbers], buffers)
-    return outs
+    for piece in make_pieces(program, "cuda", H200):
+        piece = unvectorised(piece) if unaligned else piece
+        source = source_of(piece.plan, "sm_90")
+        assert Source.from_json(source.to_json()) == source
+        count, blocks, threads = launch_of(piece)
+        assert threads == source.rows.block
+        for step in piece.stores:
+            spec = Spec("f32", (piece.left,), (1,)) if piece.left else program.steps[step].out
+            outs[step] = torch.full(spec.shape, float("nan"), dtype=DTYPES[spec.code])
+        buffers, pointers = {}, []
+        for ref in (*piece.loads, *piece.stores):
+            tensor = outs[ref] if ref >= 0 else tensors[~ref]
+            base = (ref + 1 if ref >= 0 else LEFT // 2 + ~ref) << 32
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            raw = whole.view(torch.int16) if tensor.dtype != torch.float32 else whole
+            buffers[base] = raw.numpy().view(np.uint8)
+            pointers.append(base + tensor.storage_offset() * tensor.element_size())
+        numbers = [F32(consts[k]) for k in piece.consts]
+        run(source, blocks, [*pointers, *numbers, count, *piece.numbers], buffers)
+    return {step: out for step, out in outs.items() if step < LEFT}
 
 
 def random(code, *shape, seed=0):
@@ -119,6 +119,27 @@ def test_reduce_kernel_in_torchs_order(name, code):
             for k, row in enumerate(floats(x))
         ]
         assert_bits(got, want, code)
+
+
+# one row and several, whole vectors and not, and one that two kernels index otherwise
+@pytest.mark.parametrize(("m", "n"), [(1, 131072), (1, 131072 + 7), (3, 131072 + 2)])
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "vector_norm", "std"])
+def test_rows_that_several_blocks_share(name, m, n):
+    code = "bf16" if n % 8 == 0 else "f32"
+    x = random(code, m, n)
+    op, own, shape, _ = reduced_by(name, ~0, (m, 1), code)
+    steps = [(OPS["neg"], (~0,), (m, n), code), (op, (0, *own[1:]), shape, code),
+             (OPS["abs"], (1,), shape, code)]  # fmt: skip
+    program = program_of([view(code, m, n)], steps, 1, 2, consts=1)
+    got = execute(program, [x], [1.0])
+    scheme = scheme_of(name, m, n, x.element_size(), H200)
+    assert scheme.blocks > 1
+    want = [
+        row_oracle.reduced(name, row, k * n, m, scheme.across, scheme.vec, 1, scheme.blocks)
+        for k, row in enumerate(-floats(x))
+    ]
+    assert_bits(got[1], want, code)
+    assert_bits(got[2], np.abs(want), code)
 
 
 @pytest.mark.parametrize("correction", [0.0, 1.0, 2.5, 6.0])
@@ -591,7 +612,6 @@ def test_kernels_compile(code):
 
 def test_what_no_row_kernel_does():
     assert "less than two" in scheme_of("sum", 8, 1, 4, H200)
-    assert "several blocks" in scheme_of("sum", 1, 1 << 24, 4, H200)
     assert "where they begin" in scheme_of("softmax", 8, 9217, 4, H200)
     assert "32 bits" in scheme_of("softmax", 1 << 22, 1024, 4, H200)
     assert "32 bits" in scheme_of("sum", 600, 1 << 20, 4, H200)  # torch sums its halves

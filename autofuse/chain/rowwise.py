@@ -49,15 +49,20 @@ def infer_rows(
     reason = _reason(op, x, affine, device) or _ungraded(op, views, device, tip)
     if reason:
         return reason
-    threads = set[int]()
+    found = set[tuple[int, int]]()
     for name in op.reduces:
         scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors)
         if isinstance(scheme, str):
             return f"{scheme}, as {name} takes them"
-        threads.add(scheme.threads)
-    if len(threads) > 1:
+        found.add((scheme.threads, scheme.blocks))
+    if len(found) > 1:
         return "rows that torch gives other numbers of threads for each of its steps"
-    rows = RowsOf(tuple(x.shape), op.dims, *threads)
+    ((threads, blocks),) = found
+    rows = RowsOf(tuple(x.shape), op.dims, threads, blocks)
+    # of which nothing is known before all blocks are done
+    apart = len(op.reduces) > 1 or (op.name in MOMENTS and _has_graph(tip, views))
+    if blocks > 1 and apart:
+        return "rows that several blocks share"
     shape = rows.shape
     if not op.whole:
         shape, row = op.split(shape)
@@ -74,8 +79,8 @@ def infer_rows(
             return "numbers of rows of the same shape as a row"
     dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
     meta = make_meta(dtype, shape, contiguous(shape), device, _has_graph(tip, views))
-    found = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
-    return found, rows
+    made = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
+    return made, rows
 
 
 def _read_by(
@@ -143,6 +148,8 @@ def goes_along(tip: Node, node: Node) -> bool:
                    for name in known.op.reduces]  # fmt: skip
         if node.rows != tip.rows or len(reduced) > MOST:
             return False
+        if node.rows.blocks > 1:
+            return following.isdisjoint(node.args)
         # a number a row is no weight of columns
         return bool(node.op.components) or following.isdisjoint(node.args[1:])
     if node.meta.requires_grad and config.recompute == "inputs":
@@ -162,6 +169,8 @@ def goes_along(tip: Node, node: Node) -> bool:
         else:
             allowed = (shape, meta.shape)
         if tuple(node.meta.shape) not in allowed:
+            return False
+        if tip.rows.blocks > 1 and node.meta.shape == shape:
             return False
     if tip.rows.dims == 1:
         return True

@@ -15,6 +15,7 @@ from ..run.words import (
     LAUNCH,
     MADE,
     OUTPUTS,
+    OWNED,
     PLACES,
     POINTERS,
     RUNS,
@@ -199,7 +200,7 @@ def ran_kernels(chain: Chain, program: Words, words):
     if went == 0:
         return 0
     if program.attach is not None:
-        made = words[MADE]
+        made = words[OWNED]
         args = words[ARGUMENTS]
         args[0] = chain.inputs
         args[1] = chain.consts

@@ -20,6 +20,9 @@ MOMENTS = ("var", "std")
 # sums over a row of which their gradients are made; the dot is of products with a number of the row
 NORM_SUMS = ("norm_sum", "norm_dot")
 SOFT_SUM = "softmax_sum"
+# how many numbers each of the blocks that share a row leaves to what combines them, if not one; of
+# a mean the second is its factor
+PARTIAL = {"mean": 2, **dict.fromkeys(MOMENTS, 3)}
 _THREADS = 512  # of a block of the reduce kernel, at most
 _VECTORISED = 128  # elements of a reduction from which its kernel reads vectors
 _SOFTMAX_THREADS = 1024  # of a block of a softmax kernel that gives a row one...
@@ -164,10 +167,11 @@ class Scheme:
     across: tuple[int, int]
     vec: int
     uneven: bool
+    blocks: int = 1  # that share a row
 
     @property
     def threads(self) -> int:
-        """Of a row."""
+        """Of a row, or of a block's share of it."""
         return self.across[0] * self.across[1]
 
 
@@ -204,6 +208,5 @@ def scheme_of(
         return "more bytes than torch's kernels count in 32 bits"
     vec = vector_of(op, itemsize)
     division = division_of(rows, columns, (1, columns), 0, itemsize, vec, *processors)
-    if division.grid[1] > 1:
-        return "rows that several blocks share"
-    return Scheme("reduce", division.across, division.vec, columns % division.vec > 0)
+    uneven = columns % division.vec > 0
+    return Scheme("reduce", division.across, division.vec, uneven, division.grid[1])

@@ -97,6 +97,7 @@ class Piece:
     offsets: Ints  # bytes from where the memory of each load and store begins to the first element
     numel: int  # elements of the loop
     numbers: Ints  # sizes of the inner axes, then strides of the STRIDED axes
+    left: int = 0  # blocks, where each leaves a float32 to the next kernel with each of its stores
 
 
 def make_pieces(program: Program, device: str) -> tuple[Piece, ...]:

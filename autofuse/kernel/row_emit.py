@@ -38,6 +38,8 @@ class _Reductions(RowThreads):
         """A stage: `values` get what it finds."""
         if stage.kernel == "reduce":
             found = self._reduce_kernel(stage)
+        elif stage.kernel == "blocks":
+            found = self._of_blocks(stage)
         elif stage.op in SOFT:
             found = self._softmax(stage)
         elif stage.op in NORMS:
@@ -85,13 +87,31 @@ class _Reductions(RowThreads):
         for at in range(size, len(state), size):
             value = self._combine(op, value, state[at : at + size])
         value = self._across(stage, value)
-        return self.given([self._result(stage, value)])
+        if self.rows.shared:
+            return [*value, self._factor()] if op == "mean" else value
+        return self.given([self._result(stage, value, self._factor)])
 
-    def _result(self, stage: Stage, state: State) -> Any:
-        """The number of the row."""
+    def _of_blocks(self, stage: Stage) -> State:
+        """The end of it, where several blocks have a row, from what each of them has left."""
+        nothing = list(map(self.f, _NOTHING.get(stage.op, [0.0])))
+
+        def left(block: Any) -> State:
+            (found,) = self.call(stage.part, self.lanes(stage.part, block, 1, -1))
+            return [value.ir for value in found]
+
+        def body(block: Any, state: State) -> State:
+            return self._combine(stage.op, state, left(block)[: len(state)])
+
+        inside = lambda block: self.builder.icmp_unsigned("<", block, self.columns)  # noqa: E731
+        value = self.each(self.first, self.apart, inside, nothing, body)
+        value = self._across(stage, value)
+        return self.given([self._result(stage, value, lambda: left(self.word(0))[-1])])
+
+    def _result(self, stage: Stage, state: State, factor: Callable[[], Any]) -> Any:
+        """The number of the row; factor: what a mean is multiplied by."""
         op, value = stage.op, state[0]
         if op == "mean":
-            return self.do("mul", value, self._factor())
+            return self.do("mul", value, factor())
         if op in MOMENTS:
             _, second, count = state
             correction, zero = self.consts[stage.scalar], self.f(0.0)
@@ -116,6 +136,7 @@ class _Reductions(RowThreads):
         builder, word, part = self.builder, self.word, stage.part
         vec, op, thread = stage.walk.vec, stage.op, self.index(self.thread)
         slot = len(state) // vec
+        ours = builder.icmp_unsigned("==", self.turn, word(0))  # others have what is between
         begin = builder.mul(self.row, self.columns)
         if stage.origin >= 0:
             size = ITEMSIZE[self.source.loads[stage.origin].code]
@@ -128,7 +149,7 @@ class _Reductions(RowThreads):
             builder.icmp_unsigned(">=", thread, shift),
             builder.icmp_unsigned("<", thread, word(vec)),
         )
-        head = builder.and_(head, shifted)
+        head = builder.and_(builder.and_(head, shifted), ours)
 
         def one(state: State, inside: Any, column: Any) -> State:
             column = builder.select(inside, column, word(0))
@@ -146,12 +167,14 @@ class _Reductions(RowThreads):
             return take(state, self.elements(part, column, vec, -1), -1)
 
         inside = lambda group: builder.icmp_unsigned("<", group, whole)  # noqa: E731
-        state = self.each(thread, word(self.rows.threads), inside, state, body)
+        state = self.each(self.first, self.apart, inside, state, body)
         column = builder.add(builder.add(before, builder.mul(whole, word(vec))), thread)
-        return one(state, builder.icmp_unsigned("<", column, self.columns), column)
+        behind = builder.and_(builder.icmp_unsigned("<", column, self.columns), ours)
+        return one(state, behind, column)
 
     def _across(self, stage: Stage, state: State) -> State:
-        """The first thread of the row gets what all have: along x, then along y."""
+        """The first thread of the row gets what all have: along x, then along y; of blocks along y
+        first."""
         op, (width, height), block = stage.op, stage.across, self.rows.block
         builder, combine = self.builder, partial(self._combine, op)
         x = builder.and_(self.thread, I32(width - 1))
@@ -177,18 +200,30 @@ class _Reductions(RowThreads):
                 first //= 2
             return state
 
-        if width > WARP:
-            self.share(block * len(state))
-            state = halve(state, self.tid, x, width // 2, WARP, 1)
-        state = self.down(state, min(width, WARP) // 2, combine)
-        if height > 1:
-            if width > WARP and op in MOMENTS:  # six of them would have more than a block may
+        shares = 0
+
+        def room() -> None:
+            nonlocal shares
+            shares += 1
+            if shares > 1 and op in MOMENTS:  # six of them would have more than a block may
                 self.sync()
             else:
                 self.share(block * len(state))
+
+        def along_x(state: State) -> State:
+            if width > WARP:
+                room()
+                state = halve(state, self.tid, x, width // 2, WARP, 1)
+            return self.down(state, min(width, WARP) // 2, combine)
+
+        def along_y(state: State) -> State:
+            if height == 1:
+                return state
+            room()
             y = builder.lshr(self.thread, I32(width.bit_length() - 1))
-            state = halve(state, self.tid, y, height // 2, 1, width)
-        return state
+            return halve(state, self.tid, y, height // 2, 1, width)
+
+        return along_x(along_y(state)) if stage.kernel == "blocks" else along_y(along_x(state))
 
     def _softmax(self, stage: Stage) -> State:
         """SoftMax.cu: PersistentSoftmax.cuh for a warp, cunn_SoftMaxForwardReg for a block."""

@@ -42,6 +42,7 @@ class RowThreads(Exchanges):
         parts = [part for stage in self.rows.stages for part in (stage.part, *stage.after)]
         parts += [self.rows.columns] if self.rows.columns is not None else []
         self.functions = {id(p): f for p, f in zip(parts, functions, strict=True)}
+        self.turn: Any = self.word(0)  # the block's number among those of its row
         self.values: list[Value] = []  # of the row
         # in registers: operands of stages and shares of softmax, of each element of the thread
         self.found: dict[int, list[Value]] = {}
@@ -59,6 +60,17 @@ class RowThreads(Exchanges):
         own = builder.lshr(tid, I32(rows.threads.bit_length() - 1))
         self.own = own  # row of the block
         block = self.index(special_register(builder, "ctaid.x"))
+        # of the row's groups: the thread's first, and how far from there its next is
+        self.first, self.apart = self.index(self.thread), word(rows.threads)
+        if rows.shared:
+            blocks = self.index(special_register(builder, "nctaid.x"))
+            blocks = builder.udiv(blocks, self.count)
+            row = builder.udiv(block, blocks)
+            self.turn = builder.sub(block, builder.mul(row, blocks))
+            further = builder.mul(self.turn, self.apart)
+            self.first = builder.add(self.first, further)
+            self.apart = builder.mul(self.apart, blocks)
+            block = row
         row = builder.add(builder.mul(block, word(rows.together)), self.index(own))
         self.live = builder.icmp_unsigned("<", row, self.count)
         # threads of no row go along with the last one: there are barriers
@@ -79,7 +91,7 @@ class RowThreads(Exchanges):
                     place = len(self.source.loads) + k
                     code = self.source.stores[k].code
                     bits = self.element.storable(self.values[value], code)
-                    builder.store(bits, self._at(place, word(0)))
+                    builder.store(bits, self._at(place, self.turn))
 
     def reduce(self, stage: Stage) -> None:
         """A stage: `values` get what it finds."""
@@ -285,15 +297,14 @@ class RowThreads(Exchanges):
         take: of state, the elements and the number of the group, by `cycle` where there are many.
         """
         builder, word, walk = self.builder, self.word, stage.walk
-        threads, vec, groups = self.rows.threads, walk.vec, self.groups(walk)
-        first = self.index(self.thread)
+        vec, groups = walk.vec, self.groups(walk)
         if not walk.held:
 
             def body(group: Any, state: State) -> State:
                 for k in range(cycle):
                     inside, at = None, group
                     if k:
-                        at = builder.add(group, word(k * threads))
+                        at = builder.add(group, builder.mul(self.apart, word(k)))
                         inside = builder.icmp_unsigned("<", at, groups)
                         at = builder.select(inside, at, word(0))
                     elements = self.elements(stage.part, builder.mul(at, word(vec)), vec, -1)
@@ -301,7 +312,8 @@ class RowThreads(Exchanges):
                 return state
 
             inside = lambda group: builder.icmp_unsigned("<", group, groups)  # noqa: E731
-            return self.each(first, word(threads * cycle), inside, state, body)
+            step = builder.mul(self.apart, word(cycle))
+            return self.each(self.first, step, inside, state, body)
         places = [self.held(walk, groups, k) for k in range(walk.held)]
         found = self.found.get(KEPT + 2 * self.stage)
         if found is None:

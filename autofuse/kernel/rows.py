@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from .. import layout
 from ..layout import Ints
-from ..program.program import CONST, Program, Reduced, Ref, Spec, Statistic
-from ..program.rewrite import straightened, unfolded
+from ..program.program import CONST, LEFT, Program, Reduced, Ref, Spec, Statistic
+from ..program.rewrite import combining, straightened, unfolded
 from ..program.walk import needed
 from . import plan as pointwise
 from . import text
-from .division import Scheme, scheme_of
+from .division import PARTIAL, Scheme, scheme_of
 from .plan import Line, Piece, Plan, axes_of
 from .row_finish import STATISTICS, finish
 from .source import (
@@ -100,7 +100,7 @@ def launch_of(piece: Piece) -> tuple[int, int, int]:
     plan = piece.plan
     if isinstance(plan, RowPlan):
         count = piece.numel // piece.numbers[plan.rank - 2]
-        return count, -(-count // plan.rows.together), plan.rows.block
+        return count, piece.left or -(-count // plan.rows.together), plan.rows.block
     count = piece.numel if plan.rank == 1 else piece.numel // plan.lanes
     groups = -(-piece.numel // plan.lanes)
     return count, -(-groups // THREADS_PER_BLOCK), THREADS_PER_BLOCK
@@ -111,14 +111,15 @@ def make_pieces(
 ) -> tuple[Piece, ...]:
     """The kernels that compute the outputs of `program`, with reductions or without.
 
-    processors: as in `scheme_of`.
+    Where several blocks share a row, another kernel combines what they have found. processors: as
+    in `scheme_of`.
     """
     if any(isinstance(step, Reduced) and step.op.components for step in program.steps):
         program, places = unfolded(program)
         known = {place: index for index, place in enumerate(places)}
         return tuple([
-            replace(piece, stores=tuple([known[k] for k in piece.stores]),
-                    loads=tuple([known[ref] if ref >= 0 else ref for ref in piece.loads]))
+            replace(piece, stores=tuple([known.get(k, k) for k in piece.stores]),
+                    loads=tuple([known.get(ref, ref) for ref in piece.loads]))
             for piece in make_pieces(program, device, processors)
         ])  # fmt: skip
     steps = program.steps
@@ -128,19 +129,37 @@ def make_pieces(
         return pointwise.make_pieces(program, device)
     first = steps[reduced[0]]
     shape = _spec(program, first.args[0]).shape
+    rows, columns = first.op.count(shape)
+    schemes = {}
+    for index in reduced:
+        step = steps[index]
+        size = ITEMSIZE[_spec(program, step.args[0]).code]
+        schemes[index] = scheme = scheme_of(step.op.name, rows, columns, size, processors)
+        assert isinstance(scheme, Scheme), scheme
+    (blocks,) = {scheme.blocks for scheme in schemes.values()}
     following = followers(program)
     ours = [
         output
         for output in program.outputs
-        if output.step in following or steps[output.step].out.shape == shape
+        if output.step in following or (blocks == 1 and steps[output.step].out.shape == shape)
     ]
     others = tuple(output for output in program.outputs if output not in ours)
     pieces = pointwise.make_pieces(replace(program, outputs=others), device) if others else ()
     row_program = replace(program, outputs=tuple(ours))
-    rows, row = first.op.split(shape)
+    outer, row = first.op.split(shape)
+    shape = (*outer, columns)
     if len(row) > 1:
-        row_program, shape = straightened(row_program, row), (*rows, layout.numel(row))
-    return (*pieces, _RowPiece(row_program, shape, following, processors).piece())
+        row_program = straightened(row_program, row)
+    if blocks == 1:
+        return (*pieces, _RowPiece(row_program, shape, following, schemes).piece())
+    part = _RowPiece(row_program, shape, following, schemes, blocks).piece()
+    left = {index: PARTIAL.get(steps[index].op.name, 1) for index in reduced}
+    combines = combining(row_program, left, (*outer, blocks))
+    ends = {k: Scheme("blocks", scheme.across, 1, False) for k, scheme in schemes.items()}
+    end = _RowPiece(combines, (*outer, blocks), following, ends).piece()
+    known = len(row_program.inputs)
+    loads = tuple([ref if ~ref < known else LEFT + ~ref - known for ref in end.loads])
+    return (*pieces, part, replace(end, loads=loads))
 
 
 def unvectorised(piece: Piece) -> Piece:
@@ -166,13 +185,14 @@ def _spec(program: Program, ref: Ref) -> Spec:
 
 
 class _RowPiece:
-    """The making of one row kernel."""
+    """The making of one row kernel; blocks: that share a row, of which each leaves its part."""
 
     def __init__(
-        self, program: Program, shape: Ints, following: set[int], processors: tuple[int, int]
-    ) -> None:
+        self, program: Program, shape: Ints, following: set[int], schemes: dict[int, Scheme],
+        blocks: int = 1,
+    ) -> None:  # fmt: skip
         self.program, self.steps, self.shape = program, program.steps, shape
-        self.processors = processors
+        self.schemes, self.blocks = schemes, blocks
         self.args = [step.args for step in program.steps]
         # what a number of a row is computed from once its row is reduced: from statistics alone
         self.finishing = [
@@ -185,25 +205,18 @@ class _RowPiece:
         self.inverted: list[bool] = []
         self.functions: list[Plan] = []
         self.values: dict[tuple[int, int], int] = {}  # of the row, by step and which of its own
-        self.schemes: dict[int, Scheme] = {}
         self.walks: list[Walk] = []  # of stages
         wanted = set(needed(self.args, program.live))
         self.reduced = [k for k in sorted(wanted) if isinstance(self.steps[k], Reduced)]
         self.statistics = {k: x for k, x in enumerate(self.steps) if isinstance(x, Statistic)}
         self.numbers = [  # steps that give one number a row, and follow from a reduction
             k for k in sorted((wanted & following) - self.statistics.keys())
-            if self.steps[k].out.shape != shape
+            if self.steps[k].out.shape != shape and blocks == 1
         ]  # fmt: skip
 
     def piece(self) -> Piece:
         steps, shape = self.steps, self.shape
         rows, columns = layout.numel(shape[:-1]), shape[-1]
-        for index in self.reduced:
-            step = steps[index]
-            code = _spec(self.program, step.args[0]).code
-            scheme = scheme_of(step.op.name, rows, columns, ITEMSIZE[code], self.processors)
-            assert isinstance(scheme, Scheme), scheme
-            self.schemes[index] = scheme
         (threads,) = {scheme.threads for scheme in self.schemes.values()}
         drafts = [self._stage(index, columns) for index in self.reduced]
         whole = [k for k in self.program.live if steps[k].out.shape == shape]
@@ -211,9 +224,15 @@ class _RowPiece:
         last = drafts[-1]
         walk = Walk(1, 0, False) if last.uneven else last.walk
         columns_part = self._part(whole, shape, walk) if whole else None
-        kept = [k for k in self.program.live if k not in whole]
-        stores = [(k, steps[k].out, shape) for k in whole]
-        stores += [(k, steps[k].out, steps[k].out.shape) for k in kept]
+        if self.blocks > 1:
+            space = (*shape[:-1], self.blocks)
+            left, values = Spec("f32", space, layout.contiguous(space)), [*range(len(self.values))]
+            stores = [(LEFT + k, left, space) for k in values]
+        else:
+            kept = [k for k in self.program.live if k not in whole]
+            values = [self.values[k, 0] for k in kept]
+            stores = [(k, steps[k].out, shape) for k in whole]
+            stores += [(k, steps[k].out, steps[k].out.shape) for k in kept]
         sizes, walks = self._walks([*self.loads, *((spec, space) for _, spec, space in stores)])
         specs = [self._read(ref) for ref, _ in self.loads] + [spec for _, spec, _ in stores]
         operands = [
@@ -257,7 +276,8 @@ class _RowPiece:
                 walk=walk,
                 columns=columns_part,
                 ahead=self._is_ahead(columns_part, stages[0], walk),
-                values=tuple(self.values[k, 0] for k in kept),
+                values=tuple(values),
+                shared=self.blocks > 1,
                 aligned=aligned,
             ),
         )
@@ -275,6 +295,7 @@ class _RowPiece:
             stores=tuple(k for k, _, _ in stores),
             numel=layout.numel(shape),
             numbers=(*sizes[1:], *strides),
+            left=rows * self.blocks if self.blocks > 1 else 0,
         )
 
     def _anchors(self, index: int) -> set[Ref]:
@@ -297,7 +318,7 @@ class _RowPiece:
             spec = what if isinstance(what, Spec) else self._read(what)
             walk = layout.expand(spec.shape, spec.stride, space)
             walks.append(walk if len(space) == len(shape) else (*walk, 0))
-            if space != shape and len(space) == len(shape):
+            if space != shape and len(space) == len(shape) and space[-1] == 1:
                 walks[-1] = (*walk[:-1], 0)
         order = layout.contiguous(shape[:-1])
         sizes, merged = layout.collapse(shape[:-1], [order, *(walk[:-1] for walk in walks)])
@@ -333,15 +354,18 @@ class _RowPiece:
 
     def _stage(self, index: int, columns: int) -> Stage:
         step, scheme = self.steps[index], self.schemes[index]
-        (operand, *_), op = step.args, step.op
+        operands, op = [arg for arg in step.args if arg < CONST], step.op
+        operand = operands[0]
         before = self.walks[-1] if self.walks else None
         if before is not None and before.held and before.vec == scheme.vec:
             walk = before
             part = self._part([operand], self.shape, walk)
         else:
-            part = self._part([operand], self.shape)
+            of_blocks = scheme.kernel == "blocks"
+            part = self._part(operands if of_blocks else [operand], self.shape)
             walk = self._walk(scheme.vec, columns, scheme.threads, part)
-            walk = Walk(scheme.vec, 0, False) if scheme.uneven else walk
+            if scheme.uneven or of_blocks or self.blocks > 1:
+                walk = Walk(scheme.vec, 0, False)
         self.walks.append(walk)
         scalars = [arg - CONST for arg in step.args if arg >= CONST]
         scalar = self._const(*scalars, "f32", False) if scalars else -1
@@ -352,7 +376,8 @@ class _RowPiece:
                 self.loads.append(key)
             factor = self.loads.index(key)
         first = len({*self.values.values()})  # a statistic that is stored has two keys
-        for which in range(STATISTICS.get(op.name, 1)):
+        counts = STATISTICS if self.blocks == 1 else PARTIAL
+        for which in range(counts.get(op.name, 1)):
             self.values[index, -1 - which] = first + which
         own = [(k, found.which) for k, found in self.statistics.items() if found.of == index]
         self.values.update(((k, 0), first + which) for k, which in own)
@@ -439,8 +464,7 @@ class _RowPiece:
                     lines.append(Line(op, (read(shares, "f32", UNIT),), "f32", step.out.code))
                     continue
                 names = op.names[: len(op.names) - len(values)]
-                own_args = dict(zip(step.op.names, step.args, strict=True))
-                refs = [local(own_args[name]) for name in names]
+                refs = [local(step.args[step.op.names.index(name)]) for name in names]
                 refs += [read(~value, "f32", BROADCAST) for value in values]
                 lines.append(Line(op, tuple(refs), "f32", step.out.code))
                 continue

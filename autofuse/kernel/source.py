@@ -78,6 +78,7 @@ class Rows:
     columns: Part | None  # gives what the first stores take
     ahead: bool  # whether what only that reads of a row is loaded before the first stage
     values: Ints  # of the row, for the other stores
+    shared: bool  # by several blocks, which store what each has found
     aligned: tuple[bool, ...]  # of each operand: whether vectors of it can be moved as such
 
     @property

@@ -88,6 +88,7 @@ class RowsOf(NamedTuple):
     shape: Ints  # of all of them
     dims: int  # how many of these, the last ones, a row lies along
     threads: int  # of each
+    blocks: int  # ...and blocks of so many threads, where several share it
 
     @property
     def row(self) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..layout import Ints, along, contiguous
@@ -71,3 +71,20 @@ def straightened(program: Program, row: Ints) -> Program:
         steps=tuple([replace(step, out=spec(step.out)) for step in program.steps]),
         inputs=tuple(map(spec, program.inputs)),
     )
+
+
+def combining(program: Program, left: Mapping[int, int], shape: Ints) -> Program:
+    """`program` whose reductions are of what blocks have left of rows that they share.
+
+    left: how many numbers each block leaves for a reduction, by its step; each of these is a
+    further Input, of `shape`, along whose last dimension the blocks lie.
+    """
+    steps, inputs = list(program.steps), list(program.inputs)
+    for index, count in left.items():
+        step = steps[index]
+        numbers = tuple([~(len(inputs) + k) for k in range(count)])
+        inputs += [Spec("f32", shape, contiguous(shape))] * count
+        steps[index] = replace(
+            step, args=(*numbers, *[arg for arg in step.args if arg >= CONST])
+        )
+    return replace(program, steps=tuple(steps), inputs=tuple(inputs))

@@ -121,7 +121,7 @@ def is_narrow(node: Node, processors: int) -> bool:
     assert node.rows is not None
     shape, row = node.rows.shape, node.rows.row
     rows, path = math.prod(shape) // math.prod(row), node.path()
-    if rows >= processors or config.always_fuse:
+    if rows >= processors or node.rows.blocks > 1 or config.always_fuse:
         return False
     passes, ops = 1, 0
     for known in path:
@@ -151,8 +151,12 @@ def _gain(nodes: list[Node], results: Sequence[int], device_type: str, op_us: fl
     for node in stored:  # a join is as many as its parts have
         parts = [nodes[ref] for ref in node.args] if isinstance(node.op, JoinOp) else [node]
         shapes.update(part.meta.shape for part in parts)  # type: ignore[union-attr]
-    if len(shapes) > 1:
-        gain -= _SHAPE_US[device_type] * (len(shapes) - 1)
+    further = len(shapes) - 1 if shapes else 0
+    rows = nodes[-1].rows
+    if rows is not None and rows.blocks > 1:  # and a kernel that combines them
+        further += 1
+    if further:
+        gain -= _SHAPE_US[device_type] * further
     return gain + _work(nodes) / 2 if device_type == "cpu" else gain
 
 

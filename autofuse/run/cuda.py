@@ -203,7 +203,7 @@ class CudaRunner(Runner):
 
     def _programmed(self) -> Words | None:
         """`run` as Words."""
-        outputs = [*self.made, *(node.index for node in self.views)]
+        outputs = [*(pack[0] for pack, _, _ in self.memory), *(node.index for node in self.views)]
         if self.attach_views or (self.tells and not self.visible):
             return None
         if not {owner.index for owner in self.visible} <= {*outputs}:
@@ -235,10 +235,10 @@ class CudaRunner(Runner):
         room = [(ctypes.c_int64 * n)() for n in sizes]
         device = self.device.index if torch.cuda.device_count() > 1 else -1
         words = [0, len(self.inputs), *map(ctypes.addressof, room), len(places), device,
-                 self._entry, 0, 0, *begin, made]  # fmt: skip
-        for pack, meta, arguments in self.memory:
+                 self._entry, 0, 0, len(self.made), *begin, made]  # fmt: skip
+        for pack, nbytes, arguments in self.memory:
             kept += [empty_strided, arguments]
-            words += [id(empty_strided), id(arguments), len(pack), meta.nbytes]
+            words += [id(empty_strided), id(arguments), len(pack), nbytes]
         words.append(len(self.pieces))
         others: list[int] = []  # where the kernels for pointers that are not aligned come
         for (entry, slots, _), piece in zip(self._parts, self.pieces, strict=True):
@@ -307,13 +307,13 @@ class CudaRunner(Runner):
         lines = list(head)
         if self.writes:
             lines.append(f"into = chain.into; q{self.live[-1]} = address(into)")
-        for (index, *others), meta, arguments in self.memory:
+        for (index, *others), nbytes, arguments in self.memory:
             layout = f"shape{index}", f"stride{index}", f"dtype{index}"
             space |= zip(layout, arguments, strict=True)
             lines.append(f"o{index} = empty({', '.join(layout)})")
             lines.append(f"q{index} = address(o{index})")
             for k, other in enumerate(others, 1):
-                lines.append(f"q{other} = q{index} + {k * meta.nbytes}")
+                lines.append(f"q{other} = q{index} + {k * nbytes}")
         if self._viewer is not None:
             space["views"] = self._viewer
             bases = ", ".join(f"o{base}" for base in self._bases)

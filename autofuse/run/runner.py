@@ -65,8 +65,9 @@ class Runner:
         self.visible = [self.nodes[output.step] for output in outputs if output.kind in seen]
         self.views = [self.nodes[output.step] for output in outputs if output.kind == ALIAS]
         self.stored = len(outputs) - len(self.views)
-        self.memory = _memory(self.owners, packs)
-        self.made = [pack[0] for pack, _, _ in self.memory]  # owners, a pack by its first
+        memory = _memory(self.owners, packs)
+        self.made = [pack[0] for pack, _, _ in memory]  # owners, a pack by its first
+        self.memory = [*memory, *_left(pieces)]
         self.others = 0  # runs but those of `words`
         computed = [node for node in self.nodes if node.base < 0]
         dead = [node for node in computed if node.index not in set(self.live)]
@@ -123,10 +124,11 @@ class FailedRunner(Runner):
         raise self.kind(self.reason)
 
 
-def _memory(
-    owners: list[Node], packs: Sequence[Sequence[int]]
-) -> list[tuple[Sequence[int], Meta, tuple[Any, ...]]]:
-    """What is allocated: for which owners, the Meta of each, and (shape, stride, dtype)."""
+# what is allocated: for which owners, the bytes of each, and (shape, stride, dtype)
+Memory = tuple[Sequence[int], int, tuple[Any, ...]]
+
+
+def _memory(owners: list[Node], packs: Sequence[Sequence[int]]) -> list[Memory]:
     packed = {index: pack for pack in packs for index in pack}
     memory = []
     for owner in owners:
@@ -137,5 +139,14 @@ def _memory(
             if len(pack) > 1:
                 shape = (len(pack), *shape)
                 stride = (meta.nbytes // meta.dtype.itemsize, *stride)
-            memory.append((pack, meta, (shape, stride, meta.dtype)))
+            memory.append((pack, meta.nbytes, (shape, stride, meta.dtype)))
     return memory
+
+
+def _left(pieces: Sequence[Piece]) -> list[Memory]:
+    """What one kernel leaves to the next."""
+    return [
+        (piece.stores, 4 * piece.left,
+         ((len(piece.stores) * piece.left,), (1,), torch.float32))
+        for piece in pieces if piece.left
+    ]  # fmt: skip
