@@ -5,10 +5,11 @@
 
 Every program below runs over rows of 2 to 20,000 columns (powers of two and their neighbours, odd
 sizes, few and many rows), of random values, of values of very different sizes, and with infinities,
-NaN and signed zeros among them; over rows that begin anywhere; and in float32, bfloat16 and
-float16. A result that differs in a bit is a mismatch, NaNs being equal. That the reductions ran in
-kernels is read off autofuse's counters. The proof of a GPU and a torch: a run that finds nothing,
-after which the two belong into `VERIFIED` of autofuse/chain/verified.py.
+NaN and signed zeros among them; over rows that begin anywhere; over a few so long that several
+blocks share each; and in float32, bfloat16 and float16. A result that differs in a bit is a
+mismatch, NaNs being equal. That the reductions ran in kernels is read off autofuse's counters. The
+proof of a GPU and a torch: a run that finds nothing, after which the two belong into `VERIFIED` of
+autofuse/chain/verified.py.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ COLUMNS = (
 )
 ROWS = (1, 2, 3, 16, 70)
 TIMED = ("relu(layer_norm(x)) + res", "softmax(x * s + mask)", "RMSNorm as written",
-         "h, layer_norm(h = x + res)", "sum(x) + 1", "x - mean")  # fmt: skip
+         "h, layer_norm(h = x + res)", "sum(x) + 1", "x - mean",
+         "mean of squares, of all")  # fmt: skip
 TIMED_SIZES = (
     (torch.float32, 8192, 1024),
     (torch.float32, 8192, 1023),
     (torch.bfloat16, 8192, 1024),
     (torch.bfloat16, 16384, 4096),
+    (torch.float32, 4096, 4096),
 )
 
 
@@ -67,6 +70,14 @@ def cases(seed: str) -> Iterator[Case]:
     found += [(rows, columns, "plain", shift) for columns in (64, 131, 260, 1024)
               for rows in (3, 40) for shift in range(1, 9)]  # fmt: skip
     found += [(8192, 1024, "plain", 0), (2048, 4096, "wide", 0), (300, 8200, "plain", 0)]
+    # which blocks share: of all, or each row
+    found += [(rows, columns, kind, 0)
+              for rows, columns in ((1, 131072), (1, 140003), (1, 1 << 20), (2, 262148),
+                                    (3, 200001), (40, 140000), (150, 131080), (1, 5000003),
+                                    (1, 1 << 24))
+              for kind in ("plain", "wide", "special")]  # fmt: skip
+    found += [(rows, columns, "plain", shift) for rows, columns in ((1, 300001), (3, 131076))
+              for shift in range(1, 9)]  # fmt: skip
     random.Random(seed).shuffle(found)
     return iter(found)
 

@@ -59,7 +59,9 @@ def reduced(op, row, start, rows, across, vec, correction=1, blocks=1):
     correction: of a variance. blocks: that share a row.
     """
     combine, n, threads = _combined(op), len(row), math.prod(across)
-    nothing = (ZERO,) * 3 if op in ("var", "std") else F32({"amax": -np.inf, "amin": np.inf}.get(op, 0))
+    nothing = (
+        (ZERO,) * 3 if op in ("var", "std") else F32({"amax": -np.inf, "amin": np.inf}.get(op, 0))
+    )
     combine = _moments_of_both if op in ("var", "std") else combine
     left = []
     for first in range(0, blocks * threads, threads):

@@ -297,7 +297,9 @@ class Translation:
         symbol = callee.name
         if symbol.startswith("llvm.nvvm.read.ptx.sreg."):
             register = symbol.rpartition("sreg.")[2]
-            return {"tid.x": "tid", "ctaid.x": "ctaid", "nctaid.x": "nctaid", "tid.z": "0"}[register]
+            return {"tid.x": "tid", "ctaid.x": "ctaid", "nctaid.x": "nctaid", "tid.z": "0"}[
+                register
+            ]
         if symbol == "llvm.nvvm.barrier0":
             return "yield None"
         if symbol == "llvm.nvvm.shfl.sync.i32":

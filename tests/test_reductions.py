@@ -708,6 +708,57 @@ def test_standardized_as_written_is_one_kernel(emulated):
     assert_same(got, ((x - y) - mean) / (std + 1e-8), None)
 
 
+@pytest.mark.parametrize(
+    ("shape", "grad"), [((131072 + 5,), True), ((2, 3, 43694), False), ((3, 131076), True)]
+)
+def test_rows_that_several_blocks_share_are_two_kernels(emulated, shape, grad):
+    """With what follows from their numbers."""
+    x, y = (row(int(np.prod(shape)), seed).view(shape) for seed in (0, 1))
+    keepdim, dims = len(shape) > 1, (-2, -1) if len(shape) > 2 else -1
+    rows = 1 if len(shape) == 1 else shape[0]
+    numbers = ((x - y) * 0.5).view(rows, -1).numpy()
+    want = {}
+    for op in ("mean", "vector_norm"):
+        scheme = scheme_of(op, *numbers.shape, 4, H200)
+        assert scheme.blocks > 1
+        want[op] = bits([
+            row_oracle.reduced(op, r, k * len(r), rows, scheme.across, scheme.vec, 1, scheme.blocks)
+            for k, r in enumerate(numbers)
+        ])  # fmt: skip
+    for _ in range(2):  # the last ones by machine code
+        launched.clear()
+        before = autofuse.stats().kernels_launched
+        with torch.set_grad_enabled(grad):
+            h = (autofuse.wrap(x.requires_grad_(grad)) - y) * 0.5
+            mean = h.mean(dims, keepdim) + 1.0
+            length = None if grad else torch.linalg.vector_norm(h, dim=dims)  # which saves h
+            del h
+            mean = autofuse.unwrap(mean)
+        assert len(launched) == autofuse.stats().kernels_launched - before == 2
+        assert_same(mean.detach().view(-1), want["mean"] + 1.0, None)
+        assert mean.requires_grad is grad
+        if length is not None:
+            assert_same(autofuse.unwrap(length), want["vector_norm"], None)
+
+
+def test_what_follows_from_shared_rows_on_all_is_another_chain(recorded):
+    x = torch.randn(2, 131072)
+    h = autofuse.wrap(x) * 2.0
+    mean = h.mean(-1, keepdim=True)
+    more = mean * 2.0 + mean.abs()
+    assert not flushes()
+    out = h - more  # reads what no block knows before all are done
+    assert sum(flushes().values()) == 1
+    assert_same(autofuse.unwrap(out), x * 2 - ((x * 2).mean(-1, keepdim=True) * 2
+                + (x * 2).mean(-1, keepdim=True).abs()), None)  # fmt: skip
+    assert_same(autofuse.unwrap(torch.logsumexp(autofuse.wrap(x) * 2.0, -1)),
+                torch.logsumexp(x * 2, -1), None)  # fmt: skip
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_()
+        var = (autofuse.wrap(leaf) * 2.0).var(-1)
+        assert_same(autofuse.unwrap(var).detach(), (x * 2).var(-1), None)
+
+
 REPEATING = {
     "a bias": lambda x: x + torch.ones(6),
     "one for each of its rows": lambda x: x * torch.ones(5, 1),

@@ -17,7 +17,16 @@ from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of, unv
 from autofuse.kernel.source import Source
 from autofuse.ops import reductions
 from autofuse.ops.arithmetic import OPS
-from autofuse.program.program import CONST, LEFT, Output, Pointwise, Program, Reduced, Spec, Statistic
+from autofuse.program.program import (
+    CONST,
+    LEFT,
+    Output,
+    Pointwise,
+    Program,
+    Reduced,
+    Spec,
+    Statistic,
+)
 
 H200 = (132, 2048)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

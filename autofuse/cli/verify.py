@@ -206,6 +206,7 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "extrema, of all": lambda v: (v.x - (v.x * v.y).amax(), (v.x + v.y).amin() * 2.0),
     "var(x * y) + 1, of all": lambda v: (v.x * v.y).var() + 1.0,
     "standardized, of all": _standardized,
+    "h, sum(h = x * y), of all": lambda v: (lambda h: (h, h.sum() * 0.5))(v.x * v.y),
     "mean, amax of two dims": _two_dims,
     "logsumexp(x + y)": lambda v: torch.logsumexp(v.x + v.y, -1) * 2.0,
     "logsumexp(x * y), of all": lambda v: v.x - torch.logsumexp(v.x * v.y, (0, 1)),
@@ -276,7 +277,10 @@ def cases() -> Iterator[Case]:
             yield rows, columns, "plain", 0
         yield 3, columns, "wide", 0
         yield 3, columns, "special", 0
-    for columns in (64, 131, 257, 1024, 2050):
+    for rows, columns in ((1, 131072), (1, 150001), (2, 262148), (40, 140000)):
+        for kind in ("plain", "wide", "special"):
+            yield rows, columns, kind, 0
+    for columns in (64, 131, 257, 1024, 2050, 140001):
         for shift in (1, 2, 4, 7):
             yield 40, columns, "plain", shift
 

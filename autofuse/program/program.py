@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..layout import Ints
 from ..ops.row import Op
 
-# references: step >= 0, Input k as ~k, Const k as CONST + k; of kernels, what one leaves to the next
+# references: step >= 0, Input k as ~k, Const k as CONST + k; what one kernel leaves to the next
 CONST, LEFT = 1 << 20, 1 << 19
 Ref = int
 

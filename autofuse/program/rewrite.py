@@ -84,7 +84,5 @@ def combining(program: Program, left: Mapping[int, int], shape: Ints) -> Program
         step = steps[index]
         numbers = tuple([~(len(inputs) + k) for k in range(count)])
         inputs += [Spec("f32", shape, contiguous(shape))] * count
-        steps[index] = replace(
-            step, args=(*numbers, *[arg for arg in step.args if arg >= CONST])
-        )
+        steps[index] = replace(step, args=(*numbers, *[arg for arg in step.args if arg >= CONST]))
     return replace(program, steps=tuple(steps), inputs=tuple(inputs))

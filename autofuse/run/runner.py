@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ..chain.meta import Meta
 from ..chain.state import Chain, Node, statistics_of
 from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
