@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 
 import autofuse
@@ -120,3 +121,63 @@ def test_a_compiled_function_is_told_which_arguments_are_one(always):
     for make in (lambda: autofuse.wrap(x), lambda: autofuse.wrap(x) * 1.0):
         w, other = make(), make()
         assert compiled(w, w, other)[1:] == (True, False) == compiled(x, x, x * 1.0)[1:]
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "adam, fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "radam": lambda p: torch.optim.RAdam(p),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_wrapped_leaves_go_through_all_at_once(name, device, monkeypatch):
+    """As of plain ones; also where some are wrapped and some are not."""
+    monkeypatch.setattr(
+        optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]
+    )
+    several = []
+    for call in ("_foreach_mul_", "_foreach_norm", "_foreach_addcdiv_", "_foreach_add_",
+                 "_foreach_sqrt", "_foreach_sign_", "_fused_adam_"):  # fmt: skip
+        was = getattr(torch, call)
+
+        def told(*args, was=was, call=call, **options):
+            several.append(call)
+            return was(*args, **options)
+
+        monkeypatch.setattr(torch, call, told)
+
+    def trained(wrap, some):
+        several.clear()
+        torch.manual_seed(0)
+        x, y = torch.randn(6, 5, device=device), torch.randn(6, 4, device=device)
+        leaves = [torch.randn(shape, device=device).requires_grad_() for shape in ((5, 4), (4,))]
+        w, b = wrap(leaves[0]), some(leaves[1])
+        assert w is leaves[0]
+        assert b is leaves[1]
+        taken = OPTIMIZERS[name](leaves)
+        for _ in range(4):
+            taken.zero_grad()
+            error = torch.matmul(x, w) + b - y
+            (error * error).mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(leaves, 0.5)
+            taken.step()
+        return [autofuse.unwrap(leaf).detach() for leaf in (*leaves, norm)], [*several]
+
+    want, calls = trained(lambda x: x, lambda x: x)
+    assert calls
+    for some in (autofuse.wrap, lambda x: x):
+        got, found = trained(autofuse.wrap, some)
+        assert found == calls
+        assert_same(got, want, None)
