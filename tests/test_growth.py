@@ -9,6 +9,7 @@ import torch
 
 import autofuse
 from autofuse.hot import native
+from autofuse.record import modes, policy
 from support import DEVICES, HAS_CUDA, assert_same, functions_called, kernels_made
 
 device_param = pytest.mark.parametrize("device", DEVICES)
@@ -114,6 +115,7 @@ def test_an_unrolled_loop_settles_on_few_kernels(ops, device):
 @device_param
 def test_the_trie_is_bounded(device, monkeypatch):
     monkeypatch.setattr(autofuse.config, "max_trie", 50)
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)  # whatever sizes come
     recorder = autofuse.chain.state.recorder_for(torch.zeros(1, device=device).device)
     for size in range(1, 200):
         x = autofuse.wrap(torch.full((size,), 2.0, device=device))
@@ -171,3 +173,62 @@ def test_a_trie_that_is_forgotten_in_the_middle_of_a_flush(monkeypatch):
             (w * 2.0 + 1.0).exp()
         ).tolist()
         assert autofuse.stats().kernels_launched == 2 * k + 2
+
+
+def with_sizes(sizes, device):
+    """Chains over so many elements each; how many ops of them were recorded."""
+    autofuse.reset_stats()
+    for n in sizes:
+        x = torch.randn(n, 3, device=device)
+        out = torch.relu(autofuse.wrap(x) * 2.0 + 1.0) - 0.5
+        assert_same(autofuse.unwrap(out), torch.relu(x * 2.0 + 1.0) - 0.5, None)
+    return autofuse.stats()
+
+
+@device_param
+@pytest.mark.parametrize("grad", [False, True])
+def test_sizes_that_never_come_again_are_not_recorded(device, grad, monkeypatch):
+    """As of batches that are cut to their longest text, or of what an expert of many gets."""
+    modes.forget_all("test")
+    recorder = autofuse.chain.state.recorder_for(torch.zeros(1, device=device).device)
+    with torch.set_grad_enabled(grad):
+        first = with_sizes(range(1, 1 + policy._FREE), device)
+        assert first.ops_recorded > 0
+        assert ("mul", policy.SELDOM) not in first.eager_ops
+        with_sizes(range(20, 90), device)  # chains begin with the others, too, where one is not
+        before = recorder.size
+        found = with_sizes(range(100, 300), device)
+    assert found.ops_recorded == 0
+    assert sum(n for (_, reason), n in found.eager_ops.items() if reason == policy.SELDOM) >= 200
+    assert recorder.size == before
+    # of what comes once more for each _FREE that there are it is
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            again = with_sizes([777], device)
+        assert again.ops_recorded > 0
+        assert with_sizes([3], device).ops_recorded > 0
+        monkeypatch.setattr(autofuse.config, "always_fuse", True)
+        assert with_sizes([500], device).ops_recorded == 4
+
+
+def test_of_so_many_sizes_none_is_remembered(monkeypatch):
+    monkeypatch.setattr(policy, "_REMEMBERED", 4)
+    sizes = policy.Sizes()
+    assert [sizes.admit(k) for k in range(policy._FREE)] == [True] * policy._FREE
+    assert not any(sizes.admit(k) for k in range(100, 200))
+    assert len(sizes.seen) <= 4
+    assert not sizes.admit(7000)
+    assert sizes.admit(7000)
+
+
+def test_the_more_sizes_there_are_the_more_often_one_has_to_come():
+    sizes = policy.Sizes()
+    needed = []
+    for k in range(1, 200):
+        times = 1
+        while not sizes.admit(k):
+            times += 1
+        needed.append(times)
+    assert needed == sorted(needed)
+    assert needed[0] == 1
+    assert needed[-1] == policy._OFTEN + 1

@@ -241,8 +241,7 @@ class Chain(list):  # type: ignore[type-arg]
         self.inputs, self.consts = [], []  # autograd may keep those of the last flush
         self.known.clear()
         self.marks.clear()
-        self.bumps = self.into = self.values = self.tried = self.hooks = None
-        self.start = None
+        self.bumps = self.into = self.values = self.tried = self.hooks = self.start = None
         self.pinned = 0
         return self
 
@@ -253,7 +252,8 @@ class Recorder:
     __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
                  "hooks", "ident", "inference", "joins", "kind", "last_wait", "launches", "lock",
                  "looked_on", "nowhere", "off", "reading", "release", "resting", "roots", "running",
-                 "runners", "size", "spare", "stream", "thread", "untold", "waits")  # fmt: skip
+                 "runners", "size", "sizes", "spare", "stream", "thread", "untold",
+                 "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
@@ -274,6 +274,7 @@ class Recorder:
         self.roots: dict[object, list[Node | None]] = {}  # by the other modes: `Node.turns`
         self.joins: dict[object, JoinOp | None] = {}  # by torch's name, dimension and Metas
         self.size = 0  # nodes in the trie
+        self.sizes: dict[object, Any] = {}  # of kinds of ops that begin chains; `policy.Sizes`
         self.runners: list[Any] = []  # `run.runner.Runner`s
         self.reading = False  # an op that is being recorded looks at tensors that it is to read
         self.running: Chain | None = None  # taken by a flush that is not done; `ident` is 0 then
@@ -350,9 +351,8 @@ class Recorder:
     def forget(self) -> None:
         """Drop the trie, whose open chain is empty or goes on as it is; kernels stay."""
         counts.forgotten.update(self.totals())
-        self.runners.clear()
-        self.roots.clear()
-        self.joins.clear()
+        for table in (self.runners, self.roots, self.joins, self.sizes):
+            table.clear()
         self.size = 0
 
     def leave(self) -> None:

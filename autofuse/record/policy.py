@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..chain.meta import Meta
 from ..chain.state import Node, Recorder, counts, this_thread
 from ..chain.trie import eager_node, is_run, key_alone
 from ..grad.backward import MANY_SWEEPS
@@ -93,6 +94,12 @@ _FIRMEST, _SURE, _MANY = 64, 4, 256
 # until any kernel has come: to run it as the ops it was recorded from takes 60 us more, in Python
 WAITED = 24
 _waiting: dict[Node, None] = {}  # what stands for such ops
+# To record and plan a chain of sizes that were not there before takes 0.3 to 2 ms, what a hundred of
+# its runs gain. After so many that begin with an op on operands that differ in nothing else, those of
+# other sizes have to come once more for each _FREE that there are, at most so many times, ...
+_FREE, _OFTEN = 8, 16
+_REMEMBERED = 1024  # ...while no more of others have come
+SELDOM = "sizes that seldom come"
 ASIDE = "a fused call that gains too little"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
 
@@ -250,6 +257,39 @@ class Starts(dict[int, Node]):
 
     def __init__(self) -> None:
         self.balances: dict[int, Balance] = {}  # of these, and of those that are asked
+
+
+class Sizes:
+    """Of which sizes chains are recorded that begin with one kind of op."""
+
+    __slots__ = ("recorded", "seen")
+
+    def __init__(self) -> None:
+        self.recorded = 0  # how many there are
+        self.seen: dict[int, int] = {}  # of others, by hashes of their edges: how often they came
+
+    def admit(self, edge: int) -> bool:
+        """Whether a chain begins with an edge of this hash that there is not yet."""
+        times = self.seen.pop(edge, 0)
+        if times < min(self.recorded // _FREE, _OFTEN):
+            if len(self.seen) >= _REMEMBERED:
+                self.seen.clear()
+            self.seen[edge] = times + 1
+            return False
+        self.recorded += 1
+        return True
+
+
+def comes_often(recorder: Recorder, key: tuple[Any, ...]) -> bool:
+    """Whether a chain may begin with `key`, an edge that is not there: where sizes are others in each
+    call, as those of batches and of what an expert gets, hardly any is run twice."""
+    if config.always_fuse:
+        return True
+    kind = tuple([(x.dtype, x.ndim) if x.__class__ is Meta else x for x in key])
+    sizes = recorder.sizes.get(kind)
+    if sizes is None:
+        sizes = recorder.sizes.setdefault(kind, Sizes())
+    return sizes.admit(hash(key))
 
 
 def us_recorded(ops: int, device_type: str) -> float:

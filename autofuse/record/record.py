@@ -56,7 +56,7 @@ from .flush import flush
 from .modes import forget, regrade, renew
 from .numbers import follows
 from .origins import Origin, is_on_trial
-from .policy import is_narrow, skipped
+from .policy import SELDOM, comes_often, is_narrow, skipped
 from .starts import at_start
 
 _Parameter = torch.nn.Parameter
@@ -400,6 +400,8 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
         node.cuts, node.key = "limit", key
         recorder.size += 1
         return tip.next.setdefault(key, node)
+    if not path and not comes_often(recorder, key):
+        return eager_node(recorder, tip, op, SELDOM)
     metas = [node.meta for node in path if node.meta is not None]
     with NoModes():  # which have not to do with how it is found out what eager makes of it
         node = extend(recorder, tip, op, key[1:], metas)
