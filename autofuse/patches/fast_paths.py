@@ -31,8 +31,8 @@ def _has_others(values: Sequence[Any]) -> bool:
 def patch_fast_paths() -> None:
     """Let these modules ask so, and the lists name the class of wrapped tensors.
 
-    The modules' methods stay what they are, with the text that torch.jit reads: in their code, another
-    attribute of `torch.overrides` is named.
+    The modules' methods stay what they are, with the text that torch.jit reads: in their code,
+    another attribute of `torch.overrides` is named.
     """
     for place in (optimizer, _foreach_utils):
         place._foreach_supported_types.append(Tensor)  # pyright: ignore[reportArgumentType]

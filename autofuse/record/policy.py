@@ -94,11 +94,11 @@ _FIRMEST, _SURE, _MANY = 64, 4, 256
 # until any kernel has come: to run it as the ops it was recorded from takes 60 us more, in Python
 WAITED = 24
 _waiting: dict[Node, None] = {}  # what stands for such ops
-# To record and plan a chain of sizes that were not there before takes 0.3 to 2 ms, what a hundred of
-# its runs gain. After so many that begin with an op on operands that differ in nothing else, those of
-# other sizes have to come once more for each _FREE that there are, at most so many times, ...
+# To record and plan a chain of sizes that were not there before takes 0.3 to 2 ms, what a hundred
+# of its runs gain. After so many that begin with an op on operands that differ in nothing else,
+# those of other sizes have to come once more for each _FREE that there are, at most so many times
 _FREE, _OFTEN = 8, 16
-_REMEMBERED = 1024  # ...while no more of others have come
+_REMEMBERED = 1024  # others, of which it is known how often they came
 SELDOM = "sizes that seldom come"
 ASIDE = "a fused call that gains too little"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
@@ -281,8 +281,11 @@ class Sizes:
 
 
 def comes_often(recorder: Recorder, key: tuple[Any, ...]) -> bool:
-    """Whether a chain may begin with `key`, an edge that is not there: where sizes are others in each
-    call, as those of batches and of what an expert gets, hardly any is run twice."""
+    """Whether a chain may begin with `key`, an edge that is not there.
+
+    Where sizes are others in each call, as those of batches and of what an expert of many gets,
+    hardly any chain is run twice.
+    """
     if config.always_fuse:
         return True
     kind = tuple([(x.dtype, x.ndim) if x.__class__ is Meta else x for x in key])
