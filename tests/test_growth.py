@@ -115,7 +115,6 @@ def test_an_unrolled_loop_settles_on_few_kernels(ops, device):
 @device_param
 def test_the_trie_is_bounded(device, monkeypatch):
     monkeypatch.setattr(autofuse.config, "max_trie", 50)
-    monkeypatch.setattr(autofuse.config, "always_fuse", True)  # whatever sizes come
     recorder = autofuse.chain.state.recorder_for(torch.zeros(1, device=device).device)
     for size in range(1, 200):
         x = autofuse.wrap(torch.full((size,), 2.0, device=device))
@@ -175,6 +174,15 @@ def test_a_trie_that_is_forgotten_in_the_middle_of_a_flush(monkeypatch):
         assert autofuse.stats().kernels_launched == 2 * k + 2
 
 
+@pytest.fixture
+def measured(monkeypatch):
+    """What costs too much is not recorded."""
+    monkeypatch.setattr(autofuse.config, "measure", True)
+    modes.forget_all("test")
+    yield
+    modes.forget_all("test")
+
+
 def with_sizes(sizes, device):
     """Chains over so many elements each; how many ops of them were recorded."""
     autofuse.reset_stats()
@@ -187,9 +195,8 @@ def with_sizes(sizes, device):
 
 @device_param
 @pytest.mark.parametrize("grad", [False, True])
-def test_sizes_that_never_come_again_are_not_recorded(device, grad, monkeypatch):
+def test_sizes_that_never_come_again_are_not_recorded(measured, device, grad, monkeypatch):
     """As of batches that are cut to their longest text, or of what an expert of many gets."""
-    modes.forget_all("test")
     recorder = autofuse.chain.state.recorder_for(torch.zeros(1, device=device).device)
     with torch.set_grad_enabled(grad):
         first = with_sizes(range(1, 1 + policy._FREE), device)
@@ -207,8 +214,14 @@ def test_sizes_that_never_come_again_are_not_recorded(device, grad, monkeypatch)
             again = with_sizes([777], device)
         assert again.ops_recorded > 0
         assert with_sizes([3], device).ops_recorded > 0
-        monkeypatch.setattr(autofuse.config, "always_fuse", True)
+        monkeypatch.setattr(autofuse.config, "measure", False)
         assert with_sizes([500], device).ops_recorded == 4
+
+
+def test_what_explain_says_of_sizes_that_seldom_come(measured):
+    with_sizes(range(1, 90), "cpu")
+    report = autofuse.explain(lambda x: x * 2.0 + 1.0, autofuse.wrap(torch.randn(101, 3)))
+    assert any("sizes that have not come often" in line for line in report.advice), report
 
 
 def test_of_so_many_sizes_none_is_remembered(monkeypatch):

@@ -16,7 +16,7 @@ from ..chain.verified import refusals
 from ..lines import Position, shown
 from ..ops.reductions import REDUCTIONS, ROW_COMPOSITES
 from ..record.origins import STAYS
-from ..record.policy import ASIDE, FLUSH_US, us_moved, us_recorded
+from ..record.policy import ASIDE, FLUSH_US, SELDOM, us_moved, us_recorded
 from ..settings.config import config
 from .events import FAILED, REFUSED, WAITS, Flush
 from .findings import Findings
@@ -74,7 +74,7 @@ def _reads(report: Findings, kind: str) -> Iterable[Advice]:
 
 def _not_recorded(report: Findings, kind: str) -> Iterable[Advice]:
     """What was not recorded at all."""
-    aside, plain = report.eager_for(ASIDE), report.eager_for(STAYS)
+    aside, plain, seldom = map(report.eager_for, (ASIDE, STAYS, SELDOM))
     if aside:
         yield Advice(
             f"{plural(aside.total(), 'fused call')} ran as plain PyTorch, each "
@@ -88,7 +88,13 @@ def _not_recorded(report: Findings, kind: str) -> Iterable[Advice]:
             f"({listed([name for name, _ in plain.elements()])}): no chain that pays begins with "
             "them; config.measure = False wraps them all",
         )
-    if not (report.chains or report.pending or aside or plain):
+    if seldom:
+        yield Advice(
+            f"{plural(seldom.total(), 'op')} ({listed([name for name, _ in seldom.elements()])}) "
+            "ran eagerly, for their operands have sizes that have not come often, and a chain is "
+            "planned for exact sizes; pad to a few sizes, or config.measure = False records all",
+        )
+    if not (report.chains or report.pending or aside or plain or seldom):
         yield Advice(
             "nothing was recorded: there is no op of the table on a wrapped tensor here; "
             "autofuse.wrap the tensors, or autofuse.fuse the function"

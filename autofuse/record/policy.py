@@ -280,18 +280,19 @@ class Sizes:
         return True
 
 
-def comes_often(recorder: Recorder, key: tuple[Any, ...]) -> bool:
-    """Whether a chain may begin with `key`, an edge that is not there.
+def comes_often(root: Node, key: tuple[Any, ...]) -> bool:
+    """Whether a chain may begin with `key`, an edge that `root` does not have.
 
     Where sizes are others in each call, as those of batches and of what an expert of many gets,
     hardly any chain is run twice.
     """
-    if config.always_fuse:
+    if not measures():
         return True
-    kind = tuple([(x.dtype, x.ndim) if x.__class__ is Meta else x for x in key])
-    sizes = recorder.sizes.get(kind)
+    known = root.recorder.sizes
+    kind = (root, *[(x.dtype, x.ndim) if x.__class__ is Meta else x for x in key])
+    sizes = known.get(kind)
     if sizes is None:
-        sizes = recorder.sizes.setdefault(kind, Sizes())
+        sizes = known.setdefault(kind, Sizes())
     return sizes.admit(hash(key))
 
 

@@ -400,7 +400,7 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
         node.cuts, node.key = "limit", key
         recorder.size += 1
         return tip.next.setdefault(key, node)
-    if not path and not comes_often(recorder, key):
+    if not path and not comes_often(tip, key):
         return eager_node(recorder, tip, op, SELDOM)
     metas = [node.meta for node in path if node.meta is not None]
     with NoModes():  # which have not to do with how it is found out what eager makes of it

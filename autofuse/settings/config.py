@@ -108,7 +108,8 @@ class Config:
         time fused calls and the same calls without autofuse in turns, on the stream and without
         waiting for it, and keep to what costs less; measured again at growing intervals, but once
         only where results may differ, as on the CPU. Results of ops that run eagerly stay plain
-        where no chain that pays begins with them. 0 fuses every call and wraps every result""")
+        where no chain that pays begins with them, and chains of sizes that seldom come are not
+        recorded. 0 fuses every call, wraps every result and records all""")
     relaxed: bool = _row(False, """
         let ops of a chain contract with each other, leave out the rounding of 16-bit values that
         are not stored, fuse ops that are not bit-identical to eager; results are nearer to the
