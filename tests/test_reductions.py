@@ -47,7 +47,7 @@ def recording(monkeypatch, always):
     with monkeypatch.context() as patch:  # over before settings are undone, which it follows
         patch.setattr(verified, "_met", set())
         verified.meet(CPU)
-        for user in ("chain.trie", "record.record"):
+        for user in ("chain.trie", "record.record", "record.ways"):
             patch.setattr(f"autofuse.{user}.processors_of", lambda device: H200)
         forget_all("test")
         yield
@@ -119,7 +119,6 @@ def emulated(monkeypatch, recording, on):
     monkeypatch.setattr(cuda, "empty_strided", trial.empty_strided)
     monkeypatch.setattr(cuda, "launcher", lambda: _launcher)
     monkeypatch.setitem(devices.RUNNERS, "cpu", cuda.CudaRunner)
-    monkeypatch.setattr("autofuse.record.ways.processors_of", lambda device: H200)
     launched.clear()
     broken.clear()
     yield made
@@ -757,6 +756,61 @@ def test_what_follows_from_shared_rows_on_all_is_another_chain(recorded):
         leaf = x.clone().requires_grad_()
         var = (autofuse.wrap(leaf) * 2.0).var(-1)
         assert_same(autofuse.unwrap(var).detach(), (x * 2).var(-1), None)
+
+
+LONG = 131072  # elements of a row from which on several blocks share it
+REDUCED_TO_NUMBERS = (
+    torch.sum, torch.mean, torch.amax, torch.amin, torch.var, torch.std, torch.norm,
+    lambda h: h.sum(-1), lambda h: h.mean(-1, keepdim=True), lambda h: h.amax(-1),
+    lambda h: torch.logsumexp(h, -1), lambda h: h.var(-1, keepdim=True),
+    lambda h: F.mse_loss(h, h * 0.5), lambda h: F.l1_loss(h, h.detach() * 0.5),
+    lambda h: F.smooth_l1_loss(h, h + 1.0, reduction="sum"), lambda h: torch.softmax(h, -1),
+    lambda h: F.normalize(h, dim=-1), lambda h: h.bfloat16().sum(), lambda h: h.bfloat16().mean(-1),
+)  # fmt: skip
+
+
+def _of_long_rows(seed, grad, wrap):
+    """Values of a random program: numbers of long rows, what follows from them, and writes."""
+    chosen = random.Random(seed)
+    shape = chosen.choice([(LONG,), (2, LONG), (1, LONG + 3), (3, 2, LONG // 2), (LONG // 64, 64)])
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(shape, generator=generator) for _ in range(2))
+    leaf, memory = x.requires_grad_(grad), torch.zeros(shape)
+    with torch.set_grad_enabled(grad):
+        other, written = wrap(y), wrap(memory)
+        h = (wrap(leaf * 1.0) - other) * 0.5
+        values = [h.sum()]
+        for _ in range(12):
+            kind, value = chosen.randrange(7), chosen.choice(values)
+            if kind == 0:
+                h = h * 0.5 + other
+            elif kind == 1:
+                values.append(h)  # which somebody holds
+            elif kind in (2, 3):
+                values.append(chosen.choice(REDUCED_TO_NUMBERS)(h))
+            elif kind == 4 and (not value.ndim or value.shape in (h.shape, (*h.shape[:-1], 1))):
+                values.append(value * 2.0 + 1.0)
+                h = h - value if chosen.random() < 0.5 else h
+            elif kind == 5 and not grad:
+                written.add_(h)
+                values.append(written.sum())
+            elif kind == 6 and not value.ndim:
+                values.append(value * values[0])
+        total = sum(value.float().sum() for value in values)
+    if grad:
+        total.backward()
+    return [*(autofuse.unwrap(value).detach() for value in values), memory, leaf.grad]
+
+
+@pytest.mark.parametrize("recompute", ["free", "inputs"])
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_recorded_of_long_rows_can_be_computed(recorded, seed, recompute, monkeypatch):
+    """Every chain of a random program, and of its backward, is planned as kernels."""
+    monkeypatch.setattr(autofuse.config, "recompute", recompute)
+    for grad in (False, True):
+        want = _of_long_rows(seed, grad, lambda x: x)
+        for a, b in zip(_of_long_rows(seed, grad, autofuse.wrap), want, strict=True):
+            assert_same(a, b, None)
 
 
 REPEATING = {
