@@ -224,14 +224,19 @@ def test_what_explain_says_of_sizes_that_seldom_come(measured):
     assert any("sizes that have not come often" in line for line in report.advice), report
 
 
-def test_of_so_many_sizes_none_is_remembered(monkeypatch):
-    monkeypatch.setattr(policy, "_REMEMBERED", 4)
+def test_of_so_many_sizes_those_are_remembered_that_came_last(monkeypatch):
+    monkeypatch.setattr(policy, "_REMEMBERED", 8)
     sizes = policy.Sizes()
-    assert [sizes.admit(k) for k in range(policy._FREE)] == [True] * policy._FREE
-    assert not any(sizes.admit(k) for k in range(100, 200))
-    assert len(sizes.seen) <= 4
-    assert not sizes.admit(7000)
-    assert sizes.admit(7000)
+    assert [sizes.admit(k) for k in range(4 * policy._FREE)].count(True) == policy._FREE
+    assert len(sizes.seen) <= 8
+    sizes = policy.Sizes()
+    sizes.recorded = 4 * policy._FREE  # so that one has to come four times before
+    came = [
+        sizes.admit(7000) for k in range(5) if not any(map(sizes.admit, range(10 * k, 10 * k + 5)))
+    ]
+    assert came == [False] * 4 + [True]  # with five others between each and the next
+    assert not any(sizes.admit(8000) or any(map(sizes.admit, range(k, k + 9)))
+                   for k in range(1000, 1200, 10))  # fmt: skip
 
 
 def test_the_more_sizes_there_are_the_more_often_one_has_to_come():

@@ -750,12 +750,24 @@ def test_what_follows_from_shared_rows_on_all_is_another_chain(recorded):
     assert sum(flushes().values()) == 1
     assert_same(autofuse.unwrap(out), x * 2 - ((x * 2).mean(-1, keepdim=True) * 2
                 + (x * 2).mean(-1, keepdim=True).abs()), None)  # fmt: skip
+    autofuse.reset_stats()
+    rows = autofuse.wrap(x) * 2.0
+    again = (rows.mean(-1) * rows.amax(-1)).sum()  # of numbers of rows, which is another row
+    assert sum(flushes().values()) == 1
+    want = ((x * 2).mean(-1) * (x * 2).amax(-1)).sum()
+    assert_same(autofuse.unwrap(again), want, None)
+    shared = "rows that several blocks share"
     assert_same(autofuse.unwrap(torch.logsumexp(autofuse.wrap(x) * 2.0, -1)),
                 torch.logsumexp(x * 2, -1), None)  # fmt: skip
+    assert autofuse.stats().eager_ops["logsumexp", shared] == 1
     with torch.enable_grad():
         leaf = x.clone().requires_grad_()
         var = (autofuse.wrap(leaf) * 2.0).var(-1)
         assert_same(autofuse.unwrap(var).detach(), (x * 2).var(-1), None)
+    assert autofuse.stats().eager_ops["var", shared] == 1
+    with torch.no_grad():
+        var = (autofuse.wrap(leaf) * 2.0).var(-1)
+        assert autofuse.is_pending(var)
 
 
 LONG = 131072  # elements of a row from which on several blocks share it

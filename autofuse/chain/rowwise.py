@@ -148,8 +148,6 @@ def goes_along(tip: Node, node: Node) -> bool:
                    for name in known.op.reduces]  # fmt: skip
         if node.rows != tip.rows or len(reduced) > MOST:
             return False
-        if node.rows.blocks > 1:
-            return following.isdisjoint(node.args)
         # a number a row is no weight of columns
         return bool(node.op.components) or following.isdisjoint(node.args[1:])
     if node.meta.requires_grad and config.recompute == "inputs":

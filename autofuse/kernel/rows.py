@@ -47,6 +47,7 @@ def launch_of(piece: Piece) -> tuple[int, int, int]:
     plan = piece.plan
     if isinstance(plan, RowPlan):
         count = piece.numel // piece.numbers[plan.rank - 2]
+        assert not piece.left or plan.rows.together == 1, "a block has a part of one row"
         return count, piece.left or -(-count // plan.rows.together), plan.rows.block
     count = piece.numel if plan.rank == 1 else piece.numel // plan.lanes
     groups = -(-piece.numel // plan.lanes)

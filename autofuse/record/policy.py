@@ -272,8 +272,8 @@ class Sizes:
         """Whether a chain begins with an edge of this hash that there is not yet."""
         times = self.seen.pop(edge, 0)
         if times < min(self.recorded // _FREE, _OFTEN):
-            if len(self.seen) >= _REMEMBERED:
-                self.seen.clear()
+            if len(self.seen) >= _REMEMBERED:  # the one that has not come for longest
+                del self.seen[next(iter(self.seen))]
             self.seen[edge] = times + 1
             return False
         self.recorded += 1

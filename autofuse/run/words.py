@@ -16,18 +16,17 @@ Answer = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], list[Any]], t
 
 
 # Words begin with these, by their places
-RUNS, INPUTS, ARGUMENTS, POINTERS, OUTPUTS, PLACES, DEVICE, LAUNCH, MADE, BUSY, OWNED, FIRST = (
-    range(12)
-)
+(RUNS, INPUTS, ARGUMENTS, POINTERS, OUTPUTS, PLACES, DEVICE, LAUNCH, MADE, BUSY, OWNED,
+ FIRST) = range(12)  # fmt: skip
 
 
 class Words:
     """A run as data, for `hot.launch`: words, some of them addresses of objects.
 
     Counters and scratch come first (runs, Inputs, room for arguments, pointers and outputs, how
-    many pointers, the device if there are several, cuLaunchKernel, outputs made, whether it is
-    running, how many outputs steps get), then what is read one after another: Inputs, live shells,
-    outputs, pieces.
+    many pointers, the device if there are several, cuLaunchKernel, tensors made so far, whether it
+    is running, how many of these are values of steps, before scratch), then what is read one after
+    another: Inputs, live shells, outputs, pieces.
     """
 
     __slots__ = ("address", "attach", "bases", "kept", "memory", "numbers", "python", "results",
