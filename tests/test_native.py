@@ -656,7 +656,7 @@ def test_metas_that_are_forgotten_are_found_again(monkeypatch):
         for k in range(12):
             if k == 6:
                 metas._metas.update({(k,): None for k in range(70_000)})
-                autofuse.materialize(autofuse.wrap(torch.randn(71, 3)) * 2.0)  # a new one
+                autofuse.materialize(autofuse.wrap(torch.randn(3, 71, 5, 2)) * 2.0)  # a new one
                 assert len(metas._metas) < 100
             w = autofuse.wrap(torch.randn(4, 6))
             made = []
