@@ -319,10 +319,7 @@ def _make_piece(
         lanes = _lanes(sizes, walks, len(results), results + reads, len(lines))
         if any(x.offset % lanes for x in [*stores, *loads]):  # they would never be aligned
             lanes = 1
-    reach = max(
-        sum((n - 1) * s for n, s in zip(sizes, walk, strict=True)) * ITEMSIZE[spec.code]
-        for walk, spec in zip(walks, results + reads, strict=True)
-    )
+    wide = is_wide(shape, sizes, walks, results + reads)
     # from here on in the order of a kernel's parameters
     walks = walks[len(results) :] + walks[: len(results)]
     operands = [
@@ -338,15 +335,9 @@ def _make_piece(
         ),
         rank=len(sizes),
         lanes=lanes,
-        wide=max(reach, layout.numel(shape)) >= 1 << 31,
+        wide=wide,
         relaxed=program.relaxed,
     )
-    strides = [
-        stride
-        for walk, operand in zip(walks, operands, strict=True)
-        for stride, how in zip(walk, operand.axes, strict=True)
-        if how == STRIDED
-    ]
     return Piece(
         plan=plan,
         loads=tuple(x.ref for x in loads),
@@ -357,8 +348,29 @@ def _make_piece(
             for x, spec in zip([*loads, *stores], reads + results, strict=True)
         ),
         numel=layout.numel(shape),
-        numbers=(*(*sizes[:-1], sizes[-1] // lanes)[1:], *strides),
+        numbers=(*(*sizes[:-1], sizes[-1] // lanes)[1:], *strides_of(walks, operands)),
     )
+
+
+def is_wide(
+    shape: Ints, sizes: Sequence[int], walks: Sequence[Ints], specs: Sequence[Spec]
+) -> bool:
+    """Whether a kernel needs 64-bit indices: for its elements, or how far its operands reach."""
+    reach = max(
+        sum((n - 1) * s for n, s in zip(sizes, walk, strict=True)) * ITEMSIZE[spec.code]
+        for walk, spec in zip(walks, specs, strict=True)
+    )
+    return max(reach, layout.numel(shape)) >= 1 << 31
+
+
+def strides_of(walks: Sequence[Ints], operands: Sequence[Operand]) -> list[int]:
+    """The strides that a kernel is given: those of the STRIDED axes of its operands."""
+    return [
+        stride
+        for walk, operand in zip(walks, operands, strict=True)
+        for stride, how in zip(walk, operand.axes, strict=True)
+        if how == STRIDED
+    ]
 
 
 def unvectorised(piece: Piece) -> Piece:

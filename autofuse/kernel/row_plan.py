@@ -19,13 +19,12 @@ from ..program.walk import needed
 from . import plan as pointwise
 from . import text
 from .division import PARTIAL, Scheme
-from .plan import Line, Piece, Plan, axes_of
+from .plan import Line, Piece, Plan, axes_of, is_wide, strides_of
 from .row_finish import STATISTICS, finish
 from .source import (
     BROADCAST,
     ITEMSIZE,
     KEPT,
-    STRIDED,
     THREADS_PER_BLOCK,
     UNIT,
     Operand,
@@ -142,10 +141,6 @@ class RowPiece:
         )
         anchors = set().union(*map(self._anchors, self.reduced))
         stages = tuple(drafts)
-        reach = max(
-            sum((n - 1) * s for n, s in zip(sizes, w, strict=True)) * ITEMSIZE[spec.code]
-            for w, spec in zip(walks, specs, strict=True)
-        )
         plan = RowPlan(
             loads=tuple(operands[: len(self.loads)]),
             consts=tuple(self.program.consts[k] for k in self.consts),
@@ -159,7 +154,7 @@ class RowPiece:
             ),
             anchored=tuple(ref in anchors for ref, _ in self.loads),
             rank=len(sizes),
-            wide=max(reach, layout.numel(shape)) >= 1 << 31,
+            wide=is_wide(shape, sizes, walks, specs),
             rows=Rows(
                 threads=threads,
                 together=max(1, THREADS_PER_BLOCK // threads),
@@ -172,12 +167,6 @@ class RowPiece:
                 aligned=aligned,
             ),
         )
-        strides = [
-            stride
-            for walk, operand in zip(walks, operands, strict=True)
-            for stride, how in zip(walk, operand.axes, strict=True)
-            if how == STRIDED
-        ]
         return Piece(
             plan=plan,
             loads=tuple(ref for ref, _ in self.loads),
@@ -185,7 +174,7 @@ class RowPiece:
             offsets=(0,) * (len(self.loads) + len(stores)),
             stores=tuple(k for k, _, _ in stores),
             numel=layout.numel(shape),
-            numbers=(*sizes[1:], *strides),
+            numbers=(*sizes[1:], *strides_of(walks, operands)),
             left=rows * self.blocks if self.blocks > 1 else 0,
         )
 

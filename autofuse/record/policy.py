@@ -158,12 +158,9 @@ def _gain(nodes: list[Node], results: Sequence[int], device_type: str, op_us: fl
     for node in stored:  # a join is as many as its parts have
         parts = [nodes[ref] for ref in node.args] if isinstance(node.op, JoinOp) else [node]
         shapes.update(part.meta.shape for part in parts)  # type: ignore[union-attr]
-    further = len(shapes) - 1 if shapes else 0
     rows = nodes[-1].rows
-    if rows is not None and rows.blocks > 1:  # and a kernel that combines them
-        further += 1
-    if further:
-        gain -= _SHAPE_US[device_type] * further
+    combines = rows is not None and rows.blocks > 1  # in a kernel of its own
+    gain -= _SHAPE_US[device_type] * (max(len(shapes) - 1, 0) + combines)
     return gain + _work(nodes) / 2 if device_type == "cpu" else gain
 
 
@@ -290,9 +287,7 @@ def comes_often(root: Node, key: tuple[Any, ...]) -> bool:
         return True
     known = root.recorder.sizes
     kind = (root, *[(x.dtype, x.ndim) if x.__class__ is Meta else x for x in key])
-    sizes = known.get(kind)
-    if sizes is None:
-        sizes = known.setdefault(kind, Sizes())
+    sizes: Sizes = known.get(kind) or known.setdefault(kind, Sizes())
     return sizes.admit(hash(key))
 
 
