@@ -61,12 +61,22 @@ def builtin_beside(function, args, count, names) -> object:
             result = targeted(function, args, count, names)
             if result != 0 or PyErr_Occurred() != 0:
                 return result
+        elif has_wrapped(args, values) == 0 and is_in_write() != 0:
+            known = 0  # `run_any` calls it, under a mode of dispatch: nobody reads anything now
         elif has_wrapped(args, count) == 0 or is_written(function, args, values) != 0:
             # of plain tensors alone, too, what is pending may have yet to read `out`
             known = override(function, args, values, names)
     if known != 0:
         return PyObject_Vectorcall(known, args, count, names)
     return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
+
+
+def is_in_write():
+    """Whether this thread is in the middle of a write that is announced."""
+    if PyDict_Size(others_writing) == 0:
+        return 0
+    ident = PyLong_FromLong(PyThread_get_thread_ident())
+    return PyDict_GetItemWithError(others_writing, ident) != 0
 
 
 def is_written(function, values, count):
