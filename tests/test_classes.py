@@ -409,10 +409,6 @@ def test_gradients_of_another_class_reach_a_fused_backward(monkeypatch):
     torch.testing.assert_close(grads[1].held, grads[0].held)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.10",
-    reason="the tracer of torch 2.9 stops at torch's own __torch_function__ beside autofuse",
-)
 def test_compiled_code_may_use_subclasses():
     other = torch.ones(3).as_subclass(Bare)
     compiled = torch.compile(lambda t: t * 2 + 1, backend="eager", fullgraph=True)

@@ -415,6 +415,32 @@ class TestExtension:
             assert read(autofuse.materialize(pending)) == 2.0
 
 
+AFTER_A_FAILURE = """
+import torch, autofuse
+
+def broken(t):
+    torch._dynamo.graph_break()
+    return t
+
+try:
+    torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(3))
+except torch._dynamo.exc.Unsupported:
+    w, held = autofuse.wrap(torch.ones(4, 4)), torch.ones(4, 4)
+    autofuse.materialize(w * 1.0)
+    for native in (True, False):
+        autofuse.config.native = native
+        assert all(type(torch.mm(w, w)) is autofuse.Tensor for _ in range(4))
+        assert torch.add(w, w, out=held) is held and type(held) is torch.Tensor
+    print("done")
+"""
+
+
+def test_results_are_wrapped_after_a_compilation_that_has_failed():
+    """It leaves torch's hook for frames, by which calls hold what they are given once more."""
+    done = subprocess.run([sys.executable, "-c", AFTER_A_FAILURE], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
+
+
 @pytest.mark.parametrize("graded", [False, True])
 def test_a_variable_of_a_wrapped_tensor_is_one(graded):
     """What code older than torch 0.4 makes of tensors; what comes after it fuses."""

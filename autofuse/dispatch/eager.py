@@ -315,7 +315,10 @@ def lifted(result: Any, told: Any = None, name: str = "") -> Any:
         if hooks.flushing is not None:
             counts.eager[name, STAYS] += 1
     elif result.__class__ is Plain:
-        if sys.getrefcount(result) <= _LIFT_COUNT and _is_strided(result):
+        count = sys.getrefcount(result)
+        # a torch.compile that has failed leaves a hook for frames, and debuggers have one: calls
+        # then hold their arguments once more
+        if (count <= _LIFT_COUNT or count <= _calibrate()) and _is_strided(result):
             result.__class__ = Tensor
             if told is not None:
                 result.__dict__["_af"] = Tried(told)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import get_default_nowrap_functions
 
 from .around import unwrapping
 from .memory import ATTRIBUTES, write_attribute
@@ -54,3 +55,8 @@ def _skip_tracing() -> None:
             trace_rules.SKIP_DIRS.append(path.as_posix())
     trace_rules.SKIP_DIRS.append("<autofuse")
     trace_rules._recompile_re()
+    if torch.__version__ < "2.13":
+        # torch makes a set of getters for each class that overrides; of ours its tracer there makes
+        # no members, and takes the set as it is
+        getters = get_default_nowrap_functions()
+        torch._tensor.get_default_nowrap_functions = lambda: getters  # type: ignore[attr-defined]
