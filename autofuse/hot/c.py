@@ -155,6 +155,7 @@ between: Any = GIVEN  # code that calls ops for a program
 trials: Any = GIVEN  # when there are some
 measuring: Any = GIVEN  # has items while results may stay plain
 wanted: Any = GIVEN  # devices on which reductions are recorded
+CPU: Any = GIVEN  # the device
 ask_origin: Any = GIVEN  # `origins.ask`
 exactly: Any = GIVEN  # `writes.reads_apart`
 STAY: Any = GIVEN

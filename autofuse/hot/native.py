@@ -269,6 +269,7 @@ def _given() -> dict[str, Any]:
         "CODED": tuple(CODES),
         "origins": origins.origins, "trials": origins.trials, "STAY": origins.STAY,
         "between": origins.between, "measuring": origins.measuring, "wanted": verified.wanted,
+        "CPU": torch.device("cpu"),
         "ask_origin": origins.ask, "exactly": writes.reads_apart,
         "increment_version": count_write,
         "Module": torch.nn.Module, "loans": lending.loans, "left_plain": fused.left_plain,

@@ -3,7 +3,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import Meta
+from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node
 from ..dispatch.unrecorded import Known
@@ -140,8 +140,18 @@ def numbers_of(flat, size, items, count):
 
 
 def is_never_reduced(x):
-    """`shapes.is_never_reduced` of a wrapped tensor."""
+    """`shapes.is_never_reduced` of a wrapped tensor; known here of a CPU's before anybody reads it.
+
+    Each time that `call.run` lends one it is to be read anew.
+    """
     state = state_of(x)
+    if state is UNKNOWN:
+        place = room(1)
+        place[0] = 0
+        failed = call_pointer(INDEX_OF, x + TENSOR_AT, place)
+        if failed & FAILED != 0 or load32(place) & 255 != 255:  # a GPU has a number
+            return 0
+        return PyDict_GetItemWithError(wanted, CPU) == 0
     if class_of(state) is Node:
         node: Node = state
         state = node.meta
