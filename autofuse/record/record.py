@@ -48,6 +48,7 @@ from ..torch_private import (
     NoModes,
     address_of,
     autocast_is_on,
+    item_of,
     looked_on,
     raw_version_of,
     requires_grad_of,
@@ -380,7 +381,10 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
     if meta.ndim == 0 and meta.device.type == "cpu" and not meta.requires_grad:
         # torch reads such an operand on the host; its dtype only matters within its category
         default = meta.dtype is torch.get_default_dtype() or meta.dtype in (torch.int64, torch.bool)
-        return (x.item(), _SCALAR) if default else (x, None)
+        if not default:
+            return x, None
+        with NoModes():  # no op of the program's
+            return item_of(x), _SCALAR
     return x, None
 
 
