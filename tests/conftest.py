@@ -15,7 +15,7 @@ if "AUTOFUSE_TEST_KERNELS" not in os.environ:
 os.environ["AUTOFUSE_CACHE_DIR"] = os.environ["AUTOFUSE_TEST_KERNELS"]
 
 import autofuse  # noqa: E402
-from autofuse.chain import verified  # noqa: E402
+from autofuse.chain import state, verified  # noqa: E402
 from autofuse.record.modes import forget_all, reopen_all  # noqa: E402
 from autofuse.supply import kernels  # noqa: E402
 from autofuse.supply.disk import DiskCache  # noqa: E402
@@ -116,6 +116,24 @@ def tier(request, monkeypatch):
         monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
         reopen_all("test")
     return request.param
+
+
+@pytest.fixture
+def alone():
+    """This thread is the only one that has recorded anything: beside others Python writes.
+
+    On CUDA recorders of threads that have gone wait for the garbage collector, and those of torch's
+    engine, whose hooks may record, stay.
+    """
+    refs, own = state.all_recorders.refs, state.this_thread.recorders.values()
+    if len(refs) != len(own):
+        gc.collect()
+    others = [recorder for recorder in state.all_recorders if recorder not in own]
+    hidden = [known for known in refs if known() in others]
+    for known in hidden:
+        refs.remove(known)
+    yield
+    refs += hidden
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", [*CALLS, *BESIDE])
-def test_torch_does_not_look_for_overrides(name, w, monkeypatch):
+def test_torch_does_not_look_for_overrides(name, w, monkeypatch, alone):
     def call(wrap):
         plain = autofuse.unwrap(w).clone()
         if name in CALLS:

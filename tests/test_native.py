@@ -62,21 +62,8 @@ def as_python():
 
 
 @pytest.fixture(autouse=True)
-def alone():
-    """This thread is the only one that has recorded anything: beside others Python writes.
-
-    On CUDA recorders of threads that have gone wait for the garbage collector, and those of torch's
-    engine, whose hooks may record, stay.
-    """
-    refs, own = state.all_recorders.refs, state.this_thread.recorders.values()
-    if len(refs) != len(own):
-        gc.collect()
-    others = [recorder for recorder in state.all_recorders if recorder not in own]
-    hidden = [known for known in refs if known() in others]
-    for known in hidden:
-        refs.remove(known)
-    yield
-    refs += hidden
+def by_itself(alone):
+    """Beside threads that have recorded anything Python writes."""
 
 
 def from_c(function):

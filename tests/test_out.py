@@ -81,7 +81,7 @@ def test_what_is_written_is_eagers(name, kind, itself, grad, on):
 @pytest.mark.parametrize(
     "name", ["torch.where of itself", "by a column", "with options", "clamp", "lerp"]
 )
-def test_what_is_written_as_before_runs_no_python_but_a_flush(name, kind):
+def test_what_is_written_as_before_runs_no_python_but_a_flush(name, kind, alone):
     autofuse.config.native = True
     c = W(COLUMN)
     out = W(X.clone()) if kind == "wrapped" else X.clone()

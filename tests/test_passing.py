@@ -1117,7 +1117,7 @@ SETTLED = {
 
 @pytest.mark.skipif(True not in NATIVE, reason="there is no machine code")
 @pytest.mark.parametrize("name", SETTLED)
-def test_a_write_with_nothing_pending_runs_no_python(name):
+def test_a_write_with_nothing_pending_runs_no_python(name, alone):
     autofuse.config.native = True
     h, x, i = torch.ones(3, 4), autofuse.wrap(torch.ones(3, 4)), autofuse.wrap(torch.arange(3))
     x = x if "x[0]" not in name else autofuse.wrap(torch.ones(4))
@@ -1198,7 +1198,7 @@ def test_what_python_does_to_a_wrapped_tensor_in_the_middle(change, beside, on, 
 
 
 @pytest.mark.parametrize("where", ["plain", "wrapped"])
-def test_writes_that_are_never_recorded_wait_for_what_they_read(where, on):
+def test_writes_that_are_never_recorded_wait_for_what_they_read(where, on, alone):
     """Such as `index_add_`, of a pending value: what that is computed with, and then the write."""
     x, i = torch.randn(2, 6), torch.tensor([0, 3])
     w, out, want = autofuse.wrap(x), torch.zeros(4, 6), torch.zeros(4, 6)

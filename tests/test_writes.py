@@ -615,7 +615,7 @@ def test_where_a_chain_alone_keeps_much_memory(program, count, device, monkeypat
 @device_param
 @pytest.mark.parametrize("program", [_into_memory, _into_a_strided_view])
 def test_what_is_written_at_once_need_not_run_for_its_memory_before(
-    program, on, device, monkeypatch
+    program, on, device, monkeypatch, alone
 ):
     if not (on and native.active()):
         pytest.skip("Python runs what is too much, and writes as eager PyTorch does")
