@@ -94,7 +94,7 @@ def profiled(way: str, call: Callable[[], object], device: str) -> Turn:
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
     for _ in range(2):  # the first time the profiler sets itself up
-        with profile(activities=activities) as prof:
+        with profile(activities=activities, acc_events=True) as prof:
             for _ in range(TURNS):
                 with record_function(TURN):
                     call()

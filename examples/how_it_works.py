@@ -30,6 +30,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     autofuse.config.always_fuse = True  # short chains of tensors as small as these too
+    autofuse.config.compile = "now"  # on a GPU too: its first runs are otherwise eager's
 
     show("1. wrap: the same memory, another class")
     plain = torch.randn(4, 8, device=device)

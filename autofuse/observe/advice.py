@@ -22,6 +22,8 @@ from .events import FAILED, REFUSED, WAITS, Flush
 from .findings import Findings
 from .spelling import listed, plural, sized
 
+SHORT = "a short chain"  # what `record.ways` says of one that costs less as the ops it is
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -94,7 +96,7 @@ def _not_recorded(report: Findings, kind: str) -> Iterable[Advice]:
             "ran eagerly, for their operands have sizes that have not come often, and a chain is "
             "planned for exact sizes; pad to a few sizes, or config.measure = False records all",
         )
-    if not (report.chains or report.pending or aside or plain or seldom):
+    if not (report.chains or report.pending or aside or plain or seldom or report.eager_for(SHORT)):
         yield Advice(
             "nothing was recorded: there is no op of the table on a wrapped tensor here; "
             "autofuse.wrap the tensors, or autofuse.fuse the function"
@@ -140,6 +142,17 @@ def _short(report: Findings, kind: str) -> Iterable[Advice]:
             f"median chain is {plural(report.median_chain, 'op')}: little to gain here; "
             f"{count} of {total} chains end with {reason!r} at {shown(position)}",
             (count - 1) * FLUSH_US[kind],
+        )
+    short = report.eager_for(SHORT)
+    if short and not report.chains:  # these ops are not recorded any more
+        lines: Counter[Position | None] = Counter()
+        for (line, _, reason), count in list(report.eager_lines.items()):
+            if reason.startswith(SHORT):
+                lines[line] += count
+        ((position, count), *_) = lines.most_common()
+        yield Advice(
+            f"{plural(short.total(), 'op')} ran at once, for chains with them are too short to "
+            f"pay: little to gain here; {count} of them at {shown(position)}"
         )
 
 
