@@ -297,6 +297,8 @@ def told(fn, *args):
     """What `fn` gives, as something that can be compared: class, metadata, values; errors' text."""
     try:
         return _told(fn(*args))
+    except RecursionError:  # torch.masked's: its text says what was called last
+        return RecursionError
     except Exception as error:  # compared with eager's
         return type(error), str(error)
 
@@ -354,8 +356,7 @@ def test_ops_on_wrapped_tensors_and_another_class(kind, state, device):
             continue
         for first in (True, False):
             want = trial(op, kind, state, first, lambda t: t, device)
-            first_told = want[0]
-            if isinstance(first_told, tuple) and first_told[0] is RecursionError:
+            if want[0] is RecursionError:
                 continue  # torch.masked's own, which ends anywhere
             got = trial(op, kind, state, first, autofuse.wrap, device)
             if got != want:
