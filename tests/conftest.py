@@ -15,6 +15,7 @@ if "AUTOFUSE_TEST_KERNELS" not in os.environ:
 os.environ["AUTOFUSE_CACHE_DIR"] = os.environ["AUTOFUSE_TEST_KERNELS"]
 
 import autofuse  # noqa: E402
+from autofuse import lending  # noqa: E402
 from autofuse.chain import state, verified  # noqa: E402
 from autofuse.record.modes import forget_all, reopen_all  # noqa: E402
 from autofuse.supply import kernels  # noqa: E402
@@ -120,10 +121,11 @@ def tier(request, monkeypatch):
 
 @pytest.fixture
 def alone():
-    """This thread is the only one that has recorded anything: beside others Python writes.
+    """This thread is the only one that has recorded or lent anything.
 
-    On CUDA recorders of threads that have gone wait for the garbage collector, and those of torch's
-    engine, whose hooks may record, stay.
+    Beside others Python writes, and contests do not know whose wrapped tensors they meet. On CUDA
+    recorders of threads that have gone wait for the garbage collector, and those of torch's engine,
+    whose hooks may record, stay.
     """
     refs, own = state.all_recorders.refs, state.this_thread.recorders.values()
     if len(refs) != len(own):
@@ -132,8 +134,12 @@ def alone():
     hidden = [known for known in refs if known() in others]
     for known in hidden:
         refs.remove(known)
+    lenders = [x for x in lending.lenders if x is not state.this_thread.__dict__.get("lender")]
+    for lender in lenders:
+        lending.lenders.discard(lender)
     yield
     refs += hidden
+    lending.lenders.update(lenders)
 
 
 @pytest.fixture

@@ -288,7 +288,7 @@ def test_without_backward_calls_count():
 
 
 @pytest.fixture
-def rigged(monkeypatch):
+def rigged(monkeypatch, alone):
     """A clock for every contest, on which fused calls cost what they are told to."""
 
     class Rigged:
