@@ -132,7 +132,8 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        counts.backwards += not is_differentiating()  # or it is part of one
+        if not is_differentiating():  # or it is part of one
+            counts.backwards += 1  # no bool: torch 2.9 to 2.11, tracing this, cannot add and log it
         place = config.backward_thread
         if place == "auto":
             makes_nodes = args[3] if len(args) > 3 else kwargs.get("create_graph")
