@@ -36,7 +36,7 @@ from autofuse.supply import load
 from autofuse.supply import service as background
 from autofuse.supply.disk import DiskCache
 from autofuse.supply.load import target_of
-from autofuse.supply.service import Job, Service
+from autofuse.supply.service import BACKLOG, Job, Service, enough_workers
 from autofuse.supply.toolchain import compilers, key_of
 from autofuse.torch_private import in_functorch
 from support import DEVICES, assert_same, functions_called, pieces_of
@@ -720,6 +720,30 @@ def test_two_workers_share_the_work(tmp_path):
         time.sleep(0.01)
     service.close()
     assert len(answers) == 6 and all(answer.built for answer in answers)
+
+
+def test_few_kernels_start_one_worker(tmp_path):
+    service, answers = Service(4, DiskCache(tmp_path / "own")), []
+    for source in jobs(BACKLOG):
+        service.submit(job(source, answers.append))
+    assert len(service.threads) == 1
+    service.close()
+
+
+@pytest.mark.parametrize(
+    "processors, share, workers",
+    [(1, None, 1), (2, None, 1), (8, None, 2), (16, "max 100000", 4), (128, None, 4),
+     (64, "200000 100000", 1), (64, "900000 100000", 2), (64, "unreadable", 4)],
+)  # fmt: skip
+def test_workers_by_the_number_of_processors(processors, share, workers, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda who: range(processors), raising=False)
+    if share is not None:
+        (tmp_path / "cpu.max").write_text(share)
+    monkeypatch.setattr(background, "SHARE", tmp_path / "cpu.max")
+    assert enough_workers.__wrapped__() == workers
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    assert enough_workers.__wrapped__() == workers
 
 
 # --- the disk ------------------------------------------------------------------------------------

@@ -77,9 +77,10 @@ class Config:
         for CUDA, where both give the same bits, now for the CPU, where they need not""")
     compile_after: int = _row(2, """
         how often a chain has to run before it is worth a compile in the background""")
-    workers: int = _row(1, """
+    workers: int | None = _row(None, """
         processes that compile in the background, counted when the first kernel is asked for; with
-        0 this one does""", least=0)
+        0 this one does; None is one for each four processors that this one may use, of one to
+        four""", least=0)
     max_kernels: int = _row(2048, """
         loaded kernels before all are forgotten; those still in use are loaded again""")
     max_kernels_per_line: int = _row(64, """

@@ -29,9 +29,17 @@ def kind_of(annotation: Any, least: int = 1) -> Kind:
     words = get_args(annotation)
     if annotation is bool:
         return Kind("0 or 1", "True or False", _read_flag, _checked(bool), lambda on: str(int(on)))
+    said, check = f"a whole number, {least} or more", _checked(int, lambda n: n >= least)
     if annotation is int:
-        said, check = f"a whole number, {least} or more", _checked(int, lambda n: n >= least)
         return Kind(said, said, lambda text: check(int(text)), check, str)
+    if annotation == int | None:
+        return Kind(
+            said,
+            f"{said}, or None",
+            lambda text: check(int(text)) if text else None,
+            lambda value: None if value is None else check(value),
+            lambda value: "" if value is None else str(value),
+        )
     if annotation == Bytes:
         texts = "a number of bytes, also with the suffix K, M or G (powers of 1024)"
         check = _checked(int, lambda n: n >= 0)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
@@ -32,9 +33,11 @@ from .worker import BOOT, receive, send
 
 HANG_SECONDS = 120.0  # for one kernel; the largest take 2
 START_SECONDS = 30.0  # for a process; it takes 0.1
+BACKLOG = 4  # kernels that wait for each worker before there is another, which takes 0.2 s to start
 FAILURES = 3  # workers lost in a row
 PAUSES = (0.2, 1.0)  # s, before a process that did not start is tried again
 REST_SECONDS, MOST_REST_SECONDS = 10.0, 600.0  # after so many; twice as long after each further one
+SHARE = Path("/sys/fs/cgroup/cpu.max")  # us of us that a container may run, or "max" of some
 # a compiler has no use for numpy's threads; starting 16 of them delays steps by 8 ms
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
@@ -174,7 +177,8 @@ class Service:
         """Have `job` done; returns at once."""
         with self.lock:
             self.jobs.put(job)
-            if self.jobs.qsize() > self.idle and len(self.threads) < self.workers:
+            waiting, threads = self.jobs.qsize(), len(self.threads)
+            if waiting > max(self.idle, BACKLOG * threads) and threads < self.workers:
                 name = f"autofuse compiler {len(self.threads)}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 try:
@@ -320,6 +324,21 @@ class Service:
         for worker in self.running:
             worker.release()
             worker.process.returncode = 0  # not ours to wait for
+
+
+@cache
+def enough_workers() -> int:
+    """How many processes compile in the background where nobody has said how many.
+
+    A training step of a hundred kernels, 50 to 100 ms each, waits for them as long as one process
+    takes; a program has use for its other processors itself.
+    """
+    known = getattr(os, "sched_getaffinity", None)
+    processors = os.cpu_count() or 1 if known is None else len(known(0))
+    with suppress(OSError, ValueError):
+        quota, period = SHARE.read_text().split()
+        processors = min(processors, int(quota) // int(period))
+    return max(1, min(processors // 4, 4))
 
 
 _service: Service | None = None
