@@ -15,6 +15,8 @@ from torch import nn
 
 import autofuse
 from autofuse import torch_private as sequence
+from autofuse.grad import owners
+from autofuse.record.modes import forget_all
 from support import DEVICES, assert_same, elsewhere
 
 COUNT = int(os.environ.get("AUTOFUSE_TEST_ORDERS", "20"))
@@ -137,6 +139,46 @@ def test_random_programs(device, how, tier, native):
                 assert_same(got, want, None)
             except AssertionError as error:
                 raise AssertionError(f"program {number} of {SEED}\n{source}\n{error}") from error
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chains_that_few_nodes_would_differentiate_in_another_order(
+    device, native, always, monkeypatch
+):
+    """More of their ops have nodes, and they are fused."""
+    searched, real = [], owners.Owners.late
+
+    def late(self):
+        found = real(self)
+        searched.append(bool(found))
+        return found
+
+    monkeypatch.setattr(owners.Owners, "late", late)
+    forget_all("test")  # what is known is not searched for again
+    rng, divided = random.Random(SEED), 0
+    for number in range(COUNT):
+        names, lines = ["x", "y", "p"], []
+        for k in range(rng.randint(8, 24)):
+            rule = rng.choice(RECORDED).format(w=rng.choice(names[-6:]), a=rng.choice(names[-9:]))
+            lines.append(f"    v{k} = {rule}\n")
+            names.append(f"v{k}")
+        kept = [name for name in names[3:-1] if rng.random() < 0.4] + names[-1:]
+        source = f"def run(x, y, p):\n{''.join(lines)}    return [{', '.join(kept)}]\n"
+        space = {"torch": torch}
+        exec(source, space)
+        grads, launched = [], 0
+        for wrap in (lambda t: t, autofuse.wrap, autofuse.wrap):
+            x, y, p = [t.requires_grad_() for t in tensors(3, device, number)]
+            searched.clear()
+            autofuse.reset_stats()
+            out = space["run"](*map(wrap, (x, y, p)))
+            loss = sum((t * t.detach()).sum() for t in out)
+            divided += searched[:3] == [True] * 3
+            grads.append([*out, *torch.autograd.grad(loss, [x, y, p, *out], allow_unused=True)])
+            launched = autofuse.stats().kernels_launched
+        assert_same(grads[1:], [grads[0]] * 2, None, f"program {number} of {SEED}\n{source}")
+        assert launched > 1, source
+    assert divided
 
 
 # --- what the engine does, on which all of it rests -----------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import autofuse
-from autofuse.grad import segments
+from autofuse.grad import owners
 from support import DEVICES, FLOATS, assert_same, assert_told_alike, random_tensor
 
 W = autofuse.wrap
@@ -336,14 +336,14 @@ def test_random_programs(device, on, seeds):
 def test_slices_are_steps_in_random_programs(monkeypatch):
     """What is compared above is what this module is about."""
     inside, declined = [], []
-    real = segments._Owners._own_view
+    real = owners.Owners._own_view
 
     def own(self, index):
         real(self, index)
         if index in self.striped:
             (inside if index in self.split else declined).append(index)
 
-    monkeypatch.setattr(segments._Owners, "_own_view", own)
+    monkeypatch.setattr(owners.Owners, "_own_view", own)
     autofuse.record.modes.forget_all("test")
     test_random_programs("cpu", autofuse.config.native, ordinary)
     assert len(inside) > COUNT and declined

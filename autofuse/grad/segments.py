@@ -24,189 +24,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..chain.meta import Meta
-from ..chain.rowwise import GradientRows, gradient_rows
 from ..chain.state import LATER, Node, statistics_of
 from ..layout import is_dense
 from ..ops.reductions import Reduction
-from ..ops.views import COPYING, JoinOp, ViewOp
+from ..ops.views import COPYING, JoinOp
 from ..program.program import CONST, Ref
 from ..program.walk import needed, sources
 from ..settings.config import config
+from .owners import Owners, kept_by, owners_of
 from .strips import Striping, striped_of
-from .uses import G, Use, uses_of
-
-
-def _is_split(node: Node) -> bool:
-    return isinstance(node.op, ViewOp) and node.op.dim is not None
-
-
-class _Owners(dict[int, int]):
-    """The root of the segment that each differentiated step belongs to; a view is its own.
-
-    Beside the live values, a dead one is a root if two segments meet in it, if it is broadcast or
-    viewed: its gradient is complete only after both, after a reduction, or after torch's nodes. So
-    is a reduction whose gradients one kernel cannot compute with those of the segment.
-    """
-
-    def __init__(
-        self, nodes: list[Node], uses: list[list[Use]], meta_of: Callable[[Ref], Meta],
-        live: list[int], *, joined: bool, striped: Mapping[int, tuple[Striping, int]],
-    ) -> None:  # fmt: skip
-        """joined: whether reductions may be steps of segments with others. striped: of the slices
-        that may be.
-        """
-        super().__init__((index, index) for index in live)
-        # who has one of these can write to it
-        self.shared = {nodes[index].base if nodes[index].base >= 0 else index for index in live}
-        self.nodes, self.uses, self.meta_of, self.striped = nodes, uses, meta_of, striped
-        self.split: dict[int, int] = {}  # parts and slices inside of segments: whose
-        self.users: dict[int, list[int]] = {}  # of each view
-        self.rows: dict[int, GradientRows] = {}  # of segments whose backward adds over rows
-        # row kernels read no index maps
-        joined = joined and not any(isinstance(x.op, JoinOp) or _is_split(x) for x in nodes)
-        self.added = {
-            node.index: gradient_rows(node.op, meta_of(node.args[0])) if joined else None
-            for node in nodes if isinstance(node.op, Reduction)
-        }  # fmt: skip
-        for index in range(len(nodes) - 1, -1, -1):
-            if index in self.users and index not in self:
-                self._own_view(index)
-            if index in self:
-                if index in self.added:
-                    self._own_reduction(index)
-                for ref in self.edges(index):
-                    self._own(ref, index)
-
-    def edges(self, index: int) -> list[Ref]:
-        """What a step hands gradients to, in order."""
-        node = self.nodes[index]
-        if isinstance(node.op, Reduction) and not node.op.grad:  # whose node is torch's
-            operands = [ref for ref in node.args if ref < CONST]
-            return [ref for ref in operands if self.meta_of(ref).requires_grad]
-        inside = node.base < 0 or index in self.split
-        return [use.ref for use in self.uses[index]] if inside else list(node.args)
-
-    def _own(self, ref: Ref, index: int) -> None:
-        """Let step `index`, which has an owner, hand a gradient to `ref`."""
-        if ref < 0 or self.get(ref) == ref:
-            return
-        if self.nodes[ref].base >= 0:
-            self.users.setdefault(ref, []).append(index)
-            return
-        alone = self.setdefault(ref, self[index]) == self[index]
-        reshapes = index in self.split or isinstance(self.nodes[index].op, JoinOp)
-        same = reshapes or self.meta_of(ref).shape == self.meta_of(index).shape
-        apart = self.nodes[index].base >= 0 and index not in self.split
-        if index in self.added:  # the gradient of a weight, which may be the rows too, is torch's
-            (first, *others), op = self.nodes[index].args, self.nodes[index].op
-            assert isinstance(op, Reduction)
-            same = not op.whole or (ref == first and ref not in others)
-            apart = self.added[index] is None
-        if not alone or not same or apart:
-            self[ref] = ref
-
-    def _own_reduction(self, index: int) -> None:
-        """Let a reduction, which has an owner, be a root where one kernel cannot do both."""
-        root, rows, op = self[index], self.added[index], self.nodes[index].op
-        if root == index:  # what a number of the row is spread over is an Input of the backward
-            if rows is not None and rows.sums:
-                self.rows[root] = rows
-            return
-        there = self.rows.get(root)
-        assert isinstance(op, Reduction)
-        # a row kernel makes no view of what it computes, such as numbers of rows as a column
-        viewed = rows is not None and rows.sums > 0 and not (op.whole or op.keepdim)
-        if rows is None or viewed or (there is not None and not rows.goes_with(there)):
-            self[index] = index
-            self._own_reduction(index)
-            return
-        sums = rows.sums + (0 if there is None else there.sums)
-        self.rows[root] = replace(rows, sums=sums)
-
-    def _own_view(self, index: int) -> None:
-        if index in self.striped:
-            parts = [] if self._is_named(index) else [index]
-        else:
-            parts = self._parts_until(index)
-        owners = [{self[user] for user in self.users.get(part, ())} for part in parts]
-        if parts and all(len(own) == 1 and part not in self
-                         for own, part in zip(owners, parts, strict=True)):  # fmt: skip
-            first = min(min(own) for own in owners)
-            inner = [part for own, part in zip(owners, parts, strict=True) if first in own]
-            same = all(
-                isinstance(self.nodes[user].op, JoinOp)
-                or self.meta_of(user).shape == self.meta_of(part).shape
-                for part in inner for user in self.users[part]
-            )  # fmt: skip
-            # torch's own views of a part are made of it: of one with values, if these are needed
-            viewed = any(
-                self.nodes[user].base >= 0 and user not in self.split
-                for part in parts for user in self.users[part]
-            )  # fmt: skip
-            if same and not viewed:
-                (base,) = self.nodes[index].args
-                self.update((part, first) for part in parts)
-                self.split.update((part, base) for part in parts)
-                self.uses[parts[0]] = [Use(base, G, frozenset(), 0)]
-                return
-        self[index] = index
-
-    def _is_named(self, index: int) -> bool:
-        """Whether an error may name it: saved, in memory that somebody can write to."""
-        users = self.users.get(index, ())
-        read = {ref for user in users for use in self.uses[user] for ref in use.reads}
-        read.update(ref for user in users for ref in _kept(self.nodes[user]))
-        return self.nodes[index].base in self.shared and index in read
-
-    def _parts_until(self, index: int) -> list[int]:
-        """All parts of the value that is split where step `index` is the last; none if it is not.
-
-        Views of views torch differentiates itself.
-        """
-        node = self.nodes[index]
-        op = node.op
-        assert isinstance(op, ViewOp)
-        first = index - op.parts + 1
-        if op.dim is None or first < 0 or self.nodes[node.args[0]].base >= 0:
-            return []
-        parts = self.nodes[first : index + 1]
-        for k, part in enumerate(parts):
-            other = part.op
-            if not isinstance(other, ViewOp) or other.call is not op.call or other.part != k:
-                return []
-            if part.args != node.args:
-                return []
-        return [*range(first, index + 1)]
-
-    def lent(self) -> list[int]:
-        """The parts that other segments use than the one that splits."""
-        return [part for part in self.split
-                if any(self[user] != self[part] for user in self.users[part])]  # fmt: skip
-
-    def bases_of(self, parts: Sequence[int]) -> set[int]:
-        """What those of `parts` that rules of their users read are parts of."""
-        return {
-            self.split[part] for part in parts for user in self.users[part]
-            if any(part in use.reads for use in self.uses[user])
-        }  # fmt: skip
-
-
-def _in_order(edges: Callable[[int], list[Ref]], owner: dict[int, int], roots: list[int]) -> bool:
-    """Whether node after node adds to every gradient in the order in which op after op does."""
-    by_op = sorted(owner, reverse=True)
-    by_node = sorted(owner, key=lambda index: (owner[index], index), reverse=True)
-    orders = []
-    for sequence in (by_op, by_node):
-        added: dict[Ref, list[int]] = {}
-        for index in sequence:
-            for ref in edges(index):
-                if ref < 0 or ref in roots:
-                    added.setdefault(ref, []).append(index)
-        orders.append(added)
-    return orders[0] == orders[1]
+from .uses import Use, uses_of
 
 
 def _saved(
@@ -220,7 +50,7 @@ def _saved(
     args = [node.args for node in nodes]
     reads = {split.get(ref, ref) for index in steps for use in uses[index] for ref in use.reads}
     reads = {ref for ref in reads if ref < CONST}
-    kept = {split.get(ref, ref) for index in steps for ref in _kept(nodes[index])}
+    kept = {split.get(ref, ref) for index in steps for ref in kept_by(nodes[index])}
     kept = {ref for ref in kept if ref < 0 or ref in memory}
     if _from_inputs(nodes):
         computed = (sources(args, ref) for ref in reads if ref >= 0)
@@ -248,15 +78,6 @@ def _from_inputs(nodes: list[Node]) -> bool:
         isinstance(node.op, Reduction) and node.meta is not None and node.meta.requires_grad
         for node in nodes
     )
-
-
-def _kept(node: Node) -> list[Ref]:
-    """What eager's node saves whether a rule reads it or not: tensors, and numbers as tensors."""
-    assert node.op is not None
-    if not node.op.keeps:
-        return []
-    named = node.named()
-    return [named[name] for name in node.op.keeps.split()]
 
 
 def _path(nodes: list[Node], uses: list[list[Use]], steps: list[int]) -> set[Ref]:
@@ -316,7 +137,7 @@ class Segment:
         self.frees = bool(saved) or any(
             ref >= CONST
             for index in steps
-            for ref in (*_kept(nodes[index]), *_numbers_read(nodes[index], uses[index]))
+            for ref in (*kept_by(nodes[index]), *_numbers_read(nodes[index], uses[index]))
         )
 
     def _merged(self) -> set[int]:
@@ -383,10 +204,8 @@ class Outline:
     told: tuple[tuple[Ref, int], ...] = ()
 
 
-def outline_of(
-    nodes: list[Node], inputs: tuple[Meta, ...], live: tuple[int, ...]
-) -> Outline | None:
-    """The autograd side of a flush; None if the engine would add gradients in another order."""
+def outline_of(nodes: list[Node], inputs: tuple[Meta, ...], live: tuple[int, ...]) -> Outline:
+    """The autograd side of a flush."""
 
     every = [*nodes, *statistics_of(nodes)]
 
@@ -406,20 +225,10 @@ def outline_of(
     reduces = any(isinstance(node.op, Reduction) for node in nodes)
     dead = [node for node in nodes if node.index not in graphs]
     striped = {} if reduces else striped_of(dead, meta_of)  # row kernels read no index maps
-    for joined, inside in ((True, striped), (True, {}), (False, {})):
-        owners = _Owners(nodes, uses, meta_of, graphs, joined=joined, striped=inside)
-        owner: dict[int, int] = owners
-        roots = sorted(index for index, root in owner.items() if index == root)
-        if _in_order(owners.edges, owner, roots):
-            break
-    else:
-        if not told:
-            return None
-        every_op = sorted(owner)  # gets a node
-        owners = _Owners(nodes, uses, meta_of, every_op, joined=False, striped={})
-        owner, roots = owners, sorted(owners)
+    owners = owners_of(nodes, uses, meta_of, graphs, striped, every=told)
+    roots = sorted(owners.roots)
     lent = owners.lent()
-    members = Counter(owner.values())
+    members = Counter(owners.values())
     reduced = {index: [index, *statistics.get(index, {}).values()] for index in roots
                if isinstance(nodes[index].op, Reduction) and members[index] == 1}  # fmt: skip
     views, bare = _views(every, uses, owners, live, [*reduced])
@@ -427,15 +236,15 @@ def outline_of(
     memory.update(nodes[index].base for index in views if nodes[index].base not in bare)
     memory -= {index for index in views if nodes[index].base in bare}
     places: dict[tuple[int, int], int] = {}  # by op and which of the values that it saves
-    saved_refs: set[Ref] = {ref for index in reduced for ref in _kept(nodes[index])}
+    saved_refs: set[Ref] = {ref for index in reduced for ref in kept_by(nodes[index])}
     saved_refs.update(index for group in reduced.values() for index in group[1:])
     memory.update(ref for ref in saved_refs if ref >= 0)
     segments = []
     for root in roots:
         if root in views or root in reduced:
             continue
-        steps = [index for index in sorted(owner) if owner[index] == root]
-        parts = [part for part in lent if owner[part] == root]
+        steps = [index for index in sorted(owners) if owners[index] == root]
+        parts = [part for part in lent if owners[part] == root]
         bases = sorted(owners.bases_of(parts) - memory)
         memory.update(bases)
         if told:
@@ -475,7 +284,7 @@ def outline_of(
 
 
 def _views(
-    nodes: list[Node], uses: list[list[Use]], owner: _Owners, live: tuple[int, ...],
+    nodes: list[Node], uses: list[list[Use]], owner: Owners, live: tuple[int, ...],
     reduced: Sequence[int],
 ) -> tuple[set[int], set[int]]:  # fmt: skip
     """The views that torch makes, and the values in place of which bare tensors do.
@@ -483,7 +292,7 @@ def _views(
     These are what views lie in, what is reduced by a node of torch's, and what comes of that.
     """
     read = {ref for index in owner for use in uses[index] for ref in use.reads}
-    read.update(ref for index in owner for ref in _kept(nodes[index]))
+    read.update(ref for index in owner for ref in kept_by(nodes[index]))
     seen = {owner.split.get(ref, ref) for ref in read.union(live) if 0 <= ref < CONST}
     views: set[int] = set()
     for index in seen.union(owner) - owner.split.keys():

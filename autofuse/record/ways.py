@@ -60,7 +60,6 @@ def runner_for(recorder: Recorder, node: Node, refcounts: tuple[int, ...], write
             runner = FailedRunner(node, outputs, error=failure)
             if _tells(node):
                 outline = _outline(node, outputs)
-                assert outline is not None
                 graph = Graph(recorder, outline, node.path())
                 runner = FailedRunner(node, _computed(outputs, graph), error=failure)
                 graph.attach_to(runner)
@@ -93,8 +92,6 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
     graph, computed, gain = None, outputs, math.inf
     if tells or any(nodes[output.step].meta.requires_grad for output in outputs):  # type: ignore[union-attr]
         outline = _outline(node, outputs)
-        if outline is None:
-            return EagerRunner(node, outputs)
         gain = margin(nodes, outline)
         costly = gain <= 0
         if costly and not tells:
@@ -127,7 +124,7 @@ def _tells(node: Node) -> bool:
     return node.told is LATER and node.holds_grad
 
 
-def _outline(node: Node, outputs: tuple[Output, ...]) -> Outline | None:
+def _outline(node: Node, outputs: tuple[Output, ...]) -> Outline:
     return outline_of(node.path(), node.inputs, tuple(output.step for output in outputs))
 
 
