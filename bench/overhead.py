@@ -3,8 +3,8 @@
     python bench/overhead.py [--device cuda] [--rounds 9] [--iterations 1000] [--large 67108864]
 
 Chains of 1 to 20 ops on 64x256 and 1x64 float32 in operator form and in torch.* form, the RNN
-step (one matmul and five pointwise ops), training steps of chains of 1 to 10 ops with backward in
-either thread, what fused calls take beside their ops, and the bandwidth of a 5-op chain. Variants
+step (one matmul and five pointwise ops), training steps of chains of up to 10 ops between products
+with backward in either thread, what fused calls take beside their ops, and the bandwidth of a 5-op chain. Variants
 are interleaved; figures are medians with the 20th and 80th percentile in brackets. With
 AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
 """
@@ -93,33 +93,41 @@ def rnn_step(device: str, rounds: int, iterations: int) -> None:
 
 
 def training(device: str, rounds: int, iterations: int) -> None:
-    """Forward + backward of a chain by `backward_thread`, every length fused.
+    """Forward + backward of 20 chains between products, by `backward_thread`, every length fused.
 
-    What `record.policy` takes a Python node and a flush under grad to cost is what a fused step of
-    no ops would, and what it takes an eager op with its gradient to cost, the rise of eager's. The
-    calls are fused, so that torch itself is asked for the gradients of plain tensors.
+    What `record.policy` takes a flush and a Python node under grad to cost is what a fused chain of
+    no ops would cost beside the product, and what it takes an eager op with its gradient to cost,
+    the rise of eager's.
     """
-    autofuse.config.always_fuse = True
-    x, y = (torch.randn(64, 256, device=device) for _ in range(2))
-    x.requires_grad_()
-    lengths = 1, 2, 3, 5, 10
+    autofuse.config.always_fuse, autofuse.config.measure = True, False
+    x, y = (torch.randn(64, 64, device=device) for _ in range(2))
+    w, g = torch.randn(64, 64, device=device, requires_grad=True), torch.ones(64, 64, device=device)
+    wx, wy = autofuse.wrap(x.clone()), autofuse.wrap(y.clone())
+    lengths, chains = (0, 1, 2, 3, 5, 10), 20
+
+    def step(chain: Chain, x: torch.Tensor, y: torch.Tensor) -> None:
+        for _ in range(chains):
+            x = chain(x @ w, y)
+        torch.autograd.grad(x, w, g)
+
     for thread in ("engine", "caller"):
         autofuse.config.backward_thread = thread
-        medians: dict[str, list[float]] = {"eager": [], "fused": []}
+        each: dict[str, list[float]] = {"eager": [], "fused": []}
         for length in lengths:
-            ways = {"eager": operator_chain(length), "fused": autofuse.fuse(operator_chain(length))}
+            chain = operator_chain(length)
             calls = {
-                name: lambda chain=chain: torch.autograd.grad(chain(x, y), x, y)
-                for name, chain in ways.items()
+                "eager": lambda chain=chain: step(chain, x, y),
+                "fused": lambda chain=chain: step(chain, wx, wy),
             }
-            series = interleaved(calls, device, rounds, iterations)
-            row(f"{length} ops and backward, {thread}", series)
-            for name, times in medians.items():
-                times.append(series[name].median)
-        for name, times in medians.items():
-            rise, start = statistics.linear_regression(lengths, times)
-            print(f"{name}, {thread}: {start:.1f} us and {rise:.2f} us per op")
+            series = interleaved(calls, device, rounds, max(iterations // chains, 1))
+            row(f"{chains} chains of {length} and backward, {thread}", series)
+            for name, times in each.items():
+                times.append(series[name].median / chains)
+        for name, (product, *times) in each.items():
+            rise, start = statistics.linear_regression(lengths[1:], times)
+            print(f"{name}, {thread}: a chain {start - product:.1f} us and {rise:.2f} us per op")
     autofuse.config.backward_thread, autofuse.config.always_fuse = "auto", False
+    autofuse.config.measure = True
 
 
 @dataclass

@@ -732,8 +732,8 @@ def test_few_kernels_start_one_worker(tmp_path):
 
 @pytest.mark.parametrize(
     "processors, share, workers",
-    [(1, None, 1), (2, None, 1), (8, None, 2), (16, "max 100000", 4), (128, None, 4),
-     (64, "200000 100000", 1), (64, "900000 100000", 2), (64, "unreadable", 4)],
+    [(1, None, 1), (2, None, 1), (8, None, 4), (16, "max 100000", 8), (128, None, 8),
+     (64, "200000 100000", 1), (64, "900000 100000", 4), (64, "unreadable", 8)],
 )  # fmt: skip
 def test_workers_by_the_number_of_processors(processors, share, workers, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda who: range(processors), raising=False)

@@ -338,7 +338,7 @@ def enough_workers() -> int:
     with suppress(OSError, ValueError):
         quota, period = SHARE.read_text().split()
         processors = min(processors, int(quota) // int(period))
-    return max(1, min(processors // 4, 4))
+    return max(1, min(processors // 2, 8))
 
 
 _service: Service | None = None
