@@ -4,9 +4,9 @@
 
 Chains of 1 to 20 ops on 64x256 and 1x64 float32 in operator form and in torch.* form, the RNN
 step (one matmul and five pointwise ops), training steps of chains of up to 10 ops between products
-with backward in either thread, what fused calls take beside their ops, and the bandwidth of a 5-op chain. Variants
-are interleaved; figures are medians with the 20th and 80th percentile in brackets. With
-AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
+with backward in either thread, what fused calls take beside their ops, and the bandwidth of a 5-op
+chain. Variants are interleaved; figures are medians with the 20th and 80th percentile in brackets.
+With AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
 """
 
 from __future__ import annotations

@@ -709,7 +709,8 @@ def test_eight_services_build_each_kernel_once(tmp_path):
     assert sum(answer.built for answer in answers) == 3
 
 
-def test_two_workers_share_the_work(tmp_path):
+def test_two_workers_share_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "BACKLOG", 2)
     service = Service(2, DiskCache(tmp_path / "own"))
     answers = []
     for source in jobs(6):

@@ -33,7 +33,8 @@ from .worker import BOOT, receive, send
 
 HANG_SECONDS = 120.0  # for one kernel; the largest take 2
 START_SECONDS = 30.0  # for a process; it takes 0.1
-BACKLOG = 4  # kernels that wait for each worker before there is another, which takes 0.2 s to start
+BACKLOG = 10  # kernels that wait for each worker before there is another: they take as long as it
+# takes to be ready for its first one, 1 s
 FAILURES = 3  # workers lost in a row
 PAUSES = (0.2, 1.0)  # s, before a process that did not start is tried again
 REST_SECONDS, MOST_REST_SECONDS = 10.0, 600.0  # after so many; twice as long after each further one
@@ -330,8 +331,8 @@ class Service:
 def enough_workers() -> int:
     """How many processes compile in the background where nobody has said how many.
 
-    A training step of a hundred kernels, 50 to 100 ms each, waits for them as long as one process
-    takes; a program has use for its other processors itself.
+    A training step of a hundred kernels, 60 to 200 ms each, runs as eager ops until they are there;
+    a program has use for its other processors itself.
     """
     known = getattr(os, "sched_getaffinity", None)
     processors = os.cpu_count() or 1 if known is None else len(known(0))
