@@ -89,7 +89,7 @@ def test_a_good_value_is_read(variable, text, name, value):
         ("AUTOFUSE_MAX_NODES", "many", "use a whole number, 1 or more (default: 64)"),
         ("AUTOFUSE_MAX_NODES", "0", "use a whole number, 1 or more (default: 64)"),
         ("AUTOFUSE_MAX_NODES", "1.5", "use a whole number, 1 or more (default: 64)"),
-        ("AUTOFUSE_WORKERS", "-1", "use a whole number, 0 or more (default: none)"),
+        ("AUTOFUSE_WORKERS", "-1", "use a whole number, 0 or more, or nothing (default: none)"),
         ("AUTOFUSE_COMPILE", "later", "use auto, background or now (default: auto)"),
         ("AUTOFUSE_RECOMPUTE", "all", "use free or inputs (default: free)"),
         ("AUTOFUSE_CACHE_MAXSIZE", "lots", "suffix K, M or G (powers of 1024) (default: 256M)"),

@@ -709,8 +709,7 @@ def test_eight_services_build_each_kernel_once(tmp_path):
     assert sum(answer.built for answer in answers) == 3
 
 
-def test_two_workers_share_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "BACKLOG", 2)
+def test_two_workers_share_the_work(tmp_path):
     service = Service(2, DiskCache(tmp_path / "own"))
     answers = []
     for source in jobs(6):
@@ -724,7 +723,7 @@ def test_two_workers_share_the_work(tmp_path, monkeypatch):
 
 
 def test_few_kernels_start_one_worker(tmp_path):
-    service, answers = Service(4, DiskCache(tmp_path / "own")), []
+    service, answers = Service(4, DiskCache(tmp_path / "own"), BACKLOG), []
     for source in jobs(BACKLOG):
         service.submit(job(source, answers.append))
     assert len(service.threads) == 1
@@ -745,6 +744,8 @@ def test_workers_by_the_number_of_processors(processors, share, workers, monkeyp
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: processors)
     assert enough_workers.__wrapped__() == workers
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processors))
+    assert enough_workers.__wrapped__() == 1
 
 
 # --- the disk ------------------------------------------------------------------------------------

@@ -79,8 +79,8 @@ class Config:
         how often a chain has to run before it is worth a compile in the background""")
     workers: int | None = _row(None, """
         processes that compile in the background, counted when the first kernel is asked for; with
-        0 this one does; None is one for each two processors that this one may use, of one to
-        eight""", least=0)
+        0 this one does. None: one, and more where many kernels wait for it, up to one for each
+        two processors that this process may use, and eight""", least=0)
     max_kernels: int = _row(2048, """
         loaded kernels before all are forgotten; those still in use are loaded again""")
     max_kernels_per_line: int = _row(64, """

@@ -34,7 +34,7 @@ def kind_of(annotation: Any, least: int = 1) -> Kind:
         return Kind(said, said, lambda text: check(int(text)), check, str)
     if annotation == int | None:
         return Kind(
-            said,
+            f"{said}, or nothing",
             f"{said}, or None",
             lambda text: check(int(text)) if text else None,
             lambda value: None if value is None else check(value),

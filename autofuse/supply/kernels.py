@@ -28,7 +28,7 @@ from ..progress import progress
 from ..settings.config import config, watch
 from .disk import DiskCache
 from .load import Kernel, load, target_of
-from .service import Job, Service, enough_workers, forget_service, service
+from .service import Job, Service, forget_service, service
 from .toolchain import Built, key_of
 
 Wanted = tuple[AnyPlan, torch.device]
@@ -230,10 +230,9 @@ def _compiler(device: torch.device) -> Service | None:
     mode = config.compile
     if mode == "auto":
         mode = "background" if device.type == "cuda" else "now"
-    workers = enough_workers() if config.workers is None else config.workers
-    if mode == "now" or workers == 0:
+    if mode == "now" or config.workers == 0:
         return None
-    compiler = service(workers, _cache())
+    compiler = service(config.workers, _cache())
     if not compiler.unavailable:
         return compiler
     warn_once(f"autofuse: kernels are compiled in this process: {compiler.unavailable}")

@@ -33,8 +33,8 @@ from .worker import BOOT, receive, send
 
 HANG_SECONDS = 120.0  # for one kernel; the largest take 2
 START_SECONDS = 30.0  # for a process; it takes 0.1
-BACKLOG = 10  # kernels that wait for each worker before there is another: they take as long as it
-# takes to be ready for its first one, 1 s
+# a worker takes as long to be ready for its first kernel as it takes for so many, 1 s
+BACKLOG = 10
 FAILURES = 3  # workers lost in a row
 PAUSES = (0.2, 1.0)  # s, before a process that did not start is tried again
 REST_SECONDS, MOST_REST_SECONDS = 10.0, 600.0  # after so many; twice as long after each further one
@@ -159,8 +159,9 @@ class RefusedError(Exception):
 class Service:
     """Up to `workers` processes, started when there is work for them."""
 
-    def __init__(self, workers: int, cache: DiskCache) -> None:
-        self.workers, self.cache = workers, cache
+    def __init__(self, workers: int, cache: DiskCache, backlog: int = 0) -> None:
+        """backlog: kernels that wait for each worker before there is another."""
+        self.workers, self.cache, self.backlog = workers, cache, backlog
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()  # None ends a thread
         self.unavailable = ""  # why there are no processes
         if not sys.executable or getattr(sys, "frozen", False):
@@ -179,7 +180,7 @@ class Service:
         with self.lock:
             self.jobs.put(job)
             waiting, threads = self.jobs.qsize(), len(self.threads)
-            if waiting > max(self.idle, BACKLOG * threads) and threads < self.workers:
+            if waiting > max(self.idle, self.backlog * threads) and threads < self.workers:
                 name = f"autofuse compiler {len(self.threads)}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 try:
@@ -335,21 +336,26 @@ def enough_workers() -> int:
     a program has use for its other processors itself.
     """
     known = getattr(os, "sched_getaffinity", None)
-    processors = os.cpu_count() or 1 if known is None else len(known(0))
+    processors = os.cpu_count() or 1
+    with suppress(OSError):
+        processors = processors if known is None else len(known(0))
     with suppress(OSError, ValueError):
         quota, period = SHARE.read_text().split()
         processors = min(processors, int(quota) // int(period))
+    with suppress(ValueError):  # each rank has its own
+        processors //= max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     return max(1, min(processors // 2, 8))
 
 
 _service: Service | None = None
 
 
-def service(workers: int, cache: DiskCache) -> Service:
-    """This process's service."""
+def service(workers: int | None, cache: DiskCache) -> Service:
+    """This process's service; workers: None where nobody says how many."""
     global _service
     if _service is None:
-        _service = Service(workers, cache)
+        enough = workers is None
+        _service = Service(enough_workers() if enough else workers, cache, BACKLOG * enough)
         atexit.register(_service.close)
     return _service
 
