@@ -15,6 +15,7 @@ from autofuse.chain import state
 from autofuse.observe import events as observe
 from autofuse.observe import explain as explaining
 from autofuse.observe import holders, reads
+from autofuse.record import policy
 from autofuse.record.modes import forget_all
 from autofuse.supply import kernels as compiling
 from support import write_unseen
@@ -245,6 +246,28 @@ def test_one_line_is_advised_on_once():
         loop(torch.ones(()))
     assert [sync.name for sync in report.syncs] == ["float", "format"] * 2
     assert len([text for text in report.advice if "reads a value" in text]) == 1
+
+
+@pytest.mark.parametrize("ops", [1, 2])
+def test_chains_that_are_too_short_are_said_to_be(ops, monkeypatch):
+    """Also once their ops are not recorded any more."""
+    monkeypatch.setitem(policy.FLUSH_US, "cpu", 100.0)
+    forget_all("test")
+    w = autofuse.wrap(torch.ones(3, 5))
+
+    def short():
+        for _ in range(10):
+            y = w * 2
+            y = y + 1 if ops > 1 else y
+            autofuse.materialize(y)
+            del y
+
+    short()
+    with autofuse.explain() as report:
+        short()
+    (advice,) = report.advice
+    assert not report.chains and report.ops_eager
+    assert "little to gain here" in advice, advice
 
 
 def test_a_program_with_a_fused_module_in_it():

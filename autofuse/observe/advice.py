@@ -16,13 +16,13 @@ from ..chain.verified import refusals
 from ..lines import Position, shown
 from ..ops.reductions import REDUCTIONS, ROW_COMPOSITES
 from ..record.origins import STAYS
-from ..record.policy import ASIDE, FLUSH_US, SELDOM, us_moved, us_recorded
+from ..record.policy import ASIDE, FLUSH_US, LONE, SELDOM, SHORT, us_moved, us_recorded
 from ..settings.config import config
 from .events import FAILED, REFUSED, WAITS, Flush
 from .findings import Findings
 from .spelling import listed, plural, sized
 
-SHORT = "a short chain"  # what `record.ways` says of one that costs less as the ops it is
+_SHORT = SHORT, LONE  # how a reason begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,8 @@ def _not_recorded(report: Findings, kind: str) -> Iterable[Advice]:
             "ran eagerly, for their operands have sizes that have not come often, and a chain is "
             "planned for exact sizes; pad to a few sizes, or config.measure = False records all",
         )
-    if not (report.chains or report.pending or aside or plain or seldom or report.eager_for(SHORT)):
+    short = report.eager_for(*_SHORT)
+    if not (report.chains or report.pending or aside or plain or seldom or short):
         yield Advice(
             "nothing was recorded: there is no op of the table on a wrapped tensor here; "
             "autofuse.wrap the tensors, or autofuse.fuse the function"
@@ -143,11 +144,11 @@ def _short(report: Findings, kind: str) -> Iterable[Advice]:
             f"{count} of {total} chains end with {reason!r} at {shown(position)}",
             (count - 1) * FLUSH_US[kind],
         )
-    short = report.eager_for(SHORT)
+    short = report.eager_for(*_SHORT)
     if short and not report.chains:  # these ops are not recorded any more
         lines: Counter[Position | None] = Counter()
         for (line, _, reason), count in list(report.eager_lines.items()):
-            if reason.startswith(SHORT):
+            if reason.startswith(_SHORT):
                 lines[line] += count
         ((position, count), *_) = lines.most_common()
         yield Advice(

@@ -232,7 +232,7 @@ def _why_eager(runner: Runner) -> str:
         return REFUSED if runner.order.refused else WAITS
     if isinstance(runner, ShortRunner):
         return runner.short
-    return "gradients would add up in another order"
+    return "a write to memory with gaps, which no kernel of the chain ends with"
 
 
 def _looked_up(

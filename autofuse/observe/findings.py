@@ -108,10 +108,10 @@ class Findings:
                 seen[op] += count
         return seen
 
-    def eager_for(self, reason: str) -> Counter[tuple[str, str]]:
-        """What of `ops_eager` ran so for a reason that begins like this."""
+    def eager_for(self, *reasons: str) -> Counter[tuple[str, str]]:
+        """What of `ops_eager` ran so for a reason that begins like one of these."""
         counted = list(self.ops_eager.items())
-        return Counter({which: n for which, n in counted if which[1].startswith(reason)})
+        return Counter({which: n for which, n in counted if which[1].startswith(reasons)})
 
     @property
     def chains(self) -> list[int]:

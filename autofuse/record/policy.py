@@ -103,6 +103,8 @@ _waiting: dict[Node, None] = {}  # what stands for such ops
 _FREE, _OFTEN = 8, 16
 _REMEMBERED = 1024  # others, of which it is known how often they came
 SELDOM = "sizes that seldom come"
+SHORT, LONE = "a short chain", "a chain of one op"  # which costs less as the ops it is
+SHORT_UNDER_GRAD = SHORT + " under grad"
 ASIDE = "a fused call that gains too little"  # and records nothing for now
 _PATIENCE = 8  # flushes in a row that waited for kernels
 

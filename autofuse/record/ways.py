@@ -22,7 +22,19 @@ from ..settings.config import config
 from ..supply import kernels as compiling
 from ..supply.kernels import Order
 from ..supply.load import processors_of
-from .policy import TRIES, WAITED, are_alone, is_short, losing, make_eager, margin, rest
+from .policy import (
+    LONE,
+    SHORT,
+    SHORT_UNDER_GRAD,
+    TRIES,
+    WAITED,
+    are_alone,
+    is_short,
+    losing,
+    make_eager,
+    margin,
+    rest,
+)
 from .ranges import annotated, open_ranges
 
 
@@ -88,7 +100,7 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
     short = is_short(nodes, [output.step for output in outputs], device.type)
     tells = _tells(node)
     if short and not tells:
-        return ShortRunner(node, outputs, "a short chain")
+        return ShortRunner(node, outputs, SHORT)
     graph, computed, gain = None, outputs, math.inf
     if tells or any(nodes[output.step].meta.requires_grad for output in outputs):  # type: ignore[union-attr]
         outline = _outline(node, outputs)
@@ -96,11 +108,11 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
         costly = gain <= 0
         if costly and not tells:
             leading = losing(nodes, outline)
-            return ShortRunner(node, outputs, "a short chain under grad", leading)
+            return ShortRunner(node, outputs, SHORT_UNDER_GRAD, leading)
         graph = Graph(recorder, outline, nodes)
         computed = _computed(outputs, graph)
         if short or costly:
-            why = "a short chain" if short else "a short chain under grad"
+            why = SHORT if short else SHORT_UNDER_GRAD
             alone = ShortRunner(node, computed, why)
             graph.attach_to(alone)
             return alone
@@ -142,7 +154,7 @@ class ShortRunner(EagerRunner):
     ) -> None:
         """short: why. leading: how many of its first ops not to record any more; None for all."""
         super().__init__(tip, outputs)
-        self.short = "a chain of one op" if len(self.nodes) == 1 else short
+        self.short = LONE if len(self.nodes) == 1 else short
         self.leading = leading
 
     def run(self, chain: Chain) -> None:
