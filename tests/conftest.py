@@ -138,7 +138,7 @@ def alone():
     for lender in lenders:
         lending.lenders.discard(lender)
     yield
-    refs += hidden
+    refs += [known for known in hidden if known() is not None]
     lending.lenders.update(lenders)
 
 

@@ -476,6 +476,42 @@ def test_a_mode_of_dispatch_meets_plain_tensors(name, native):
         assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("native", NATIVE)
+def test_what_a_mode_of_dispatch_does_beside_another_thread(native):
+    """Whatever it calls in the middle of a write: by the ops that it is told of, and others."""
+    autofuse.config.native = native
+    done, recorded = threading.Event(), threading.Event()
+
+    def other():
+        autofuse.materialize(autofuse.wrap(torch.ones(3)) * 2 + 1)
+        recorded.set()
+        done.wait(60)
+
+    class Writing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            torch.add(beside, 1.0, out=beside)
+            return func(*args, **kwargs or {})
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        assert recorded.wait(60)
+        results = []
+        for wrap in (lambda t: t, autofuse.wrap):
+            h, beside, w, seen = torch.ones(3, 4), torch.zeros(4), wrap(torch.full((3, 4), 2.0)), []
+            pending = w * h + beside
+            with Writing():
+                for _ in range(3):
+                    assert torch.add(h, w, out=h) is h
+                    torch.mul(h, 0.5, out=h)
+            results.append((pending, h, beside, seen))
+        assert_same(results[1], results[0], None)
+    finally:
+        done.set()
+        thread.join()
+
+
 # modes are entered while `y`, computed from `x`, is pending; `a` requires no grad
 TOLD = {
     "operators": lambda y, x, a: (2 - y, 2 / y, 2**y, y**2, -y, abs(y), y > a, 7 // y, y % 2),

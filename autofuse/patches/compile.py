@@ -56,7 +56,7 @@ def _skip_tracing() -> None:
     trace_rules.SKIP_DIRS.append("<autofuse")
     trace_rules._recompile_re()
     if torch.__version__ < "2.13":
-        # torch makes a set of getters for each class that overrides; of ours its tracer there makes
-        # no members, and takes the set as it is
+        # there the tracer builds this set anew for each class that overrides, and cannot hash our
+        # accessors; it takes one that is there already
         getters = get_default_nowrap_functions()
         torch._tensor.get_default_nowrap_functions = lambda: getters  # type: ignore[attr-defined]
