@@ -722,6 +722,21 @@ def test_two_workers_share_the_work(tmp_path):
     assert len(answers) == 6 and all(answer.built for answer in answers)
 
 
+def test_further_workers_end_when_there_is_nothing_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "IDLE_SECONDS", 0.2)
+    service, answers, sources = Service(2, DiskCache(tmp_path / "own")), [], jobs(12)
+    for part in (sources[:6], sources[6:]):
+        before = len(answers)
+        for source in part:
+            service.submit(job(source, answers.append))
+        end = time.monotonic() + 60
+        while (len(answers) < before + 6 or len(service.running) != 1) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(answers) == before + 6 and len(service.running) == 1
+    service.close()
+    assert all(answer.built for answer in answers) and len(service.threads) == 2
+
+
 def test_few_kernels_start_one_worker(tmp_path):
     service, answers = Service(4, DiskCache(tmp_path / "own"), BACKLOG), []
     for source in jobs(BACKLOG):

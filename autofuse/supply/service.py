@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from ..errors import warn_once
@@ -33,6 +33,7 @@ from .worker import BOOT, receive, send
 
 HANG_SECONDS = 120.0  # for one kernel; the largest take 2
 START_SECONDS = 30.0  # for a process; it takes 0.1
+IDLE_SECONDS = 30.0  # without a job, before a further worker ends: each keeps 120 MB
 # a worker takes as long to be ready for its first kernel as it takes for so many, 1 s
 BACKLOG = 10
 FAILURES = 3  # workers lost in a row
@@ -199,7 +200,7 @@ class Service:
         while True:
             with self.lock:
                 self.idle += 1
-            job = self.jobs.get()
+            job = self._next(worker)
             with self.lock:
                 self.idle -= 1
             if job is None or self.closing.is_set():
@@ -227,6 +228,15 @@ class Service:
             job = answer = None  # not kept while there is nothing to do
             if once:
                 return
+
+    def _next(self, worker: Worker | None) -> Job | None:
+        """The next job; all threads but the first end a worker that has none for long."""
+        spare = worker is not None and threading.current_thread() is not self.threads[0]
+        try:
+            return self.jobs.get(timeout=IDLE_SECONDS if spare else None)
+        except Empty:
+            self._drop(worker)
+            return self.jobs.get()
 
     def _failure(self, error: BaseException) -> Built:
         """The answer to a job that `error` has ended."""
