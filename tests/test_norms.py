@@ -6,6 +6,7 @@ torch compute the outputs without grad (`hung`), so that all else, bits too, has
 
 import gc
 import itertools
+import os
 import random
 import sys
 import threading
@@ -202,17 +203,47 @@ def test_gradients_are_eagers(hung, on, name, needs, capsys):
 
 
 def test_gradients_that_one_node_would_add_in_another_order(hung):
-    """The gradient of h is that of std, then of sub, then of mean: the chain runs as eager ops."""
+    """The gradient of h is that of std, then of sub, then of mean: each has a node of its own."""
 
     def program(x, y, w, b):
         h = x + y
         return (h - h.mean(-1, keepdim=True)) / (h.std(-1, keepdim=True) + 1e-6)
 
     xs = leaves()
-    assert_same(trained(program, xs, wrap=True), trained(program, xs, wrap=False), None)
-    assert not ran
-    with torch.no_grad():
-        assert_same(trained(program, xs, wrap=True), trained(program, xs, wrap=False), None)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert_same(trained(program, xs, wrap=True), trained(program, xs, wrap=False), None)
+        assert ran
+        ran.clear()
+
+
+RULES = ["{a} * {b}", "{a} + {b}", "{a} - {b}", "{a} / ({b}.abs() + 0.5)", "{a} * 0.5",
+         "{a}.mean(-1, keepdim=True)", "{a}.sum(-1, keepdim=True) * 0.1",
+         "{a} - {a}.mean(-1, keepdim=True)", "{a} / ((h - {a}).std(-1, keepdim=True) + 0.5)",
+         "{a} - {a}.amax(-1, keepdim=True)"]  # fmt: skip
+
+
+def test_random_programs_of_reductions_and_values_that_are_held(hung):
+    rng = random.Random(int(os.environ.get("AUTOFUSE_TEST_SEED", "20261127")))
+    for _ in range(int(os.environ.get("AUTOFUSE_TEST_ORDERS", "20"))):
+        names, lines = ["x", "y"], ["h = x * y"]
+        for k in range(rng.randint(4, 14)):
+            rule = rng.choice(RULES).format(a=rng.choice([*names[-4:], "h"]), b=rng.choice(names))
+            lines.append(f"v{k} = {rule}")
+            names.append(f"v{k}")
+        kept = [name for name in names[2:-1] if rng.random() < 0.3]
+        lines.append(f"return [{', '.join([*kept, names[-1] + ' * x'])}]")
+        source = "def run(x, y):" + "".join(f"\n    {line}" for line in lines)
+        space = {}
+        exec(source, space)
+        grads = []
+        for wrap in (lambda t: t, autofuse.wrap, autofuse.wrap):
+            xs = leaves((1, 1, 0, 0))[:2]
+            out = space["run"](*map(wrap, xs))
+            loss = sum((t * t.detach()).sum() for t in out)
+            got = torch.autograd.grad(loss, [*xs, *out], allow_unused=True)
+            grads.append([autofuse.unwrap(t) for t in (*out, *got) if t is not None])
+        assert_same(grads[1:], [grads[0]] * 2, None, source)
     assert ran
 
 
