@@ -230,13 +230,15 @@ class Service:
                 return
 
     def _next(self, worker: Worker | None) -> Job | None:
-        """The next job; all threads but the first end a worker that has none for long."""
-        spare = worker is not None and threading.current_thread() is not self.threads[0]
+        """The next job; None ends the thread, as all but the first do that get none for long."""
+        thread = threading.current_thread()
+        spare = worker is not None and thread is not self.threads[0]
         try:
             return self.jobs.get(timeout=IDLE_SECONDS if spare else None)
-        except Empty:
-            self._drop(worker)
-            return self.jobs.get()
+        except Empty:  # a job that comes now is the others'
+            with self.lock:
+                self.threads.remove(thread)
+            return None
 
     def _failure(self, error: BaseException) -> Built:
         """The answer to a job that `error` has ended."""
@@ -326,9 +328,10 @@ class Service:
         self.closing.set()
         for worker in list(self.running):
             worker.process.kill()
-        for _ in self.threads:
+        threads = list(self.threads)  # some may be about to end
+        for _ in threads:
             self.jobs.put(None)
-        for thread in self.threads:
+        for thread in threads:
             thread.join(5.0)
 
     def abandon(self) -> None:
