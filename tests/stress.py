@@ -430,6 +430,7 @@ def main() -> int:
     faulthandler.enable()  # says which thread aborts
     faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
     torch.set_num_threads(1)
+    pickle.loads(pickle.dumps(torch.ones(1)))  # or threads meet what torch imports half done
     autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
     if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
         trial.install()
