@@ -756,12 +756,12 @@ def test_workers_by_the_number_of_processors(processors, share, workers, monkeyp
     if share is not None:
         (tmp_path / "cpu.max").write_text(share)
     monkeypatch.setattr(background, "SHARE", tmp_path / "cpu.max")
-    assert enough_workers.__wrapped__() == workers
+    assert enough_workers() == workers
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: processors)
-    assert enough_workers.__wrapped__() == workers
+    assert enough_workers() == workers
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processors))
-    assert enough_workers.__wrapped__() == 1
+    assert enough_workers() == 1
 
 
 # --- the disk ------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
@@ -182,7 +181,7 @@ class Service:
             self.jobs.put(job)
             waiting, threads = self.jobs.qsize(), len(self.threads)
             if waiting > max(self.idle, self.backlog * threads) and threads < self.workers:
-                name = f"autofuse compiler {len(self.threads)}"
+                name = f"autofuse compiler {threads}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 try:
                     thread.start()
@@ -341,7 +340,6 @@ class Service:
             worker.process.returncode = 0  # not ours to wait for
 
 
-@cache
 def enough_workers() -> int:
     """How many processes compile in the background where nobody has said how many.
 
