@@ -63,7 +63,8 @@ class Owners(dict[int, int]):
         super().__init__((index, index) for index in live)
         # who has one of these can write to it
         self.shared = {nodes[index].base if nodes[index].base >= 0 else index for index in live}
-        self.nodes, self.uses, self.meta_of, self.striped = nodes, uses, meta_of, striped
+        self.nodes, self.meta_of, self.striped = nodes, meta_of, striped
+        self.uses = [*uses]  # which splits change, for these owners alone
         self.split: dict[int, int] = {}  # parts and slices inside of segments: whose
         self.users: dict[int, list[int]] = {}  # of each view
         self.rows: dict[int, GradientRows] = {}  # of segments whose backward adds over rows

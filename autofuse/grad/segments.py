@@ -226,6 +226,7 @@ def outline_of(nodes: list[Node], inputs: tuple[Meta, ...], live: tuple[int, ...
     dead = [node for node in nodes if node.index not in graphs]
     striped = {} if reduces else striped_of(dead, meta_of)  # row kernels read no index maps
     owners = owners_of(nodes, uses, meta_of, graphs, striped, every=told)
+    uses = owners.uses
     roots = sorted(owners.roots)
     lent = owners.lent()
     members = Counter(owners.values())
@@ -303,6 +304,5 @@ def _views(
     needed |= {nodes[index].base for index in views if nodes[index].op.name in COPYING}  # type: ignore[union-attr]
     replaced = {nodes[index].base for index in views}
     replaced.update(ref for index in reduced for ref in owner.edges(index) if ref >= 0)
-    replaced.update(index for index, root in owner.items()
-                    if index == root and isinstance(nodes[index].op, Reduction))  # fmt: skip
+    replaced.update(index for index in owner.roots if isinstance(nodes[index].op, Reduction))
     return views, replaced - needed
