@@ -41,7 +41,7 @@ is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batch
 key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 ExcludedKey = torch._C._SetExcludeDispatchKeyGuard
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-_AUTOGRAD_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+AUTOGRAD_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 AUTOCASTS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
 KINDS = {"cpu": 0, "cuda": 1}  # the devices that are recorded on, as c10::DeviceType numbers them
 
@@ -70,7 +70,7 @@ def above_autograd(function: _F) -> _F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not key_is_excluded(_AUTOGRAD) or torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
-        with ExcludedKey(_AUTOGRAD, False), ExcludedKey(_AUTOGRAD_OF_VIEWS, False):
+        with ExcludedKey(_AUTOGRAD, False), ExcludedKey(AUTOGRAD_OF_VIEWS, False):
             return function(*args, **kwargs)
 
     return cast(_F, call)

@@ -43,6 +43,16 @@ def infer_rows(
     args, kinds = referred(operands, metas, reads, numbers)
     views = [kind for kind in kinds if isinstance(kind, Meta)]
     x, *affine = views
+    if op.outside is not None:
+        (classes,) = affine
+        reason = _reason_outside(op, args, x, classes, tip) or _ungraded(op, views, device, tip)
+        if reason or tip.rows is None:
+            return reason
+        _, row = op.split(x.shape)
+        shape = tuple(x.shape)[: x.ndim - len(row)]
+        meta = make_meta(x.dtype, shape, contiguous(shape), device, True)
+        made = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
+        return made, tip.rows
     cast = cast_of(op, device.type, [meta.dtype for meta in views]) if tip.autocast else None
     if cast is not None:
         return cast
@@ -116,6 +126,22 @@ def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) ->
         if meta.shape != x.shape[-1:] or not meta.flat or meta.dtype is not x.dtype:
             return "a weight of another shape or dtype"
     return ""
+
+
+def _reason_outside(op: Reduction, args: list[Ref], x: Meta, classes: Meta, tip: Node) -> str:
+    """Why the loss `op` of rows of logarithms is eager: it is recorded for its gradient, which one
+    kernel computes with that of `log_softmax`."""
+    path, (first, second) = tip.path(), args
+    if first < 0 or path[first].op.name != "log_softmax" or second >= 0:  # type: ignore[union-attr]
+        return "a loss of what is in memory"
+    if not _has_graph(tip, [x]):
+        return "a loss without a gradient"
+    if tip.told:
+        return "saved tensor hooks"
+    rows, _ = x.shape
+    if classes.dtype is not torch.int64 or classes.shape != (rows,) or not classes.flat:
+        return "classes of another kind"
+    return "operands on several devices" if classes.device is not x.device else ""
 
 
 def _has_graph(tip: Node, metas: list[Meta]) -> bool:

@@ -24,6 +24,7 @@ from ..ops.views import JoinOp, ViewOp, WriteOp
 from ..program.program import (
     Join,
     Output,
+    Outside,
     Pointwise,
     Program,
     Reduced,
@@ -145,7 +146,9 @@ class Node:
             if isinstance(node.op, JoinOp):
                 steps.append(Join(node.args, node.meta.spec, node.op.parts))
                 continue
-            kind = Reduced if isinstance(node.op, Reduction) else Pointwise
+            kind: type[Pointwise] = Pointwise
+            if isinstance(node.op, Reduction):
+                kind = Reduced if node.op.outside is None else Outside
             op = node.op.row if isinstance(node.op, WriteOp) else node.op
             steps.append(kind(op, node.args, node.common, node.meta.spec))  # type: ignore[arg-type]
         inputs = tuple(meta.spec for meta in self.inputs)
@@ -168,12 +171,13 @@ def statistics_of(path: list[Node]) -> list[Node]:
         op, meta = reduced.op, reduced.meta
         if not isinstance(op, Reduction) or meta is None or not meta.requires_grad:
             continue
-        shape = (*meta.shape[:-1], 1)
+        # what torch finds on the way is a number, of the dtype of the result
+        shape, dtype = ((*meta.shape[:-1], 1), torch.float32) if not op.outside else ((), meta.dtype)
         for which, statistic in enumerate(op.statistics):
             node = Node(reduced.recorder, None, statistic)
             node.index, node.of = len(path) + len(found), (reduced.index, which)
             node.args, node.common = reduced.args, reduced.common
-            node.meta = make_meta(torch.float32, shape, contiguous(shape), meta.device)
+            node.meta = make_meta(dtype, shape, contiguous(shape), meta.device)
             found.append(node)
     return found
 

@@ -67,6 +67,8 @@ def extend(
     recorder: Recorder, tip: Node, op: Op, operands: Sequence[int | Meta | type], metas: list[Meta]
 ) -> Node:
     """The node for `op` after `tip`; not yet an edge of it. operands, metas: see `infer`."""
+    if isinstance(tip.op, Reduction) and tip.op.outside is not None:
+        return _cut(recorder, tip, op, "rows")
     if isinstance(op, ViewOp):
         return _extend_view(recorder, tip, op, operands[0])
     if isinstance(op, JoinOp):

@@ -78,7 +78,7 @@ def noder(reduction: Reduction) -> Callable[..., None]:
 def torch_name(op: Op) -> str:
     """The torch function that an op stands for, as eager's node is named after it."""
     if isinstance(op, Reduction):
-        return op.aten.partition(".")[0]
+        return op.aten.partition(".")[0].removesuffix("_forward")
     name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
     name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
     names = {"square": "pow", "to": "to_copy", "concat": "cat", "concatenate": "cat"}

@@ -56,6 +56,8 @@ def by_torch(
         return partial(_moment_by_torch, op, number, names)
     if op.name == "logsumexp":
         return lambda g, x, out: (_log_of_sum_by_torch(number(g), x, number(out)),)
+    if op.name == "nll_loss":
+        return partial(_classes_by_torch, *op.options)
     if op.name in LOSSES:
         return partial(_loss_by_torch, op, needs, _elements(op, shape))
     if op.statistics:
@@ -97,6 +99,13 @@ def _loss_by_torch(
     first = backward(g, x, y, how, *width) if needs[0] else None
     second = backward(g, y, x, how, *width) if needs[1] else None
     return first, second, *nothing
+
+
+def _classes_by_torch(
+    how: int, ignored: int, g: torch.Tensor, x: torch.Tensor, t: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    found = torch.ops.aten.nll_loss_backward.default(g, x, t, None, how, ignored, weight)
+    return found, None
 
 
 def _moment_by_torch(
@@ -189,6 +198,15 @@ class Later:
     meta: Meta
 
 
+@dataclass(frozen=True, slots=True)
+class OneOfRow:
+    """A gradient of rows that are zero but for one element each."""
+
+    value: Ref  # that of the row, for each of its elements
+    mask: Ref  # whether it is the one
+    meta: Meta
+
+
 def _sum(name: str, params: str) -> Reduction:
     return Reduction(name, params, "", result=torch.float32, keepdim=True)
 
@@ -204,6 +222,12 @@ _OF_SOFT = {
     "log_softmax": _row("log_softmax_backward", "g out s", "fma(-exp(out), s, g)"),
 }
 ROWS = _row("rows", "g", "g")
+# the sum of such a row is its element, which zeros are added to; so it is never -0.0
+_OF_ONE = _row("log_softmax_backward", "g m:bool out",
+               "s = g + 0; fma(-exp(out), s, g if m else 0)")
+ALL_BUT_ONE = _row("nll_loss_backward", "g m:bool", "g if m else 0")
+# which element of its row an operand is, where it walks along one
+_PLACE = _row("place", "x:place", "place(x)", result=torch.int64)
 # n: what torch multiplies by for the mean or the sum
 _OF_LOSS = {
     "mse_loss": _row("mse_loss_backward", "g x y n:common", "n * (x - y) * g",
@@ -260,8 +284,12 @@ def on_tape(
         g, out = (tape.part(_spread(op, shape), y) for y in (g, values["out"]))
         share = tape.apply(OPS["exp"], (tape.apply(OPS["sub"], (values["x"], out)),))
         return (tape.apply(OPS["mul"], (g, share)),)
+    if op.name == "nll_loss":
+        return _classes_on_tape(op, tape, g, values, metas[0]), None
     if op.name in LOSSES:
         return _loss_on_tape(op, tape, tape.part(_spread(op, shape), g), values, shape, needs)
+    if isinstance(g, OneOfRow) and op.name == "log_softmax":
+        return (tape.apply(_OF_ONE, (g.value, g.mask, values["out"])),)
     g = tape.whole(g)  # as torch's ops make it
     if op.statistics:
         found: list[Any] = [
@@ -301,6 +329,23 @@ def _loss_on_tape(
     first = tape.apply(row, (g, x, y, *width, factor)) if needs[0] else None
     second = tape.apply(row, (g, y, x, *width, factor)) if needs[1] else None
     return first, second, *(None for _ in width)
+
+
+def _classes_on_tape(
+    op: Reduction, tape: Any, g: Any, values: Values, meta: Meta
+) -> OneOfRow:
+    """The gradient of rows of logarithms: of the element for its class, where that is not ignored.
+    """
+    how, ignored = op.options
+    shape, zero = tuple(meta.shape), tape.number(0)
+    spread = lambda x: (x.unsqueeze(-1) if x.ndim else x).expand(shape)  # noqa: E731
+    g, classes, weight = (tape.part(spread, x) for x in (g, values["t"], values["weight"]))
+    place = tape.apply(_PLACE, (tape.part(lambda x: x[:1].expand(shape), values["x"]),))
+    if how == REDUCED["mean"]:
+        g = tape.apply(OPS["div"], (g, weight))
+    ignores = tape.apply(OPS["eq"], (classes, tape.number(ignored)))
+    g = tape.apply(OPS["masked_fill"], (tape.apply(OPS["neg"], (g,)), ignores, zero))
+    return OneOfRow(g, tape.apply(OPS["eq"], (classes, place)), meta)
 
 
 def _moment_on_tape(op: Reduction, tape: Any, g: Any, values: Values, columns: int) -> Any:

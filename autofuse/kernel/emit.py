@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llvmlite import ir
@@ -188,10 +188,17 @@ class _Emitter:
         base = self.builder.inttoptr(place.pointer, self.target.pointer_to(place.kind))
         return self.builder.gep(base, [offset])
 
+    def _offset(self, place: _Place, lane: int) -> Any:
+        """Which element lane number `lane` reads."""
+        if place.operand.axes[-1] == BROADCAST:
+            return place.offset
+        return self.builder.add(
+            place.offset, self.builder.mul(place.distance, self.word(lane))
+        )
+
     def _lane(self, place: _Place, lane: int) -> Any:
         """What lane number `lane` reads."""
-        moved = self.builder.mul(place.distance, self.word(lane))
-        return self.builder.load(self._at(place, self.builder.add(place.offset, moved)))
+        return self.builder.load(self._at(place, self._offset(place, lane)))
 
     def _guarded(self, full: Any, reads: list[_Place], start: Any) -> list[list[Value]]:
         """Carried values of every load, per lane; lanes past the end read as zero."""
@@ -224,6 +231,11 @@ class _Emitter:
             [self.element.loaded(x, place.operand.code) for x in repeated.get(k) or next(moved)]
             for k, place in enumerate(reads)
         ]
+        if "place(" in self.source.text:
+            carried = [
+                [replace(value, place=self._offset(place, n)) for n, value in enumerate(values)]
+                for place, values in zip(reads, carried, strict=True)
+            ]
         return [list(lane) for lane in zip(*carried, strict=True)]
 
     def _tail(self, place: _Place, start: Any) -> list[Any]:

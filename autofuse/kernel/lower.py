@@ -270,6 +270,10 @@ class Element:
 
     def call(self, name: str, trees: list[ast.expr]) -> Value:
         args = [self.eval(tree) for tree in trees]
+        if name == "place":  # of an operand, which is not read for it
+            (operand,) = args
+            assert isinstance(operand, Value) and operand.place is not None
+            return self.convert(Value(operand.place, f"i{operand.place.type.width}"), "i64")
         if name in STORED:
             return self.convert(self.typed(args[0], carried(name)), name)
         if name in ("horner", "chebyshev"):

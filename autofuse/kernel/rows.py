@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..program.program import LEFT, Program, Reduced, Statistic
-from ..program.rewrite import combining, straightened, unfolded
+from ..program.program import LEFT, Outside, Program, Reduced, Statistic
+from ..program.rewrite import combining, straightened, unfolded, within
 from ..program.walk import needed
 from . import plan as pointwise
 from . import text
@@ -59,9 +59,11 @@ def make_pieces(
 ) -> tuple[Piece, ...]:
     """The kernels that compute the outputs of `program`, with reductions or without.
 
-    Where several blocks share a row, another kernel combines what they have found. processors: as
-    in `scheme_of`.
+    Where several blocks share a row, another kernel combines what they have found. What torch
+    computes once they have run is not theirs. processors: as in `scheme_of`.
     """
+    if any(isinstance(program.steps[output.step], Outside) for output in program.outputs):
+        return make_pieces(within(program), device, processors)
     if any(isinstance(step, Reduced) and step.op.components for step in program.steps):
         program, places = unfolded(program)
         known = {place: index for index, place in enumerate(places)}

@@ -26,6 +26,7 @@ class Value:
     ir: Any
     code: str
     bits: Any = None  # i16 of a value that is rounded to 16 bits, where they are at hand
+    place: Any = None  # of what was read: how many elements after the first one it lies
 
     @property
     def floating(self) -> bool:

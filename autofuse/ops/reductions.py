@@ -42,6 +42,9 @@ class Reduction(Op):
         gradients of all operands. One without rules has torch's own node.
     components: the ops that torch makes it of, the last of which gives its result; none if it is
         one.
+    outside: torch's own op, where no kernel computes it: of memory for the result and statistics,
+        then the operands, which are in memory, too. It ends its chain.
+    options: what torch's op is given besides.
     """
 
     whole: bool = False
@@ -50,6 +53,8 @@ class Reduction(Op):
     of_all: bool = False
     statistics: tuple[Reduction, ...] = ()
     components: tuple[Component, ...] = ()
+    outside: Callable[..., Any] | None = None
+    options: Ints = ()
 
     def __repr__(self) -> str:
         return f"Reduction({self.name}, {self.params})"
@@ -61,9 +66,9 @@ class Reduction(Op):
 
     @property
     def reduces(self) -> tuple[str, ...]:
-        """What rows are gone through for, in order."""
+        """What a kernel goes through rows for, in order."""
         inner = [one.op.name for one in self.components if isinstance(one.op, Reduction)]
-        return tuple(inner) if self.components else (self.name,)
+        return tuple(inner) if self.components or self.outside else (self.name,)
 
     def split(self, shape: Ints) -> tuple[Ints, Ints]:
         """The dimensions of a first operand of `shape`: those of rows, and those in a row."""
@@ -103,7 +108,7 @@ NODES = {
     "layer_norm": "native_layer_norm", "rms_norm": "_fused_rms_norm",
     "vector_norm": "linalg_vector_norm", "var": "var.correction", "std": "std.correction",
     "logsumexp": "logsumexp", "mse_loss": "mse_loss", "smooth_l1_loss": "smooth_l1_loss",
-    "huber_loss": "huber_loss",
+    "huber_loss": "huber_loss", "nll_loss": "nll_loss_forward",
     "binary_cross_entropy_with_logits": "binary_cross_entropy_with_logits",
 }  # fmt: skip
 NODES_OF_ALL = {"sum": "sum", "mean": "mean"}  # where it is another one that is named no dimensions

@@ -33,7 +33,7 @@ class Op:
     params: the operands' names, in order. A suffix takes an operand out of type promotion:
         `c:bool` must be a bool tensor, `s:opmath` is a scalar in the compute type, `v:common` is a
         scalar converted to the dtype of the others, `i:inverse` one of which a kernel on CUDA is
-        given the reciprocal, taken in float64.
+        given the reciprocal, taken in float64; `x:place` one that is not read, but its place.
     result: "common" (the promoted dtype), "float" (the same, integers first become the default
         float dtype), "bool", or the dtype itself (a cast).
     accepts: categories the promoted dtype may have: f(loat), i(nteger), b(ool), or w for the wide
@@ -175,7 +175,7 @@ class Op:
             if role == "bool":
                 if dtype is not torch.bool:
                     return None
-            elif role == "promote":
+            elif role in ("promote", "place"):
                 promoting.append((dtype, ndim))
             elif not scalar:
                 return None

@@ -38,10 +38,15 @@ class Reduced(Pointwise):
 
 @dataclass(frozen=True, slots=True)
 class Statistic(Pointwise):
-    """A step that gives what another one, a Reduced, finds of its rows on the way."""
+    """A step that gives what another one, Reduced or Outside, finds of its rows on the way."""
 
     of: int  # that one
     which: int  # of the statistics of its op
+
+
+@dataclass(frozen=True, slots=True)
+class Outside(Pointwise):
+    """A step that torch computes, of values in memory, once kernels have; its op says how."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,18 @@ from dataclasses import replace
 
 from ..layout import Ints, along, contiguous
 from ..ops.reductions import Reduction
-from .program import CONST, Pointwise, Program, Reduced, Ref, Spec, Statistic, Step
+from .program import CONST, Outside, Pointwise, Program, Reduced, Ref, Spec, Statistic, Step
+
+
+def within(program: Program) -> Program:
+    """`program` without the outputs that torch computes, once its kernels have run."""
+    steps = program.steps
+
+    def is_apart(step: Step) -> bool:
+        return isinstance(steps[step.of] if isinstance(step, Statistic) else step, Outside)
+
+    outputs = [output for output in program.outputs if not is_apart(steps[output.step])]
+    return replace(program, outputs=tuple(outputs))
 
 
 def unfolded(program: Program) -> tuple[Program, Ints]:

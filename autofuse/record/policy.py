@@ -102,6 +102,9 @@ _waiting: dict[Node, None] = {}  # what stands for such ops
 # those of other sizes have to come once more for each _FREE that there are, at most so many times
 _FREE, _OFTEN = 8, 16
 _REMEMBERED = 1024  # others, of which it is known how often they came
+# What rows of `F.cross_entropy` have at least that is recorded, with log_softmax alone: of less, what
+# its gradient saves of memory is not worth what the chain costs; see `margin`
+CLASSES_BYTES = 16 << 20
 SELDOM = "sizes that seldom come"
 SHORT, LONE = "a short chain", "a chain of one op"  # which costs less as the ops it is
 SHORT_UNDER_GRAD = SHORT + " under grad"
@@ -119,7 +122,8 @@ def is_short(nodes: list[Node], results: Sequence[int], device_type: str) -> boo
 def are_alone(nodes: list[Node]) -> bool:
     """Whether these are reductions with nothing to fuse them with: torch's kernels are as fast."""
     return not config.always_fuse and all(
-        isinstance(node.op, Reduction) and not node.op.components for node in nodes
+        isinstance(node.op, Reduction) and not (node.op.components or node.op.outside)
+        for node in nodes
     )
 
 
@@ -427,7 +431,9 @@ def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
         for index in steps:
             op = nodes[index].op
             assert op is not None
-            if isinstance(op, Reduction) and op.whole and any(u.part for u in segment.uses[index]):
+            if isinstance(op, Reduction) and (
+                op.outside or (op.whole and any(u.part for u in segment.uses[index]))
+            ):
                 fused += costs.given
             kernels = 0
             for use in () if swept else segment.uses[index]:

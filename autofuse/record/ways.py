@@ -17,6 +17,7 @@ from ..layout import is_dense
 from ..program.program import ALIAS, COPY, NEW, STORED, WRITE, Output
 from ..run.devices import runner_class
 from ..run.eager import EagerRunner
+from ..run.outside import finishing
 from ..run.runner import FailedRunner, Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
@@ -206,4 +207,5 @@ class WaitingRunner(EagerRunner):
         runner.margin = self.margin
         if self.graph is not None:
             self.graph.attach_to(runner)
+        runner.attach = finishing(runner.steps, runner.made, runner.attach)
         return runner.bind()

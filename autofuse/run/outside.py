@@ -1,0 +1,44 @@
+"""Outside: what torch's own ops compute of a chain, once its kernels have run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..chain.state import Node
+from ..ops.reductions import Reduction
+from ..program.program import CONST
+from ..torch_private import AUTOGRAD_OF_VIEWS, ExcludedKey
+from .generated import defined
+
+
+def finishing(
+    steps: Sequence[Node], made: Sequence[int], attach: Callable[..., Any] | None
+) -> Callable[..., Any] | None:
+    """`attach` of a Runner, once torch has computed what is its own of `steps`; None if nothing is.
+
+    It does that in memory of their own, whose versions stay 0: these are new values. made: the
+    steps that have memory.
+    """
+    space: dict[str, Any] = {"excluded": ExcludedKey, "versions": AUTOGRAD_OF_VIEWS}
+    lines = []
+    for node in steps:
+        op = node.op
+        if not isinstance(op, Reduction) or op.outside is None or node.index not in made:
+            continue
+        given = [node.index, *(x.index for x in steps if x.of and x.of[0] == node.index)]
+        names = [f"v{ref}" for ref in given]
+        names += [f"consts[{ref - CONST}]" if ref >= CONST else f"v{ref}" if ref >= 0
+                  else f"inputs[{~ref}]" for ref in node.args]  # fmt: skip
+        space[f"call{node.index}"] = op.outside
+        lines.append(f"        call{node.index}({', '.join(names)})\n")
+    if not lines:
+        return attach
+    params = ", ".join(["inputs", "consts", "late", *(f"v{index}" for index in made)])
+    space["attach"] = attach
+    source = (
+        f"def finish({params}):\n"
+        f"    with excluded(versions, True):\n{''.join(lines)}"
+        f"    return attach({params})\n"
+    )
+    return defined(source, "finish", space)
