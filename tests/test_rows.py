@@ -41,7 +41,7 @@ def reduction(name, affine=False, keepdim=True):
     """The op that is recorded for `name`."""
     over = reductions.Over(keepdim=keepdim)
     if name in ("softmax", "log_softmax"):
-        return reductions._soft_row(name)
+        return reductions.soft_row(name)
     if name == "vector_norm":
         return reductions._length(over)
     if name in ("var", "std"):

@@ -43,17 +43,11 @@ def infer_rows(
     args, kinds = referred(operands, metas, reads, numbers)
     views = [kind for kind in kinds if isinstance(kind, Meta)]
     x, *affine = views
-    if op.outside is not None:
-        (classes,) = affine
-        reason = _reason_outside(op, args, x, classes, tip) or _ungraded(op, views, device, tip)
-        if reason or tip.rows is None:
-            return reason
-        _, row = op.split(x.shape)
-        shape = tuple(x.shape)[: x.ndim - len(row)]
-        meta = make_meta(x.dtype, shape, contiguous(shape), device, True)
-        made = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
-        return made, tip.rows
-    cast = cast_of(op, device.type, [meta.dtype for meta in views]) if tip.autocast else None
+    cast: torch.dtype | str | None = None
+    if op.casts and x.dtype is not torch.float32:
+        cast = torch.float32
+    elif tip.autocast and op.casts is None:
+        cast = cast_of(op, device.type, [meta.dtype for meta in views])
     if cast is not None:
         return cast
     reason = _reason(op, x, affine, device) or _ungraded(op, views, device, tip)
@@ -93,6 +87,43 @@ def infer_rows(
     return made, rows
 
 
+def infer_outside(
+    op: Reduction,
+    operands: Sequence[int | Meta | type],
+    metas: Sequence[Meta],
+    tip: Node,
+    device: torch.device,
+) -> tuple[Inferred, RowsOf | None] | str:
+    """The same of what torch computes outside of kernels, `ops.classes`, for its gradient."""
+    reads, numbers = list(tip.inputs), list(tip.consts)
+    args, kinds = referred(operands, metas, reads, numbers)
+    x, *others = views = [kind for kind in kinds if isinstance(kind, Meta)]
+    reason = _reason(op, x, others, device) or _ungraded(op, views, device, tip)
+    if not _has_graph(tip, [x]):
+        reason = "a loss without a gradient"
+    elif tip.told:
+        reason = "saved tensor hooks"
+    elif others and not reason:
+        reason = _reason_of_loss(op, args, x, others[0], tip)
+    if reason:
+        return reason
+    shape, row = op.split(tuple(x.shape))
+    shape, dtype = (shape, torch.float32 if op.casts else x.dtype) if others else (x.shape, x.dtype)
+    meta = make_meta(dtype, tuple(shape), contiguous(tuple(shape)), device, True)
+    made = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
+    return made, tip.rows
+
+
+def _reason_of_loss(op: Reduction, args: list[Ref], x: Meta, classes: Meta, tip: Node) -> str:
+    """Why a loss of classes is eager; empty if it is not."""
+    first, second = args
+    if first < 0 or tip.path()[first].op.name != "log_softmax" or second >= 0:  # type: ignore[union-attr]
+        return "a loss of what is in memory"
+    if classes.dtype is not torch.int64 or classes.shape != x.shape[:1] or not classes.flat:
+        return "classes of another kind"
+    return "" if op.casts is (tip.autocast and x.dtype is not torch.float32) else "autocast"
+
+
 def _read_by(
     node: Node, path: list[Node], inputs: Sequence[Meta], given: Container[Ref] = ()
 ) -> list[Meta]:
@@ -126,22 +157,6 @@ def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) ->
         if meta.shape != x.shape[-1:] or not meta.flat or meta.dtype is not x.dtype:
             return "a weight of another shape or dtype"
     return ""
-
-
-def _reason_outside(op: Reduction, args: list[Ref], x: Meta, classes: Meta, tip: Node) -> str:
-    """Why the loss `op` of rows of logarithms is eager: it is recorded for its gradient, which one
-    kernel computes with that of `log_softmax`."""
-    path, (first, second) = tip.path(), args
-    if first < 0 or path[first].op.name != "log_softmax" or second >= 0:  # type: ignore[union-attr]
-        return "a loss of what is in memory"
-    if not _has_graph(tip, [x]):
-        return "a loss without a gradient"
-    if tip.told:
-        return "saved tensor hooks"
-    rows, _ = x.shape
-    if classes.dtype is not torch.int64 or classes.shape != (rows,) or not classes.flat:
-        return "classes of another kind"
-    return "operands on several devices" if classes.device is not x.device else ""
 
 
 def _has_graph(tip: Node, metas: list[Meta]) -> bool:
@@ -221,6 +236,8 @@ class GradientRows:
 
 def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
+    if op.outside is not None:  # of one element of each row
+        return GradientRows((), 0, 0)
     if not op.grad or (op.name in MOMENTS and op.dims > 1):  # these would be straightened here, too
         return None
     if op.name in MOMENTS:

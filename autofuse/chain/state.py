@@ -21,18 +21,7 @@ from ..layout import contiguous
 from ..ops.reductions import Reduction, RowsOf
 from ..ops.row import Op
 from ..ops.views import JoinOp, ViewOp, WriteOp
-from ..program.program import (
-    Join,
-    Output,
-    Outside,
-    Pointwise,
-    Program,
-    Reduced,
-    Ref,
-    Statistic,
-    Step,
-    View,
-)
+from ..program.program import Join, Output, Program, Ref, Statistic, Step, View, kind_of
 from ..settings.config import config
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
@@ -146,11 +135,9 @@ class Node:
             if isinstance(node.op, JoinOp):
                 steps.append(Join(node.args, node.meta.spec, node.op.parts))
                 continue
-            kind: type[Pointwise] = Pointwise
-            if isinstance(node.op, Reduction):
-                kind = Reduced if node.op.outside is None else Outside
             op = node.op.row if isinstance(node.op, WriteOp) else node.op
-            steps.append(kind(op, node.args, node.common, node.meta.spec))  # type: ignore[arg-type]
+            assert op is not None
+            steps.append(kind_of(op)(op, node.args, node.common, node.meta.spec))
         inputs = tuple(meta.spec for meta in self.inputs)
         return Program(tuple(steps), inputs, self.consts, outputs, self.relaxed)
 
@@ -171,8 +158,9 @@ def statistics_of(path: list[Node]) -> list[Node]:
         op, meta = reduced.op, reduced.meta
         if not isinstance(op, Reduction) or meta is None or not meta.requires_grad:
             continue
-        # what torch finds on the way is a number, of the dtype of the result
-        shape, dtype = ((*meta.shape[:-1], 1), torch.float32) if not op.outside else ((), meta.dtype)
+        shape, dtype = (*meta.shape[:-1], 1), torch.float32
+        if op.outside is not None:  # one number, of torch's
+            shape, dtype = (), meta.dtype
         for which, statistic in enumerate(op.statistics):
             node = Node(reduced.recorder, None, statistic)
             node.index, node.of = len(path) + len(found), (reduced.index, which)

@@ -20,7 +20,7 @@ from ..settings.config import config
 from ..supply.load import processors_of
 from .infer import Inferred, infer
 from .meta import Meta, make_meta
-from .rowwise import goes_along, infer_rows
+from .rowwise import goes_along, infer_outside, infer_rows
 from .state import Node, Recorder
 from .verified import refusal
 
@@ -68,7 +68,8 @@ def extend(
 ) -> Node:
     """The node for `op` after `tip`; not yet an edge of it. operands, metas: see `infer`."""
     if isinstance(tip.op, Reduction) and tip.op.outside is not None:
-        return _cut(recorder, tip, op, "rows")
+        if not isinstance(op, Reduction) or op.outside is None:
+            return _cut(recorder, tip, op, "rows")
     if isinstance(op, ViewOp):
         return _extend_view(recorder, tip, op, operands[0])
     if isinstance(op, JoinOp):
@@ -79,7 +80,7 @@ def extend(
         return _cut(recorder, tip, op, "views")
     rows = tip.rows
     if isinstance(op, Reduction):
-        reduced = _reduced(recorder, tip, op, operands, metas)
+        op, reduced = _reduced(recorder, tip, op, operands, metas)
         found, rows = reduced if isinstance(reduced, tuple) else (reduced, rows)
     else:
         found = infer(
@@ -115,9 +116,18 @@ def _cut(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:
 def _reduced(
     recorder: Recorder, tip: Node, op: Reduction, operands: Sequence[int | Meta | type],
     metas: list[Meta],
-) -> tuple[Inferred, RowsOf] | str | torch.dtype:  # fmt: skip
-    device = recorder.device
-    return refusal(device) or infer_rows(op, operands, metas, tip, device, processors_of(device))
+) -> tuple[Reduction, tuple[Inferred, RowsOf | None] | str | torch.dtype]:  # fmt: skip
+    """Which form of `op` it is, and what `infer_rows` says of that."""
+    device, found = recorder.device, refusal(recorder.device)
+    made: tuple[Inferred, RowsOf | None] | str | torch.dtype = found
+    if not found and op.outside is None:
+        made = infer_rows(op, operands, metas, tip, device, processors_of(device))
+    elif not found:
+        made = infer_outside(op, operands, metas, tip, device)
+    if op.instead is not None and isinstance(made, str) and not found:
+        op = op.instead
+        made = infer_outside(op, operands, metas, tip, device)
+    return op, made
 
 
 def _extend_view(recorder: Recorder, tip: Node, op: ViewOp, operand: int | Meta | type) -> Node:

@@ -104,8 +104,9 @@ def _loss_by_torch(
 def _classes_by_torch(
     how: int, ignored: int, g: torch.Tensor, x: torch.Tensor, t: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    found = torch.ops.aten.nll_loss_backward.default(g, x, t, None, how, ignored, weight)
-    return found, None
+    own = x.to(g.dtype)  # of which the shape is read
+    found = torch.ops.aten.nll_loss_backward.default(g, own, t, None, how, ignored, weight)
+    return found.to(x.dtype), None
 
 
 def _moment_by_torch(
@@ -223,8 +224,9 @@ _OF_SOFT = {
 }
 ROWS = _row("rows", "g", "g")
 # the sum of such a row is its element, which zeros are added to; so it is never -0.0
-_OF_ONE = _row("log_softmax_backward", "g m:bool out",
-               "s = g + 0; fma(-exp(out), s, g if m else 0)")
+_OF_ONE = _row(
+    "log_softmax_backward", "g m:bool out", "s = g + 0; fma(-exp(out), s, g if m else 0)"
+)
 ALL_BUT_ONE = _row("nll_loss_backward", "g m:bool", "g if m else 0")
 # which element of its row an operand is, where it walks along one
 _PLACE = _row("place", "x:place", "place(x)", result=torch.int64)
@@ -331,11 +333,8 @@ def _loss_on_tape(
     return first, second, *(None for _ in width)
 
 
-def _classes_on_tape(
-    op: Reduction, tape: Any, g: Any, values: Values, meta: Meta
-) -> OneOfRow:
-    """The gradient of rows of logarithms: of the element for its class, where that is not ignored.
-    """
+def _classes_on_tape(op: Reduction, tape: Any, g: Any, values: Values, meta: Meta) -> OneOfRow:
+    """The gradient of rows of logarithms: of the element for its class, if that is not ignored."""
     how, ignored = op.options
     shape, zero = tuple(meta.shape), tape.number(0)
     spread = lambda x: (x.unsqueeze(-1) if x.ndim else x).expand(shape)  # noqa: E731
@@ -345,6 +344,7 @@ def _classes_on_tape(
         g = tape.apply(OPS["div"], (g, weight))
     ignores = tape.apply(OPS["eq"], (classes, tape.number(ignored)))
     g = tape.apply(OPS["masked_fill"], (tape.apply(OPS["neg"], (g,)), ignores, zero))
+    g = tape.cast(g, values["x"])
     return OneOfRow(g, tape.apply(OPS["eq"], (classes, place)), meta)
 
 

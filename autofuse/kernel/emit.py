@@ -192,9 +192,7 @@ class _Emitter:
         """Which element lane number `lane` reads."""
         if place.operand.axes[-1] == BROADCAST:
             return place.offset
-        return self.builder.add(
-            place.offset, self.builder.mul(place.distance, self.word(lane))
-        )
+        return self.builder.add(place.offset, self.builder.mul(place.distance, self.word(lane)))
 
     def _lane(self, place: _Place, lane: int) -> Any:
         """What lane number `lane` reads."""

@@ -9,15 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .reductions import (
-    REDUCTIONS,
-    ROW_COMPOSITES,
-    Over,
-    Reduction,
-    components_of,
-    is_recordable,
-)
-from .row import OPS, Op, composite, is_number, registrar, row, spelled
+from .reductions import Over, Reduction, components_of, is_recordable
+from .row import OPS, Op, composite, is_number, row, spelled
 
 _backward = torch.ops.aten
 _nn: Any = torch._C._nn
@@ -159,58 +152,3 @@ def l1_loss(
         return None
     apart = (input - target).abs()
     return apart.mean() if reduction == "mean" else apart.sum()
-
-
-# --- of classes -----------------------------------------------------------------------------------
-
-_HOW = {"none": 0, **REDUCED}
-
-
-@cache
-def _of_classes(reduction: str, ignored: int) -> Reduction:
-    """What is left of rows of logarithms of probabilities x for the classes t; by torch itself."""
-    how = _HOW[reduction]
-    weight = Reduction("weight_of_nll_loss", "x t", "", eager=lambda x, t: torch.ops.aten
-                       .nll_loss_forward.default(x, t, None, how, ignored)[1])  # fmt: skip
-
-    def outside(out: Any, weight: Any, x: Any, t: Any) -> None:
-        torch.ops.aten.nll_loss_forward.output(
-            x, t, None, how, ignored, output=out, total_weight=weight
-        )
-
-    return Reduction(
-        "nll_loss", "x t", "", keeps="x t", grad="nll_loss_backward(g, x, t, weight); none",
-        dims=1 if reduction == "none" else 2, of_all=reduction != "none", statistics=(weight,),
-        outside=outside, options=(how, ignored),
-        eager=lambda x, t: _nn.nll_loss_nd(x, t, None, how, ignored),
-    )  # fmt: skip
-
-
-@registrar(REDUCTIONS)()
-def nll_loss(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None,
-    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
-) -> tuple[Reduction, tuple[Any, ...]] | None:  # fmt: skip
-    if any(option is not None for option in (weight, size_average, reduce)):
-        return None
-    if reduction not in _HOW or type(ignore_index) is not int or abs(ignore_index) >= 1 << 31:
-        return None
-    if not is_recordable(input) or input.ndim != 2:
-        return None
-    return _of_classes(reduction, ignore_index), (input, target)
-
-
-@registrar(ROW_COMPOSITES)()
-def cross_entropy(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None,
-    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Callable[[], torch.Tensor] | None:  # fmt: skip
-    found = nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
-    if found is None or label_smoothing != 0 or target.dtype is not torch.int64:
-        return None
-    if target.shape != input.shape[:1] or not (torch.is_grad_enabled() and input.requires_grad):
-        return None
-    return lambda: F.nll_loss(
-        torch.log_softmax(input, -1), target, ignore_index=ignore_index, reduction=reduction
-    )

@@ -36,6 +36,7 @@ class Reduction(Op):
         number a row, and keepdim says whether dimensions of size 1 stand for the row.
     dims: how many dimensions a row lies along.
     of_all: whether torch was named none, and so reduces whatever there are.
+    casts: whether narrower operands are cast to float32 first; None where autocast decides.
     keeps: the operands and `out` whose values autograd's node saves.
     statistics: what that saves besides, numbers of a row that torch's op returns after its result.
     grad: as of a row, over these too; `grad.reduced` knows what is called there, which gives the
@@ -45,16 +46,20 @@ class Reduction(Op):
     outside: torch's own op, where no kernel computes it: of memory for the result and statistics,
         then the operands, which are in memory, too. It ends its chain.
     options: what torch's op is given besides.
+    instead: what it is where it cannot be that: of rows that no kernel is known to reduce as torch
+        does, the same outside; of operands that autocast casts, what casts them.
     """
 
     whole: bool = False
     keepdim: bool = False
     dims: int = 1
     of_all: bool = False
+    casts: bool | None = None
     statistics: tuple[Reduction, ...] = ()
     components: tuple[Component, ...] = ()
     outside: Callable[..., Any] | None = None
     options: Ints = ()
+    instead: Reduction | None = None
 
     def __repr__(self) -> str:
         return f"Reduction({self.name}, {self.params})"
@@ -235,11 +240,20 @@ def _statistic(name: str, params: str, which: int) -> Callable[..., torch.Tensor
     return eager
 
 
+_SOFT = ("softmax", "log_softmax")
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    """Whether torch casts rows of it first, where it is told to compute _SOFT in float32; those of
+    float16 it casts in the reduction."""
+    return dtype is not torch.float16
+
+
 @cache
-def _soft_row(name: str) -> Reduction:
+def soft_row(name: str, casts: bool | None = None) -> Reduction:
     function = getattr(torch, name)
     grad, eager = f"{name}_backward(g, out)", lambda x: function(x, -1)
-    return Reduction(name, "x", "", keeps="out", grad=grad, whole=True, eager=eager)
+    return Reduction(name, "x", "", keeps="out", grad=grad, whole=True, casts=casts, eager=eager)
 
 
 _FINITE = Op("finite", "x", "0 if abs(x) == inf else x")
@@ -275,7 +289,7 @@ def cast_of(op: Reduction, kind: str, dtypes: list[torch.dtype]) -> torch.dtype 
     name = f"{name}.int" if op.name in ("softmax", "log_softmax") else name
     if set(dtypes) == {torch.float32} or not has_kernel(name, f"Autocast{kind.upper()}"):
         return None
-    if op.statistics or op.name in FLOAT32[kind]:
+    if op.statistics or op.name in FLOAT32[kind] or (op.name in _SOFT and _is_wide(dtypes[0])):
         return torch.float32
     return "autocast, which casts in the reduction"  # and adds in an order that was not compared
 
@@ -285,7 +299,7 @@ def is_recordable(x: Any) -> bool:
     return x.device.type in DEVICES and x.dtype in DTYPES and x.ndim > 0
 
 
-def _is_row_wise(x: Any, dim: Any) -> bool:
+def is_row_wise(x: Any, dim: Any) -> bool:
     """Whether `dim` is the last one of a tensor that may be recorded; one in a list counts too."""
     return _dims_of(x, dim) == 1
 
@@ -380,12 +394,15 @@ def _soft(name: str) -> None:
         input: Any, dim: Any = None, *more: Any, dtype: Any = None, _stacklevel: int = 3
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
         # more: a dtype, or in torch.nn.functional a number that only its warning reads
-        if dtype is not None or more or type(dim) is not int:
+        if more or type(dim) is not int or not is_row_wise(input, dim):
             return None
-        return (_soft_row(name), (input,)) if _is_row_wise(input, dim) else None
+        if dtype is not None and (dtype is not torch.float32 or not _is_wide(input.dtype)):
+            return None
+        casts = True if dtype is not None and input.dtype is not dtype else None
+        return soft_row(name, casts), (input,)
 
 
-for _name in ("softmax", "log_softmax"):
+for _name in _SOFT:
     _soft(_name)
 
 
@@ -401,7 +418,7 @@ def _is_last(x: Any, shape: Any) -> bool:
     """Whether `shape`, as torch takes it, is that of a row."""
     if not isinstance(shape, (tuple, list)) or len(shape) != 1 or type(shape[0]) is not int:
         return False
-    return _is_row_wise(x, -1) and shape[0] == x.shape[-1]
+    return is_row_wise(x, -1) and shape[0] == x.shape[-1]
 
 
 @_reduced()
@@ -446,7 +463,7 @@ def linalg_norm(
     A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> tuple[Reduction, tuple[Any, ...]] | None:
     # with an order, the one of two dimensions, or of all where there are two, is of matrices
-    if not _is_row_wise(A, dim) and not (ord is None and dim is None):
+    if not is_row_wise(A, dim) and not (ord is None and dim is None):
         return None
     return linalg_vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..layout import Ints
+from ..ops.reductions import Reduction
 from ..ops.row import Op
 
 # references: step >= 0, Input k as ~k, Const k as CONST + k; what one kernel leaves to the next
@@ -47,6 +48,13 @@ class Statistic(Pointwise):
 @dataclass(frozen=True, slots=True)
 class Outside(Pointwise):
     """A step that torch computes, of values in memory, once kernels have; its op says how."""
+
+
+def kind_of(op: Op) -> type[Pointwise]:
+    """Which of these a step of `op` is."""
+    if not isinstance(op, Reduction):
+        return Pointwise
+    return Reduced if op.outside is None else Outside
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,8 +102,8 @@ _waiting: dict[Node, None] = {}  # what stands for such ops
 # those of other sizes have to come once more for each _FREE that there are, at most so many times
 _FREE, _OFTEN = 8, 16
 _REMEMBERED = 1024  # others, of which it is known how often they came
-# What rows of `F.cross_entropy` have at least that is recorded, with log_softmax alone: of less, what
-# its gradient saves of memory is not worth what the chain costs; see `margin`
+# bytes of the rows of a loss of classes from which on it is recorded: of less, what its gradient
+# saves of memory is not worth what the chain costs, see `margin`
 CLASSES_BYTES = 16 << 20
 SELDOM = "sizes that seldom come"
 SHORT, LONE = "a short chain", "a chain of one op"  # which costs less as the ops it is
@@ -122,7 +122,7 @@ def is_short(nodes: list[Node], results: Sequence[int], device_type: str) -> boo
 def are_alone(nodes: list[Node]) -> bool:
     """Whether these are reductions with nothing to fuse them with: torch's kernels are as fast."""
     return not config.always_fuse and all(
-        isinstance(node.op, Reduction) and not (node.op.components or node.op.outside)
+        isinstance(node.op, Reduction) and not (node.op.components or node.op.options)
         for node in nodes
     )
 
