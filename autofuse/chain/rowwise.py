@@ -236,7 +236,7 @@ class GradientRows:
 
 def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
-    if op.outside is not None:  # of one element of each row
+    if op.outside is not None or op.instead is not None:  # of one element of each row
         return GradientRows((), 0, 0)
     if not op.grad or (op.name in MOMENTS and op.dims > 1):  # these would be straightened here, too
         return None

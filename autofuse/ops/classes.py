@@ -36,13 +36,12 @@ _HOW = {"none": 0, **REDUCED}
 @cache
 def _logarithms() -> Reduction:
     """log_softmax without casts, as torch calls it for a loss of classes."""
-    op = _aten._log_softmax
     own = soft_row("log_softmax", False)
+    eager = lambda x: torch._log_softmax(x, -1, False)  # noqa: E731
 
     def outside(out: Any, x: Any) -> None:
-        op.out(x, -1, False, out=out)
+        _aten._log_softmax.out(x, -1, False, out=out)
 
-    eager = lambda x: op.default(x, -1, False)  # noqa: E731
     apart = replace(own, outside=outside, eager=eager)
     return replace(own, instead=apart, eager=eager)
 

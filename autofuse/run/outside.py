@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ..chain.state import Node
 from ..ops.reductions import Reduction
 from ..program.program import CONST
-from ..torch_private import AUTOGRAD_OF_VIEWS, ExcludedKey
+from ..torch_private import AUTOGRAD_OF_VIEWS, ExcludedKey, set_grad_enabled
 from .generated import defined
 
 
@@ -17,10 +19,11 @@ def finishing(
 ) -> Callable[..., Any] | None:
     """`attach` of a Runner, once torch has computed what is its own of `steps`; None if nothing is.
 
-    It does that in memory of their own, whose versions stay 0: these are new values. made: the
-    steps that have memory.
+    It does that in memory of their own, whose versions stay 0: these are new values, which get
+    their nodes in `attach`. made: the steps that have memory.
     """
-    space: dict[str, Any] = {"excluded": ExcludedKey, "versions": AUTOGRAD_OF_VIEWS}
+    space: dict[str, Any] = {"excluded": ExcludedKey, "versions": AUTOGRAD_OF_VIEWS,
+                             "get": torch.is_grad_enabled, "set_": set_grad_enabled}  # fmt: skip
     lines = []
     for node in steps:
         op = node.op
@@ -31,14 +34,16 @@ def finishing(
         names += [f"consts[{ref - CONST}]" if ref >= CONST else f"v{ref}" if ref >= 0
                   else f"inputs[{~ref}]" for ref in node.args]  # fmt: skip
         space[f"call{node.index}"] = op.outside
-        lines.append(f"        call{node.index}({', '.join(names)})\n")
+        lines.append(f"            call{node.index}({', '.join(names)})\n")
     if not lines:
         return attach
     params = ", ".join(["inputs", "consts", "late", *(f"v{index}" for index in made)])
     space["attach"] = attach
     source = (
         f"def finish({params}):\n"
-        f"    with excluded(versions, True):\n{''.join(lines)}"
+        f"    was = get()\n    try:\n        set_(False)\n"
+        f"        with excluded(versions, True):\n{''.join(lines)}"
+        f"    finally:\n        set_(was)\n"
         f"    return attach({params})\n"
     )
     return defined(source, "finish", space)
