@@ -199,14 +199,14 @@ def test_sizes_that_never_come_again_are_not_recorded(measured, device, grad, mo
     """As of batches that are cut to their longest text, or of what an expert of many gets."""
     recorder = autofuse.chain.state.recorder_for(torch.zeros(1, device=device).device)
     with torch.set_grad_enabled(grad):
-        first = with_sizes(range(1, 1 + policy._FREE), device)
+        first = with_sizes(range(1, 1 + seldom._FREE), device)
         assert first.ops_recorded > 0
-        assert ("mul", policy.SELDOM) not in first.eager_ops
+        assert ("mul", seldom.SELDOM) not in first.eager_ops
         with_sizes(range(20, 90), device)  # chains begin with the others, too, where one is not
         before = recorder.size
         found = with_sizes(range(100, 300), device)
     assert found.ops_recorded == 0
-    assert sum(n for (_, reason), n in found.eager_ops.items() if reason == policy.SELDOM) >= 200
+    assert sum(n for (_, reason), n in found.eager_ops.items() if reason == seldom.SELDOM) >= 200
     assert recorder.size == before
     # of what comes once more for each _FREE that there are it is
     with torch.set_grad_enabled(grad):
@@ -225,12 +225,12 @@ def test_what_explain_says_of_sizes_that_seldom_come(measured):
 
 
 def test_of_so_many_sizes_those_are_remembered_that_came_last(monkeypatch):
-    monkeypatch.setattr(policy, "_REMEMBERED", 8)
-    sizes = policy.Sizes()
-    assert [sizes.admit(k) for k in range(4 * policy._FREE)].count(True) == policy._FREE
+    monkeypatch.setattr(seldom, "_REMEMBERED", 8)
+    sizes = seldom.Sizes()
+    assert [sizes.admit(k) for k in range(4 * seldom._FREE)].count(True) == seldom._FREE
     assert len(sizes.seen) <= 8
-    sizes = policy.Sizes()
-    sizes.recorded = 4 * policy._FREE  # so that one has to come four times before
+    sizes = seldom.Sizes()
+    sizes.recorded = 4 * seldom._FREE  # so that one has to come four times before
     came = [
         sizes.admit(7000) for k in range(5) if not any(map(sizes.admit, range(10 * k, 10 * k + 5)))
     ]
@@ -240,7 +240,7 @@ def test_of_so_many_sizes_those_are_remembered_that_came_last(monkeypatch):
 
 
 def test_the_more_sizes_there_are_the_more_often_one_has_to_come():
-    sizes = policy.Sizes()
+    sizes = seldom.Sizes()
     needed = []
     for k in range(1, 200):
         times = 1
@@ -249,4 +249,4 @@ def test_the_more_sizes_there_are_the_more_often_one_has_to_come():
         needed.append(times)
     assert needed == sorted(needed)
     assert needed[0] == 1
-    assert needed[-1] == policy._OFTEN + 1
+    assert needed[-1] == seldom._OFTEN + 1

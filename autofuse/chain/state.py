@@ -266,7 +266,7 @@ class Recorder:
         self.roots: dict[object, list[Node | None]] = {}  # by the other modes: `Node.turns`
         self.joins: dict[object, JoinOp | None] = {}  # by torch's name, dimension and Metas
         self.size = 0  # nodes in the trie
-        self.sizes: dict[object, Any] = {}  # of ops that begin chains; see `policy.Sizes`
+        self.sizes: dict[object, Any] = {}  # of ops that begin chains; see `seldom.Sizes`
         self.runners: list[Any] = []  # `run.runner.Runner`s
         self.reading = False  # an op that is being recorded looks at tensors that it is to read
         self.running: Chain | None = None  # taken by a flush that is not done; `ident` is 0 then

@@ -6,6 +6,7 @@ These are reductions, views and joins.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from ..ops.reductions import REDUCTIONS, ROW_COMPOSITES
 from ..ops.row import METHODS
 from ..ops.views import JOINS, VIEWS
 from ..record.joins import record_join
-from ..record.policy import CLASSES_BYTES
+from ..record.policy import takes_classes
 from ..record.record import record
 from ..record.views import record_view
-from ..settings.config import config
-from ..torch_private import looked_on
+from ..torch_private import autocast_is_on, looked_on
 from .chosen import Choices, chosen_by
 from .eager import Handler, run_eager
 from .handlers import HOT, handle, passing, unhandled
@@ -44,9 +44,9 @@ def install_shapes() -> None:
             of_place = METHODS.get(name, choose) if place is torch.Tensor else choose
             handle(place, name, reducing(of_place, func))
     for name, compose in ROW_COMPOSITES.items():
-        least = CLASSES_BYTES if name == "cross_entropy" else 0
         for place, func in unhandled(name):
-            handle(place, name, _row_composite(compose, func, least))
+            takes = takes_classes if name == "cross_entropy" else None
+            handle(place, name, _row_composite(compose, func, takes))
     for name in VIEWS:
         for place, func in unhandled(name):
             handle(place, name, viewing(name, func))
@@ -60,17 +60,20 @@ def _of_linalg(name: str) -> list[tuple[Any, Handler]]:
     return [] if func is None else [(torch._C._linalg, func)]
 
 
-def _row_composite(compose: Handler, func: Handler, least: int) -> Handler:
+def _row_composite(
+    compose: Handler, func: Handler, takes: Callable[[torch.Tensor, bool], bool] | None
+) -> Handler:
     """A handler for a function that torch makes of others, where these reduce rows.
 
-    least: bytes of the first argument, below which torch's own is as good.
+    takes: whether it pays, for these rows, and whether autocast is on.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        reduces = wanted and not looked_on() and not (args and is_never_reduced(args[0]))
-        if reduces and least and not config.always_fuse:
-            reduces = bool(args) and isinstance(args[0], torch.Tensor) and args[0].nbytes >= least
-        make = chosen_by(compose, args, kwargs) if reduces else None
+        make = None
+        if wanted and not looked_on() and not (args and is_never_reduced(args[0])):
+            taken = bool(args) and isinstance(args[0], torch.Tensor)
+            if takes is None or (taken and takes(args[0], autocast_is_on())):
+                make = chosen_by(compose, args, kwargs)
         return rest(*args, **kwargs) if make is None else make()
 
     rest, handler, known = passing(func), functools.wraps(func)(call), known_of(func)

@@ -16,7 +16,8 @@ from ..chain.verified import refusals
 from ..lines import Position, shown
 from ..ops.reductions import REDUCTIONS, ROW_COMPOSITES
 from ..record.origins import STAYS
-from ..record.policy import ASIDE, FLUSH_US, LONE, SELDOM, SHORT, us_moved, us_recorded
+from ..record.policy import ASIDE, FLUSH_US, LONE, SHORT, us_moved, us_recorded
+from ..record.seldom import SELDOM
 from ..settings.config import config
 from .events import FAILED, REFUSED, WAITS, Flush
 from .findings import Findings

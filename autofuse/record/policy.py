@@ -1,6 +1,7 @@
 """Policy: when an op or a chain is better off without a kernel of its own, and for how long.
 
-All thresholds of recording stand here; what the types of operands forbid is in `chain.infer`.
+All thresholds of recording stand here, but for `seldom`; what the types of operands forbid is in
+`chain.infer`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..chain.meta import Meta
 from ..chain.state import Node, Recorder, counts, this_thread
 from ..chain.trie import eager_node, is_run, key_alone
 from ..grad.backward import MANY_SWEEPS
@@ -97,15 +97,10 @@ _FIRMEST, _SURE, _MANY = 64, 4, 256
 # until any kernel has come: to run it as the ops it was recorded from takes 60 us more, in Python
 WAITED = 24
 _waiting: dict[Node, None] = {}  # what stands for such ops
-# To record and plan a chain of sizes that were not there before takes 0.3 to 2 ms, what a hundred
-# of its runs gain. After so many that begin with an op on operands that differ in nothing else,
-# those of other sizes have to come once more for each _FREE that there are, at most so many times
-_FREE, _OFTEN = 8, 16
-_REMEMBERED = 1024  # others, of which it is known how often they came
-# bytes of the rows of a loss of classes from which on it is recorded: of less, what its gradient
-# saves of memory is not worth what the chain costs, see `margin`
-CLASSES_BYTES = 16 << 20
-SELDOM = "sizes that seldom come"
+# A loss of classes, whose ops torch computes, costs the host more by so many us (H100): it is not
+# recorded where its rows have fewer bytes, nor of 16 bits in rows that are no whole vectors, which
+# its kernel moves element by element (1.29 of eager's time for GPT-2's 50257, 0.65 for 50304)
+_OUTSIDE_US, _CLASSES_BYTES = 60.0, 64 << 20
 SHORT, LONE = "a short chain", "a chain of one op"  # which costs less as the ops it is
 SHORT_UNDER_GRAD = SHORT + " under grad"
 ASIDE = "a fused call that gains too little"  # and records nothing for now
@@ -125,6 +120,14 @@ def are_alone(nodes: list[Node]) -> bool:
         isinstance(node.op, Reduction) and not (node.op.components or node.op.options)
         for node in nodes
     )
+
+
+def takes_classes(x: torch.Tensor, autocasts: bool) -> bool:
+    """Whether a loss of classes of the rows `x` is recorded."""
+    if config.always_fuse:
+        return True
+    wide = autocasts or x.dtype is torch.float32 or x.shape[-1] % 8 == 0
+    return x.nbytes >= _CLASSES_BYTES and wide
 
 
 def is_narrow(node: Node, processors: int) -> bool:
@@ -265,41 +268,6 @@ class Starts(dict[int, Node]):
         self.balances: dict[int, Balance] = {}  # of these, and of those that are asked
 
 
-class Sizes:
-    """Of which sizes chains are recorded that begin with one kind of op."""
-
-    __slots__ = ("recorded", "seen")
-
-    def __init__(self) -> None:
-        self.recorded = 0  # how many there are
-        self.seen: dict[int, int] = {}  # of others, by hashes of their edges: how often they came
-
-    def admit(self, edge: int) -> bool:
-        """Whether a chain begins with an edge of this hash that there is not yet."""
-        times = self.seen.pop(edge, 0)
-        if times < min(self.recorded // _FREE, _OFTEN):
-            if len(self.seen) >= _REMEMBERED:  # the one that has not come for longest
-                del self.seen[next(iter(self.seen))]
-            self.seen[edge] = times + 1
-            return False
-        self.recorded += 1
-        return True
-
-
-def comes_often(root: Node, key: tuple[Any, ...]) -> bool:
-    """Whether a chain may begin with `key`, an edge that `root` does not have.
-
-    Where sizes are others in each call, as those of batches and of what an expert of many gets,
-    hardly any chain is run twice.
-    """
-    if not measures():
-        return True
-    known = root.recorder.sizes
-    kind = (root, *[(x.dtype, x.ndim) if x.__class__ is Meta else x for x in key])
-    sizes: Sizes = known.get(kind) or known.setdefault(kind, Sizes())
-    return sizes.admit(hash(key))
-
-
 def us_recorded(ops: int, device_type: str) -> float:
     """us by which so many recorded ops cost less than eager ones on wrapped tensors."""
     return (_OP_US[device_type] - _RECORDED_US) * ops
@@ -431,8 +399,12 @@ def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
         for index in steps:
             op = nodes[index].op
             assert op is not None
-            if isinstance(op, Reduction) and (
-                op.outside or (op.whole and any(u.part for u in segment.uses[index]))
+            if isinstance(op, Reduction) and op.options:
+                fused += _OUTSIDE_US
+            elif (
+                isinstance(op, Reduction)
+                and op.whole
+                and any(use.part for use in segment.uses[index])
             ):
                 fused += costs.given
             kernels = 0

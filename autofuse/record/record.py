@@ -57,7 +57,8 @@ from .flush import flush
 from .modes import forget, regrade, renew
 from .numbers import follows
 from .origins import Origin, is_on_trial
-from .policy import SELDOM, comes_often, is_narrow, skipped
+from .policy import is_narrow, skipped
+from .seldom import SELDOM, comes_often
 from .starts import at_start
 
 _Parameter = torch.nn.Parameter
