@@ -9,7 +9,7 @@ import torch
 
 import autofuse
 from autofuse.hot import native
-from autofuse.record import modes, policy
+from autofuse.record import modes, seldom
 from support import DEVICES, HAS_CUDA, assert_same, functions_called, kernels_made
 
 device_param = pytest.mark.parametrize("device", DEVICES)

@@ -189,6 +189,8 @@ ODD = {
     "two old options": lambda x: F.smooth_l1_loss(x, OTHER, None, False),
     "a weight": lambda x: F.binary_cross_entropy_with_logits(x, OTHER, OTHER),
     "a weight of an absolute difference": lambda x: F.l1_loss(x, OTHER, weight=OTHER.abs()),
+    "a weight of squares": lambda x: F.mse_loss(x, OTHER, weight=OTHER.abs()),
+    "one of a Huber loss": lambda x: F.huber_loss(x, OTHER, weight=OTHER.abs()),
     "one of another shape": lambda x: F.l1_loss(x, OTHER, weight=OTHER[0]),
     "one of none": lambda x: F.l1_loss(x, OTHER, reduction="none", weight=OTHER.abs()),
     "weights of the positive": lambda x: F.binary_cross_entropy_with_logits(
@@ -206,6 +208,14 @@ ODD = {
     "no elements": lambda x: F.mse_loss(x[:0], OTHER[:0]),
     "a number": lambda x: F.huber_loss(x, 1.0),
     "torch's own": lambda x: torch._C._nn.mse_loss(x, OTHER, 2),
+    "torch's own, of which none is told how": lambda x: torch._C._nn.mse_loss(x, OTHER),
+    "and of logits": lambda x: torch.binary_cross_entropy_with_logits(x, OTHER),
+    "and of others": lambda x: sum(
+        [
+            getattr(torch._C._nn, name)(x, OTHER)
+            for name in ("l1_loss", "huber_loss", "smooth_l1_loss")
+        ]
+    ),
     "torch's own of logits": lambda x: torch.binary_cross_entropy_with_logits(
         x, OTHER, None, None, 1
     ),
@@ -219,24 +229,29 @@ ODD = {
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", ODD)
-def test_what_is_not_recorded_is_eagers(recorded, on, name):  # noqa: F811
-    def outcome(x):
+def test_what_is_not_recorded_is_eagers(recorded, on, name, grad):  # noqa: F811
+    def outcome():
+        leaf = ONE.clone().requires_grad_(grad)
+        x = (autofuse.wrap(leaf * 1.0) if wrap else leaf * 1.0) * 2.0
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
                 out = ODD[name](x)
                 out = autofuse.unwrap(autofuse.materialize(out)) if wrap else out
-                result = out.dtype, out.tolist()
+                result = [out.dtype, out.tolist()]
+                if grad and out.requires_grad:
+                    result += torch.autograd.grad(out.sum(), leaf)[0].tolist()
             except (TypeError, RuntimeError, IndexError, ValueError, AttributeError) as error:
                 result = type(error), str(error)
             return result, [(one.category, str(one.message)) for one in said]
 
     wrap = False
-    want = outcome(ONE * 2.0)
+    want = outcome()
     wrap = True
     for _ in range(3):
-        assert str(outcome(autofuse.wrap(ONE) * 2.0)) == str(want)  # for NaN
+        assert str(outcome()) == str(want)  # for NaN
 
 
 @pytest.mark.parametrize("name", losses.LOSSES)

@@ -547,11 +547,20 @@ def test_a_value_that_c_holds_says_what_becomes_of_it(change, on):
         held = torch.tensor(t)  # noqa: F841
         change(t)
         size = t.shape, t.stride(), t.dtype, t.numel(), t.dim(), len(t), torch.numel(input=t)
-        return *size, t.is_contiguous(), t.is_same_size(t), t.tolist()
+        same = t.is_same_size(t), t.is_same_size(torch.ones(t.shape)), torch.ones(2).is_same_size(t)
+        return *size, t.is_contiguous(), *same, t.tolist()
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch.tensor
         assert program(W) == program(torch.clone)
+
+
+def test_sizes_are_compared_without_a_graph(on):
+    leaf = torch.ones(2, 3, requires_grad=True)
+    for _ in range(3):
+        x = W(leaf * 1.0) * 2.0
+        assert x.is_same_size(torch.ones(2, 3)) and not torch.ones(3).is_same_size(x)
+        assert x.is_same_size(other=x)
 
 
 def test_writes_to_plain_tensors_under_a_default_device():

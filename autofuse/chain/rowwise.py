@@ -94,7 +94,7 @@ def infer_outside(
     tip: Node,
     device: torch.device,
 ) -> tuple[Inferred, RowsOf | None] | str:
-    """The same of what torch computes outside of kernels, `ops.classes`, for its gradient."""
+    """The same of what torch computes outside of kernels, `ops.likelihood`, for its gradient."""
     reads, numbers = list(tip.inputs), list(tip.consts)
     args, kinds = referred(operands, metas, reads, numbers)
     x, *others = views = [kind for kind in kinds if isinstance(kind, Meta)]

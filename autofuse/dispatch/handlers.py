@@ -464,7 +464,7 @@ def unhandled(name: str) -> Iterator[tuple[Any, Handler]]:
     """Functions of torch called `name`, and the method, that have no handler, by their places."""
     for place in (*PLACES, Plain):
         func = getattr(place, name, None)
-        if callable(func) and func not in HANDLERS:
+        if callable(func) and func not in HANDLERS and (place is F or name not in rows.FUNCTIONAL):
             yield place, func
 
 

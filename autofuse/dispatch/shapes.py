@@ -6,7 +6,6 @@ These are reductions, views and joins.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,8 +44,8 @@ def install_shapes() -> None:
             handle(place, name, reducing(of_place, func))
     for name, compose in ROW_COMPOSITES.items():
         for place, func in unhandled(name):
-            takes = takes_classes if name == "cross_entropy" else None
-            handle(place, name, _row_composite(compose, func, takes))
+            made = _of_classes(compose) if name == "cross_entropy" else compose
+            handle(place, name, _row_composite(made, func))
     for name in VIEWS:
         for place, func in unhandled(name):
             handle(place, name, viewing(name, func))
@@ -60,26 +59,28 @@ def _of_linalg(name: str) -> list[tuple[Any, Handler]]:
     return [] if func is None else [(torch._C._linalg, func)]
 
 
-def _row_composite(
-    compose: Handler, func: Handler, takes: Callable[[torch.Tensor, bool], bool] | None
-) -> Handler:
-    """A handler for a function that torch makes of others, where these reduce rows.
-
-    takes: whether it pays, for these rows, and whether autocast is on.
-    """
+def _row_composite(compose: Handler, func: Handler) -> Handler:
+    """A handler for a function that torch makes of others, where these reduce rows."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        make = None
-        if wanted and not looked_on() and not (args and is_never_reduced(args[0])):
-            taken = bool(args) and isinstance(args[0], torch.Tensor)
-            if takes is None or (taken and takes(args[0], autocast_is_on())):
-                make = chosen_by(compose, args, kwargs)
+        reduces = wanted and not looked_on() and not (args and is_never_reduced(args[0]))
+        make = chosen_by(compose, args, kwargs) if reduces else None
         return rest(*args, **kwargs) if make is None else make()
 
     rest, handler, known = passing(func), functools.wraps(func)(call), known_of(func)
     if known.lends:
         HOT.append(("composing", handler, (func, known)))
     return handler
+
+
+def _of_classes(compose: Handler) -> Handler:
+    """`compose`, of a loss of classes, where that pays."""
+
+    def composed(input: Any, *args: Any, **kwargs: Any) -> Any:
+        takes = takes_classes(input, autocast_is_on())
+        return compose(input, *args, **kwargs) if takes else None
+
+    return composed
 
 
 def reducing(choose: Handler, func: Handler) -> Handler:

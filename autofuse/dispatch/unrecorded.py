@@ -26,7 +26,7 @@ PASSED = {"_native_multi_head_attention", "_transformer_encoder_layer_fwd", "ada
           "unflatten"}  # fmt: skip
 # Python functions that only pass their tensors on to C
 LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,
-           F.mish, F.elu, F.mse_loss, F.l1_loss, F.dropout, F.batch_norm, F.rms_norm, F.pad,
+           F.mish, F.elu, F.dropout, F.batch_norm, F.rms_norm, F.pad,
            F.interpolate, torch.einsum, torch.norm, torch.split, Plain.norm,
            Plain.split}  # fmt: skip
 

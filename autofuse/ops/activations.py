@@ -8,7 +8,18 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from .row import OPS, composite, is_number, making, plain, row, since, single, spelled
+from .row import (
+    FUNCTIONAL,
+    OPS,
+    composite,
+    is_number,
+    making,
+    plain,
+    row,
+    since,
+    single,
+    spelled,
+)
 
 # fmt: off
 
@@ -200,6 +211,9 @@ def softsign(input):
 @composite()
 def tanhshrink(input):
     return input - input.tanh()
+
+
+FUNCTIONAL.update(("dropout", "alpha_dropout"))
 
 
 @composite("dropout", "alpha_dropout")

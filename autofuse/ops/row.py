@@ -205,6 +205,7 @@ PLAIN: dict[str, Op] = {}  # torch name -> Op of one or two operands with no opt
 METHODS: dict[str, Callable[..., Chosen]] = {}  # where the method has another order of arguments
 COMPOSITES: dict[str, Callable[..., object]] = {}  # torch name -> the same by torch functions
 RETURNING: set[Callable[..., object]] = set()  # of these, those that return their argument or None
+FUNCTIONAL: set[str] = set()  # those of torch.nn.functional alone: C's have other arguments
 MAKING: set[Callable[..., object]] = set()  # choosers that make tensors on the way
 
 
