@@ -76,13 +76,19 @@ def _refusal(t: torch.Tensor) -> str:
 
 
 def unwrap(x: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that `x` stands for, over the same memory; a plain one is returned as is."""
+    """The plain tensor that `x` stands for, over the same memory; a plain one is returned as is.
+
+    A leaf that requires grad becomes plain itself, as it becomes a wrapped one by `wrap`.
+    """
     if not isinstance(x, Tensor):
         return x
     value = value_of(x, "unwrap")
     if value is not x:
         return value
-    plain = alias(x)
+    with NoModes():
+        leaf = x.requires_grad and x.is_leaf
+    plain = x if leaf else alias(x)
+    plain.__dict__.pop("_af", None)
     plain.__class__ = torch.Tensor
     return plain
 
