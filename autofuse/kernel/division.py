@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .source import Ints
+from .source import WARP, Ints
 
-WARP = 32
 NORMS = ("layer_norm", "rms_norm")
 SOFT = ("softmax", "log_softmax")
 MOMENTS = ("var", "std")

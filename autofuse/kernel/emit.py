@@ -15,7 +15,16 @@ from typing import Any
 from llvmlite import ir
 
 from .lower import Element
-from .source import BROADCAST, ITEMSIZE, THREADS_PER_BLOCK, UNIT, Operand, Parameters, Source
+from .source import (
+    BROADCAST,
+    ITEMSIZE,
+    THREADS_PER_BLOCK,
+    UNIT,
+    WARP,
+    Operand,
+    Parameters,
+    Source,
+)
 from .targets import CARRIED, I32, I64, STORED, VOID, Cpu, Cuda, Value, joined, special_register
 
 
@@ -89,6 +98,7 @@ class _Place:
     pointer: Any
     offset: Any  # of its first lane, in elements
     distance: Any  # of its lanes
+    begin: Any  # where the row begins, in elements
 
     @property
     def kind(self) -> Any:
@@ -108,6 +118,8 @@ class _Emitter:
         rest = [self._index(value) for value in rest]
         self.count, rest = rest[0], rest[1:]
         self.sizes, rest = rest[: source.rank - 1], rest[source.rank - 1 :]
+        self.columns, rest = (rest[0], rest[1:]) if source.spaced else (None, rest)
+        self.inside: list[Any] = []  # of each lane, whether it is in its row, where they are spaced
         self.strides = iter(rest)
         self.element = Element(builder, target)
 
@@ -119,6 +131,14 @@ class _Emitter:
     def work(self, walks: list[Any], group: Any) -> None:
         """The work at one position of the loop, given per axis and as the number of the group."""
         source, builder = self.source, self.builder
+        if source.spaced:
+            walks = [*walks[:-1], self._first(walks[-1])]
+            self.inside = [
+                builder.icmp_unsigned(
+                    "<", builder.add(walks[-1], self.word(WARP * k)), self.columns
+                )
+                for k in range(source.lanes)
+            ]
         operands = zip([*source.loads, *source.stores], self.pointers, strict=True)
         places = [self._place(operand, pointer, walks) for operand, pointer in operands]
         reads, writes = places[: len(source.loads)], places[len(source.loads) :]
@@ -172,17 +192,28 @@ class _Emitter:
 
     def _place(self, operand: Operand, pointer: Any, walks: list[Any]) -> _Place:
         """Called once each, in parameter order."""
-        builder = self.builder
+        builder, spaced = self.builder, self.source.spaced
         offset, distance = self.word(0), self.word(1)
+        begin = offset
         for axis, (how, walk) in enumerate(zip(operand.axes, walks, strict=True)):
             if how == BROADCAST:
                 continue
             stride = self.word(1) if how == UNIT else next(self.strides)
             if axis == len(walks) - 1:
-                walk, distance = builder.mul(walk, self.word(self.source.lanes)), stride
+                begin, distance = offset, stride
+                if spaced:
+                    distance = builder.mul(stride, self.word(WARP))
+                else:
+                    walk = builder.mul(walk, self.word(self.source.lanes))
             step = walk if how == UNIT else builder.mul(walk, stride)
             offset = step if axis == 0 else builder.add(offset, step)
-        return _Place(operand, pointer, offset, distance)
+        return _Place(operand, pointer, offset, distance, begin)
+
+    def _first(self, group: Any) -> Any:
+        """The first of the spaced elements that a group of a row takes."""
+        builder = self.builder
+        warps = builder.and_(group, self.word(-WARP))
+        return builder.add(group, builder.mul(warps, self.word(self.source.lanes - 1)))
 
     def _at(self, place: _Place, offset: Any) -> Any:
         base = self.builder.inttoptr(place.pointer, self.target.pointer_to(place.kind))
@@ -192,7 +223,10 @@ class _Emitter:
         """Which element lane number `lane` reads."""
         if place.operand.axes[-1] == BROADCAST:
             return place.offset
-        return self.builder.add(place.offset, self.builder.mul(place.distance, self.word(lane)))
+        at = self.builder.add(place.offset, self.builder.mul(place.distance, self.word(lane)))
+        if not self.source.spaced:
+            return at
+        return self.builder.select(self.inside[lane], at, place.begin)  # what is read is not used
 
     def _lane(self, place: _Place, lane: int) -> Any:
         """What lane number `lane` reads."""
@@ -251,7 +285,7 @@ class _Emitter:
     def _narrow(self, place: _Place) -> bool:
         """Whether lanes of an operand are moved in 32-bit words, which hold several of them."""
         kind = place.kind
-        narrow = isinstance(kind, ir.IntType) and kind.width < 32
+        narrow = isinstance(kind, ir.IntType) and kind.width < 32 and not self.source.spaced
         return narrow and place.operand.axes[-1] == UNIT and self._accesses(place)[1] > 0
 
     def _accesses(self, place: _Place) -> tuple[int, int]:
@@ -264,7 +298,7 @@ class _Emitter:
         lanes, builder, operand = self.source.lanes, self.builder, place.operand
         if lanes == 1:
             return [builder.load(self._at(place, place.offset))]
-        if operand.axes[-1] != UNIT:
+        if operand.axes[-1] != UNIT or self.source.spaced:
             return [self._lane(place, lane) for lane in range(lanes)]
         accesses, words = self._accesses(place)
         each = lanes // accesses
@@ -281,6 +315,11 @@ class _Emitter:
         lanes, builder = self.source.lanes, self.builder
         if lanes == 1:
             builder.store(values[0], self._at(place, place.offset))
+            return
+        if self.source.spaced:
+            for lane, value in enumerate(values):
+                with builder.if_then(self.inside[lane]):
+                    builder.store(value, self._at(place, self._offset(place, lane)))
             return
         accesses, _ = self._accesses(place)
         each = lanes // accesses

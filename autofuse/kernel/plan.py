@@ -32,7 +32,7 @@ from ..program.program import (
 )
 from ..program.walk import needed
 from .maps import Computed, Loop, Place, Read, loop_over, tiles, walk_of
-from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, Operand
+from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, WARP, Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class Plan:
     lanes: int  # neighbouring elements per thread, moved by 16-byte accesses where over 1
     wide: bool  # 64-bit index arithmetic
     relaxed: bool = False  # ops contract with each other, 16-bit values are rounded when stored
+    spaced: bool = False  # lanes lie WARP elements apart, in rows that are no whole vectors
 
     @property
     def name(self) -> str:
@@ -84,7 +85,8 @@ class Plan:
     def vectors(self) -> tuple[bool, ...]:
         """Of each operand, whether its address has to be a multiple of 16."""
         operands = (*self.loads, *(operand for _, operand in self.stores))
-        return tuple(self.lanes > 1 and operand.axes[-1] == UNIT for operand in operands)
+        wide = self.lanes > 1 and not self.spaced
+        return tuple(wide and operand.axes[-1] == UNIT for operand in operands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +327,10 @@ def _make_piece(
         lanes = _lanes(sizes, walks, len(results), results + reads, len(lines))
         if any(x.offset % lanes for x in [*stores, *loads]):  # they would never be aligned
             lanes = 1
+    spaced = device == "cuda" and lanes == 1 and _is_long(sizes, walks)
+    if spaced:
+        lanes = _most_lanes(results + reads, len(lines))
+        spaced = lanes > 1
     wide = is_wide(shape, sizes, walks, results + reads)
     # from here on in the order of a kernel's parameters
     walks = walks[len(results) :] + walks[: len(results)]
@@ -343,7 +349,10 @@ def _make_piece(
         lanes=lanes,
         wide=wide,
         relaxed=program.relaxed,
+        spaced=spaced,
     )
+    *outer, columns = sizes
+    inner = [groups_of(columns, lanes), columns] if spaced else [columns // lanes]
     return Piece(
         plan=plan,
         loads=tuple(x.ref for x in loads),
@@ -354,7 +363,7 @@ def _make_piece(
             for x, spec in zip([*loads, *stores], reads + results, strict=True)
         ),
         numel=layout.numel(shape),
-        numbers=(*(*sizes[:-1], sizes[-1] // lanes)[1:], *strides_of(walks, operands)),
+        numbers=(*(*outer, *inner)[1:], *strides_of(walks, operands)),
     )
 
 
@@ -408,9 +417,31 @@ def _lanes(sizes: Ints, strides: list[Ints], stores: int, operands: list[Spec], 
         return 1
     if any(walk[-1] > NEAR for walk in strides):
         return 1
-    lanes = min(8, 16 // min(ITEMSIZE[spec.code] for spec in operands))
-    while lanes > 1 and lanes * length > 256:  # compile time grows with the body
-        lanes //= 2
+    lanes = _most_lanes(operands, length)
     rows = [stride for walk in strides if walk[-1] == 1 for stride in walk[:-1]]
     fits = len(sizes) == 1 or all(number % lanes == 0 for number in (sizes[-1], *rows))
     return lanes if fits else 1
+
+
+def _most_lanes(operands: list[Spec], length: int) -> int:
+    """As many as 16 bytes of the narrowest operand are, for a body of so many lines."""
+    lanes = min(8, 16 // min(ITEMSIZE[spec.code] for spec in operands))
+    while lanes > 1 and lanes * length > 256:  # compile time grows with the body
+        lanes //= 2
+    return lanes
+
+
+_LONG = (
+    512  # elements of a row, of which the last warp may have nothing to do for 7 in 8 of its lanes
+)
+
+
+def _is_long(sizes: Ints, strides: list[Ints]) -> bool:
+    """Whether a thread had better take several elements of a row, where they are no vectors."""
+    near = all(walk[-1] in (0, 1) for walk in strides)
+    return near and len(sizes) > 1 and sizes[-1] >= _LONG
+
+
+def groups_of(columns: int, lanes: int) -> int:
+    """How many threads take a row whose lanes are spaced: of whole warps."""
+    return -(-columns // (WARP * lanes)) * WARP

@@ -13,6 +13,7 @@ from typing import Any
 
 Ints = tuple[int, ...]
 BROADCAST, UNIT, STRIDED = 0, 1, 2  # how an operand walks one axis of the loop
+WARP = 32
 THREADS_PER_BLOCK = 128  # eager's block size on sm_90; 4-element threads reach copy bandwidth
 ITEMSIZE = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1,
             "u8": 1, "b1": 1}  # fmt: skip
@@ -123,6 +124,7 @@ class Source:
     wide: bool  # 64-bit index arithmetic
     relaxed: bool  # ops contract with each other
     rows: Rows | None = None  # of a row kernel, whose text has several functions
+    spaced: bool = False  # lanes lie WARP elements apart, so that those of a warp are neighbours
 
     def to_json(self) -> str:
         """As JSON; the same text for equal Sources."""
@@ -147,7 +149,8 @@ class Source:
 class Parameters:
     """Kernel parameters in order: load pointers, store pointers, Consts, count, then numbers.
 
-    The count is of elements where the loop has one axis, of groups of lanes where it has more.
+    The count is of elements where the loop has one axis, of groups of lanes where it has more; where
+    these are spaced, the size of the last axis follows how many of them it has.
     """
 
     codes: tuple[str, ...]  # "u64" for pointers, otherwise a type code
@@ -161,7 +164,11 @@ class Parameters:
         index = "i64" if source.wide else "i32"
         operands = [*source.loads, *source.stores]
         strides = sum(axis == STRIDED for operand in operands for axis in operand.axes)
-        codes = ["u64"] * len(operands) + [*source.consts] + [index] * (source.rank + strides)
+        codes = (
+            ["u64"] * len(operands)
+            + [*source.consts]
+            + [index] * (source.rank + source.spaced + strides)
+        )
         return Parameters(tuple(codes), len(source.loads), len(source.stores), len(source.consts))
 
 
@@ -187,7 +194,7 @@ def difference(a: Source, b: Source) -> str:
                 found.append(f"{what} {k} has another layout: {walk(y.axes)}, not {walk(x.axes)}")
     if a.consts != b.consts:
         found.append(f"scalars are ({', '.join(b.consts)}), not ({', '.join(a.consts)})")
-    if a.lanes != b.lanes or a.wide != b.wide or a.relaxed != b.relaxed:
+    if (a.lanes, a.spaced) != (b.lanes, b.spaced) or a.wide != b.wide or a.relaxed != b.relaxed:
         found.append("other vector width, index width or arithmetic")
     if a.rows != b.rows:
         found.append("rows are reduced by other threads")

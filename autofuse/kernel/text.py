@@ -45,6 +45,7 @@ def source_of(plan: Plan, target: str = "") -> Source:
         lanes=plan.lanes,
         wide=plan.wide,
         relaxed=plan.relaxed,
+        spaced=plan.spaced,
     )
 
 
