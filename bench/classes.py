@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import interleaved, machine
 
 SIZES = ((1024, 32000), (8192, 32000), (8192, 50257), (8192, 50304), (4096, 128256))
-KINDS = ("float32", "bfloat16, autocast", "bfloat16, made float32")
+KINDS = ("float32", "bfloat16", "bfloat16, autocast", "bfloat16, made float32")
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 

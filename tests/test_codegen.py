@@ -6,14 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+import autofuse
 from autofuse import layout
 from autofuse.dtypes import CODES
+from autofuse.grad.reduced import PLACE
 from autofuse.kernel.cuda import assemble, compile_ptx
 from autofuse.kernel.plan import make_pieces, unvectorised
+from autofuse.kernel.rows import launch_of
 from autofuse.kernel.text import render, source_of
 from autofuse.ops.arithmetic import CASTS, OPS
 from autofuse.program.program import CONST, WRITE, Output, Pointwise, Program, Spec
-from support import pieces_of
+from support import assert_same, needs_cuda, pieces_of
 
 TARGET = "sm_90"
 STAND_INS = {name for name in OPS if name.endswith("_by_scalar")}
@@ -235,6 +238,75 @@ def test_neighbours_that_are_near_are_read_by_one_thread():
         assert piece.plan.lanes == lanes
         ptx = compile_ptx(source_of(piece.plan), TARGET)
         assert ("st.global.v4.f32" in ptx) == ("ld.global.v4.f32" in ptx) == (lanes == 4)
+
+
+@pytest.mark.parametrize("code, columns, lanes", [
+    ("f32", 511, 4), ("f32", 513, 4), ("f32", 255, 4), ("f32", 150, 2), ("f32", 49, 2),
+    ("f32", 33, 1), ("bf16", 50257, 8), ("bf16", 513, 4), ("f64", 1023, 2), ("u8", 777, 8),
+])  # fmt: skip
+def test_rows_that_are_no_vectors(code, columns, lanes):
+    """A thread takes elements that lie as far apart as a warp is wide; each is taken once."""
+    x, row = view(code, 5, columns), view(code, columns)
+    program = Program((Pointwise(OPS["add"], (~0, ~1), code, x),), (x, row), ())
+    (piece,) = pieces_of(program, "cuda", 0)
+    assert (piece.plan.lanes, piece.plan.spaced) == (lanes, lanes > 1)
+    assert not any(piece.plan.vectors)
+    ptx = compile_ptx(source_of(piece.plan), TARGET)
+    assert ptx.count("st.global") == lanes and ".v4" not in ptx and ".v2" not in ptx
+    if lanes == 1:
+        return
+    count, blocks, threads = launch_of(piece)
+    groups, size = piece.numbers[:2]
+    assert (size, groups % 32, count) == (columns, 0, 5 * groups) and blocks * threads >= count
+    taken = [
+        (thread // groups, column)
+        for thread in range(count)
+        for k in range(lanes)
+        if (column := _first(thread % groups, lanes) + 32 * k) < columns
+    ]
+    assert sorted(taken) == [(r, c) for r in range(5) for c in range(columns)]
+
+
+def _first(group, lanes):
+    """As the kernel computes it."""
+    return group + (group & -32) * (lanes - 1)
+
+
+def test_rows_that_are_vectors_are_moved_as_such():
+    x, row = view("f32", 5, 516), view("f32", 516)
+    program = Program((Pointwise(OPS["add"], (~0, ~1), "f32", x),), (x, row), ())
+    (piece,) = pieces_of(program, "cuda", 0)
+    assert piece.plan.lanes == 4 and not piece.plan.spaced
+
+
+@pytest.mark.parametrize("columns", [511, 512])
+def test_a_place_is_not_read(columns):
+    """Which element of its row an operand is: what a loss of classes compares with its class."""
+    row, out = view("f32", 5, columns, stride=(0, 1)), view("i64", 5, columns)
+    program = Program((Pointwise(PLACE, (~0,), "f32", out),), (row,), ())
+    (piece,) = pieces_of(program, "cuda", 0)
+    ptx = compile_ptx(source_of(piece.plan), TARGET)
+    assert "ld.global" not in ptx and "st.global" in ptx
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_odd_rows_on_cuda(always, monkeypatch, dtype):
+    """Beside one row and one column, where they lie as they like; each element and no other."""
+    monkeypatch.setattr(autofuse.config, "compile", "now")
+    for shape in ((3, 511), (5, 513), (2, 3, 1025), (4, 50257), (300, 49), (2, 193)):
+        room = (torch.randn((*shape[:-1], shape[-1] + 3), device="cuda") * 5).to(dtype)
+        row, column = room[..., :1, : shape[-1]].clone(), room[..., :1].clone()
+        for x in (room[..., : shape[-1]], room[..., : shape[-1]].contiguous()):
+            for call in (lambda x: (x + row) * column, lambda x: (x * column, x > row)):
+                got, want = call(autofuse.wrap(x)), call(x)
+                got, want = (y if isinstance(y, tuple) else (y,) for y in (got, want))
+                assert_same(autofuse.materialize(list(got)), list(want), None)
+        before = room.clone()
+        autofuse.wrap(room)[..., : shape[-1]].mul_(autofuse.wrap(row) + column)
+        before[..., : shape[-1]].mul_(row + column)
+        assert_same(room, before, None)
 
 
 def test_64_bit_indices_where_they_are_needed():

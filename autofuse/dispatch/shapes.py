@@ -21,7 +21,7 @@ from ..record.joins import record_join
 from ..record.policy import takes_classes
 from ..record.record import record
 from ..record.views import record_view
-from ..torch_private import autocast_is_on, looked_on
+from ..torch_private import looked_on
 from .chosen import Choices, chosen_by
 from .eager import Handler, run_eager
 from .handlers import HOT, handle, passing, unhandled
@@ -77,8 +77,7 @@ def _of_classes(compose: Handler) -> Handler:
     """`compose`, of a loss of classes, where that pays."""
 
     def composed(input: Any, *args: Any, **kwargs: Any) -> Any:
-        takes = takes_classes(input, autocast_is_on())
-        return compose(input, *args, **kwargs) if takes else None
+        return compose(input, *args, **kwargs) if takes_classes(input) else None
 
     return composed
 

@@ -229,7 +229,7 @@ _OF_ONE = _row(
 )
 ALL_BUT_ONE = _row("nll_loss_backward", "g m:bool", "g if m else 0")
 # which element of its row an operand is, where it walks along one
-_PLACE = _row("place", "x:place", "place(x)", result=torch.int64)
+PLACE = _row("place", "x:place", "place(x)", result=torch.int64)
 # n: what torch multiplies by for the mean or the sum
 _OF_LOSS = {
     "mse_loss": _row("mse_loss_backward", "g x y n:common", "n * (x - y) * g",
@@ -339,7 +339,7 @@ def _classes_on_tape(op: Reduction, tape: Any, g: Any, values: Values, meta: Met
     shape, zero = tuple(meta.shape), tape.number(0)
     spread = lambda x: (x.unsqueeze(-1) if x.ndim else x).expand(shape)  # noqa: E731
     g, classes, weight = (tape.part(spread, x) for x in (g, values["t"], values["weight"]))
-    place = tape.apply(_PLACE, (tape.part(lambda x: x[:1].expand(shape), values["x"]),))
+    place = tape.apply(PLACE, (tape.part(lambda x: x[:1].expand(shape), values["x"]),))
     if how == REDUCED["mean"]:
         g = tape.apply(OPS["div"], (g, weight))
     ignores = tape.apply(OPS["eq"], (classes, tape.number(ignored)))

@@ -149,8 +149,8 @@ class Source:
 class Parameters:
     """Kernel parameters in order: load pointers, store pointers, Consts, count, then numbers.
 
-    The count is of elements where the loop has one axis, of groups of lanes where it has more; where
-    these are spaced, the size of the last axis follows how many of them it has.
+    The count is of elements where the loop has one axis, of groups of lanes where it has more.
+    Where they are spaced, how many of these the last axis has comes before its size.
     """
 
     codes: tuple[str, ...]  # "u64" for pointers, otherwise a type code

@@ -97,10 +97,9 @@ _FIRMEST, _SURE, _MANY = 64, 4, 256
 # until any kernel has come: to run it as the ops it was recorded from takes 60 us more, in Python
 WAITED = 24
 _waiting: dict[Node, None] = {}  # what stands for such ops
-# A loss of classes, whose ops torch computes, costs the host more by so many us (H100): it is not
-# recorded where its rows have fewer bytes, nor of 16 bits in rows that are no whole vectors, which
-# its kernel moves element by element (1.29 of eager's time for GPT-2's 50257, 0.65 for 50304)
-_OUTSIDE_US, _CLASSES_BYTES = 60.0, 64 << 20
+# A loss of classes, whose ops torch computes, costs the host more by so many us (H100): where its
+# rows have fewer bytes, what its gradient saves of memory is not worth that
+_OUTSIDE_US, _CLASSES_BYTES = 60.0, 128 << 20
 SHORT, LONE = "a short chain", "a chain of one op"  # which costs less as the ops it is
 SHORT_UNDER_GRAD = SHORT + " under grad"
 ASIDE = "a fused call that gains too little"  # and records nothing for now
@@ -122,12 +121,9 @@ def are_alone(nodes: list[Node]) -> bool:
     )
 
 
-def takes_classes(x: torch.Tensor, autocasts: bool) -> bool:
+def takes_classes(x: torch.Tensor) -> bool:
     """Whether a loss of classes of the rows `x` is recorded."""
-    if config.always_fuse:
-        return True
-    wide = autocasts or x.dtype is torch.float32 or x.shape[-1] % 8 == 0
-    return x.nbytes >= _CLASSES_BYTES and wide
+    return config.always_fuse or x.nbytes >= _CLASSES_BYTES
 
 
 def is_narrow(node: Node, processors: int) -> bool:
