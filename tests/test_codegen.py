@@ -295,6 +295,9 @@ def test_a_place_is_not_read(columns):
 def test_odd_rows_on_cuda(always, monkeypatch, dtype):
     """Beside one row and one column, where they lie as they like; each element and no other."""
     monkeypatch.setattr(autofuse.config, "compile", "now")
+    flat = (torch.randn(4099, device="cuda") * 5).to(dtype)
+    for x, y in ((flat[1:], flat[:-1]), (flat[3:4099], flat[:4096]), (flat[1:40], flat[2:41])):
+        assert_same(autofuse.materialize(autofuse.wrap(x) * y + x), x * y + x, None)
     for shape in ((3, 511), (5, 513), (2, 3, 1025), (4, 50257), (300, 49), (2, 193)):
         room = (torch.randn((*shape[:-1], shape[-1] + 3), device="cuda") * 5).to(dtype)
         row, column = room[..., :1, : shape[-1]].clone(), room[..., :1].clone()
@@ -329,11 +332,38 @@ def test_source_is_deterministic_and_readable():
     )
 
 
-def test_the_scalar_variant_is_the_same_kernel_with_one_lane():
+def test_the_scalar_variant_is_the_same_kernel_with_other_accesses():
     (piece,) = pieces_of(chain_of("mul"), "cuda", 0)
     scalar = unvectorised(piece)
-    assert scalar.plan.lanes == 1 and scalar.plan.lines == piece.plan.lines
+    assert scalar.plan.lines == piece.plan.lines and not any(scalar.plan.vectors)
+    assert (scalar.plan.lanes, scalar.plan.spaced) == (4, True)
     assert "v4" not in compile_ptx(source_of(scalar.plan), TARGET)
+    few = view("f32", 3, 11)
+    program = Program((Pointwise(OPS["mul"], (~0, ~0), "f32", few),), (few,), ())
+    small = unvectorised(pieces_of(program, "cuda", 0)[0])
+    assert (small.plan.lanes, small.plan.spaced, small.numbers) == (1, False, ())
+
+
+@pytest.mark.parametrize(
+    "shape, stride", [((5, 516), None), ((1024, 256), None), ((5, 516), (0, 1))]
+)
+def test_the_scalar_variant_takes_each_element_once(shape, stride):
+    x = view("f32", *shape)
+    program = Program((Pointwise(OPS["add"], (~0, ~1), "f32", x),),
+                      (x, view("f32", *shape, stride=stride)), ())  # fmt: skip
+    piece = unvectorised(pieces_of(program, "cuda", 0)[0])
+    rank, lanes = piece.plan.rank, piece.plan.lanes
+    count, _, _ = launch_of(piece)
+    columns = piece.numbers[rank - 1]
+    groups = piece.numbers[rank - 2] if rank > 1 else count
+    assert count == piece.numel // columns * groups and lanes == 4
+    taken = [
+        thread // groups * columns + column
+        for thread in range(count)
+        for k in range(lanes)
+        if (column := _first(thread % groups, lanes) + 32 * k) < columns
+    ]
+    assert sorted(taken) == list(range(piece.numel))
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_100"])

@@ -36,7 +36,8 @@ def emit_cuda(
     group = cuda_index(builder)
     group = group if source.wide else builder.trunc(group, I32)
     lanes = emitter.word(source.lanes)
-    first = builder.mul(group, lanes) if source.rank == 1 else group
+    whole = source.rank == 1 and not source.spaced  # the count is of elements
+    first = builder.mul(group, lanes) if whole else group
     with builder.if_then(builder.icmp_unsigned("<", first, emitter.count)):
         emitter.work(emitter.walks(group, emitter.sizes), group)
 
@@ -147,7 +148,7 @@ class _Emitter:
         consts = [Value(*const) for const in zip(self.consts, source.consts, strict=True)]
         start = builder.mul(group, self.word(source.lanes))
         full = None  # whether the group is, where the last one need not be
-        if source.lanes > 1 and source.rank == 1:
+        if source.lanes > 1 and source.rank == 1 and not source.spaced:
             end = builder.add(start, self.word(source.lanes))
             full = builder.icmp_unsigned("<=", end, self.count)
         lanes = [[*lane, *consts] for lane in self._guarded(full, reads, start)]

@@ -327,8 +327,11 @@ def _make_piece(
         lanes = _lanes(sizes, walks, len(results), results + reads, len(lines))
         if any(x.offset % lanes for x in [*stores, *loads]):  # they would never be aligned
             lanes = 1
-    if device == "cuda" and lanes == 1:
-        lanes, spaced = _spaced(sizes, walks, results + reads, len(lines))
+    if device == "cuda" and lanes == 1 and all(walk[-1] in (0, 1) for walk in walks):
+        # rows of 511 of bfloat16 go through a chain of three at 0.8 TB/s, those of 513 with four
+        # lanes at 2.4 (H100)
+        lanes = _busy(sizes[-1], _most_lanes(results + reads, len(lines)))
+        spaced = lanes > 1
     wide = is_wide(shape, sizes, walks, results + reads)
     # from here on in the order of a kernel's parameters
     walks = walks[len(results) :] + walks[: len(results)]
@@ -349,8 +352,6 @@ def _make_piece(
         relaxed=program.relaxed,
         spaced=spaced,
     )
-    columns = sizes[-1]
-    inner = [groups_of(columns, lanes), columns] if spaced else [columns // lanes]
     return Piece(
         plan=plan,
         loads=tuple(x.ref for x in loads),
@@ -361,7 +362,10 @@ def _make_piece(
             for x, spec in zip([*loads, *stores], reads + results, strict=True)
         ),
         numel=layout.numel(shape),
-        numbers=(*(*sizes[:-1], *inner)[1:], *strides_of(walks, operands)),
+        numbers=(
+            *(*sizes[:-1], *_last_sizes(sizes[-1], lanes, spaced))[1:],
+            *strides_of(walks, operands),
+        ),
     )
 
 
@@ -387,11 +391,21 @@ def strides_of(walks: Sequence[Ints], operands: Sequence[Operand]) -> list[int]:
 
 
 def unvectorised(piece: Piece) -> Piece:
-    """The same kernel with one element per thread, for pointers that are not 16-byte aligned."""
-    plan, numbers = piece.plan, list(piece.numbers)
-    if plan.rank > 1:
-        numbers[plan.rank - 2] *= plan.lanes  # the size of the innermost axis
-    return replace(piece, plan=replace(plan, lanes=1), numbers=tuple(numbers))
+    """The same kernel with an element per access, for pointers that are not 16-byte aligned."""
+    plan, rank, numbers = piece.plan, piece.plan.rank, piece.numbers
+    columns = piece.numel if rank == 1 else numbers[rank - 2] * plan.lanes
+    operands = [*plan.loads, *(operand for _, operand in plan.stores)]
+    near = all(operand.axes[-1] != STRIDED for operand in operands)
+    lanes = _busy(columns, plan.lanes) if near else 1
+    return replace(
+        piece,
+        plan=replace(plan, lanes=lanes, spaced=lanes > 1),
+        numbers=(
+            *numbers[: max(rank - 2, 0)],
+            *_last_sizes(columns, lanes, lanes > 1)[rank == 1 :],
+            *numbers[rank - 1 :],
+        ),
+    )
 
 
 def axes_of(walk: Ints) -> Ints:
@@ -429,19 +443,16 @@ def _most_lanes(operands: list[Spec], length: int) -> int:
     return lanes
 
 
-def _spaced(
-    sizes: Ints, strides: list[Ints], operands: list[Spec], length: int
-) -> tuple[int, bool]:
-    """How many elements of a row a thread takes where these are no vectors, and whether several.
-
-    As many as leave no more than a quarter of the lanes without work. In rows of 511 of bfloat16 a
-    chain of three goes through memory at 0.8 TB/s with one, in rows of 513 at 2.5 with four (H100).
-    """
-    lanes = _most_lanes(operands, length)
-    while lanes > 1 and 3 * groups_of(sizes[-1], lanes) * lanes > 4 * sizes[-1]:
+def _busy(columns: int, lanes: int) -> int:
+    """At most so many spaced lanes, of which in a row a quarter has no work, or less."""
+    while lanes > 1 and 3 * groups_of(columns, lanes) * lanes > 4 * columns:
         lanes //= 2
-    near = len(sizes) > 1 and all(walk[-1] in (0, 1) for walk in strides)
-    return (lanes, True) if near and lanes > 1 else (1, False)
+    return lanes
+
+
+def _last_sizes(columns: int, lanes: int, spaced: bool) -> list[int]:
+    """What a kernel is given as the size of the last axis."""
+    return [groups_of(columns, lanes), columns] if spaced else [columns // lanes]
 
 
 def groups_of(columns: int, lanes: int) -> int:

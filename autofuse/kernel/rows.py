@@ -50,8 +50,8 @@ def launch_of(piece: Piece) -> tuple[int, int, int]:
         assert not piece.left or plan.rows.together == 1, "a block has a part of one row"
         return count, piece.left or -(-count // plan.rows.together), plan.rows.block
     if plan.spaced:
-        groups, columns = piece.numbers[plan.rank - 2 : plan.rank]
-        count = piece.numel // columns * groups
+        columns = piece.numbers[plan.rank - 1]
+        count = piece.numel // columns * pointwise.groups_of(columns, plan.lanes)
         return count, -(-count // THREADS_PER_BLOCK), THREADS_PER_BLOCK
     count = piece.numel if plan.rank == 1 else piece.numel // plan.lanes
     groups = -(-piece.numel // plan.lanes)

@@ -150,7 +150,7 @@ class Parameters:
     """Kernel parameters in order: load pointers, store pointers, Consts, count, then numbers.
 
     The count is of elements where the loop has one axis, of groups of lanes where it has more.
-    Where they are spaced, how many of these the last axis has comes before its size.
+    Where lanes are spaced it is of groups, and the size of the last axis comes after its groups.
     """
 
     codes: tuple[str, ...]  # "u64" for pointers, otherwise a type code
