@@ -5,7 +5,8 @@
 Chains of 1 to 20 ops on 64x256 and 1x64 float32 in operator form and in torch.* form, the RNN
 step (one matmul and five pointwise ops), training steps of chains of up to 10 ops between products
 with backward in either thread, what fused calls take beside their ops, and the bandwidth of a 5-op
-chain. Variants are interleaved; figures are medians with the 20th and 80th percentile in brackets.
+chain and of rows that are no whole vectors. Variants are interleaved; figures are medians with the
+20th and 80th percentile in brackets.
 With AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
 """
 
@@ -273,6 +274,26 @@ def bandwidth(device: str, numel: int, rounds: int) -> None:
     print(f"fused bytes/s against copy: {rates['fused'] / rates['copy']:.3f}")
 
 
+@torch.no_grad()
+def odd_rows(device: str, numel: int, rounds: int) -> None:
+    """By rows that are whole vectors and rows that are not, and from where no vector begins."""
+    iterations = 20 if device == "cuda" else 1
+    for dtype in (torch.float32, torch.bfloat16):
+        for columns in (4096, 4095, 513, 511, 49, 0):
+            flat = torch.randn(numel + 1, device=device).to(dtype)
+            x = flat[1:] if columns == 0 else flat[: numel // columns * columns].view(-1, columns)
+            b = torch.randn(columns or 1, device=device).to(dtype)
+            w = autofuse.wrap(x)
+            series = interleaved(
+                {"eager": lambda x=x, b=b: torch.relu(x + b) * 1.5,
+                 "fused": lambda w=w, b=b: autofuse.materialize(torch.relu(w + b) * 1.5)},
+                device, rounds, iterations,
+            )  # fmt: skip
+            rate = 2 * x.numel() * x.element_size() / series["fused"].median / 1e6
+            where = f"in rows of {columns}" if columns else "at the second element"
+            row(f"3 ops on {str(dtype)[6:]} {where}, {rate:.3f} TB/s", series)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -294,6 +315,7 @@ def main() -> None:
     parts(args.device, args.iterations)
     growth(args.device, args.sizes)
     bandwidth(args.device, args.large, args.rounds)
+    odd_rows(args.device, args.large, args.rounds)
 
 
 if __name__ == "__main__":
