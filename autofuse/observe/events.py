@@ -199,7 +199,9 @@ class _Watch:
             flush.eager = _why_eager(runner)
             if not flush.eager:
                 flush.sources = tuple([kernel.source for kernel in runner.kernels])
-                flush.kept = tuple(index for index in runner.live if index not in flush.live)
+                stored = [runner.steps[index] for index in runner.live]
+                steps = [step.of[0] if step.of else step.index for step in stored]  # of statistics
+                flush.kept = tuple(k for k in dict.fromkeys(steps) if k not in flush.live)
                 flush.unstored = runner.elided_bytes if runner.elides else 0
             flush.kernels = len(flush.sources)
         if flush.eager in (WAITS, REFUSED):
