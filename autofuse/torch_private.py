@@ -212,6 +212,26 @@ def gpus_in_use() -> int:
     return sum(map(_has_context, range(torch.cuda.device_count())))
 
 
+def to_stream(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """Make the stream of this raw handle the current one; gives the one that was.
+
+    Without what `patches.streams` does about it.
+    """
+    before = torch.cuda.current_stream(device)
+    there = (
+        torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
+    )
+    back_to_stream(there)
+    return before
+
+
+def back_to_stream(stream: torch.cuda.Stream) -> None:
+    """Make `stream` the current one."""
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
 def stream_reader(device: torch.device) -> Callable[[], int]:
     """A function that gives the raw handle of the current stream; 0 on the CPU."""
     if device.type != "cuda":

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..chain.state import Node
+from ..chain.state import Node, Recorder
 from ..ops.reductions import Reduction
 from ..program.program import CONST
-from ..torch_private import AUTOGRAD_OF_VIEWS, ExcludedKey, set_grad_enabled
+from ..torch_private import (
+    AUTOGRAD_OF_VIEWS,
+    ExcludedKey,
+    back_to_stream,
+    set_grad_enabled,
+    stream_reader,
+    to_stream,
+)
 from .generated import defined
 
 
@@ -19,17 +27,21 @@ def finishing(
 ) -> Callable[..., Any] | None:
     """`attach` of a Runner, once torch has computed what is its own of `steps`; None if nothing is.
 
-    It does that in memory of their own, whose versions stay 0: these are new values, which get
-    their nodes in `attach`. made: the steps that have memory.
+    It does that on the stream of the chain, in memory of their own, whose versions stay 0: these
+    are new values, which get their nodes in `attach`. made: the steps that have memory.
     """
+    recorder = steps[0].recorder
     space: dict[str, Any] = {"excluded": ExcludedKey, "versions": AUTOGRAD_OF_VIEWS,
-                             "get": torch.is_grad_enabled, "set_": set_grad_enabled}  # fmt: skip
+                             "get": torch.is_grad_enabled, "set_": set_grad_enabled,
+                             "aside": partial(_aside, recorder, stream_reader(recorder.device)),
+                             "back": back_to_stream}  # fmt: skip
     lines = []
     for node in steps:
         op = node.op
         if not isinstance(op, Reduction) or op.outside is None or node.index not in made:
             continue
         given = [node.index, *(x.index for x in steps if x.of and x.of[0] == node.index)]
+        assert {*given} <= {*made}
         names = [f"v{ref}" for ref in given]
         names += [f"consts[{ref - CONST}]" if ref >= CONST else f"v{ref}" if ref >= 0
                   else f"inputs[{~ref}]" for ref in node.args]  # fmt: skip
@@ -37,13 +49,25 @@ def finishing(
         lines.append(f"            call{node.index}({', '.join(names)})\n")
     if not lines:
         return attach
+    assert attach is not None, "it is recorded for its gradient"
     params = ", ".join(["inputs", "consts", "late", *(f"v{index}" for index in made)])
     space["attach"] = attach
     source = (
         f"def finish({params}):\n"
-        f"    was = get()\n    try:\n        set_(False)\n"
+        f"    was, before = get(), aside()\n    try:\n        set_(False)\n"
         f"        with excluded(versions, True):\n{''.join(lines)}"
-        f"    finally:\n        set_(was)\n"
+        f"    finally:\n        set_(was)\n        if before is not None: back(before)\n"
         f"    return attach({params})\n"
     )
     return defined(source, "finish", space)
+
+
+def _aside(recorder: Recorder, current: Callable[[], int]) -> torch.cuda.Stream | None:
+    """Make the stream of the chain that runs the current one: which was, if that is another.
+
+    So it is where another thread computes what this one has recorded.
+    """
+    chain = recorder.running
+    if chain is None or chain.stream == current():
+        return None
+    return to_stream(chain.stream, recorder.device)
