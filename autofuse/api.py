@@ -78,7 +78,8 @@ def _refusal(t: torch.Tensor) -> str:
 def unwrap(x: torch.Tensor) -> torch.Tensor:
     """The plain tensor that `x` stands for, over the same memory; a plain one is returned as is.
 
-    A leaf that requires grad becomes plain itself, as it becomes a wrapped one by `wrap`.
+    A leaf that requires grad becomes plain itself, for all who hold it, as it becomes a wrapped one
+    by `wrap`.
     """
     if not isinstance(x, Tensor):
         return x

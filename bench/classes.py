@@ -1,6 +1,6 @@
-"""Losses of classes on CUDA, forward and backward: time, memory and bits, against eager.
+"""Losses of classes, forward and backward: time, memory and bits, against eager.
 
-    python bench/classes.py [--rounds 7] [--iterations 5] [--compile]
+    python bench/classes.py [--rounds 7] [--iterations 5] [--compile] [--size 8192x50257]
 
 `F.cross_entropy` of logits as language models have them: in float32, in bfloat16 under autocast,
 and in bfloat16 that the program makes float32, with as many classes as usual vocabularies have
@@ -38,11 +38,12 @@ def loss_of(kind: str) -> Loss:
 
 def stepping(loss_of_x: Loss, x: torch.Tensor, t: torch.Tensor, kind: str) -> Callable[[], None]:
     """A function that differentiates the loss once; `x` may be wrapped."""
+    device = x.device.type
 
     def step() -> None:
         x.grad = None
         casts = contextlib.nullcontext()
-        with torch.autocast("cuda", torch.bfloat16) if kind.endswith("autocast") else casts:
+        with torch.autocast(device, torch.bfloat16) if kind.endswith("autocast") else casts:
             loss = loss_of_x(x, t)
         loss.backward()
 
@@ -50,7 +51,9 @@ def stepping(loss_of_x: Loss, x: torch.Tensor, t: torch.Tensor, kind: str) -> Ca
 
 
 def peak_of(step: Callable[[], None]) -> float:
-    """MB that a step allocates at most beyond what there was."""
+    """MB that a step allocates at most beyond what there was, on a GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -58,11 +61,13 @@ def peak_of(step: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def row(kind: str, rows: int, columns: int, rounds: int, iterations: int, compiled: bool) -> None:
+def row(
+    kind: str, rows: int, columns: int, device: str, rounds: int, iterations: int, compiled: bool
+) -> None:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     torch.manual_seed(0)
-    x = torch.randn(rows, columns, device="cuda").to(dtype)
-    t = torch.randint(columns, (rows,), device="cuda")
+    x = torch.randn(rows, columns, device=device).to(dtype)
+    t = torch.randint(columns, (rows,), device=device)
     leaves = {name: x.clone().requires_grad_() for name in ("eager", "autofuse", "compile")}
     autofuse.wrap(leaves["autofuse"])
     loss = loss_of(kind)
@@ -80,7 +85,7 @@ def row(kind: str, rows: int, columns: int, rounds: int, iterations: int, compil
     same = torch.equal(*(grad.view(torch.uint8) for grad in grads))  # type: ignore[union-attr]
     del grads
     peaks = {name: peak_of(step) for name, step in calls.items()}
-    series = interleaved(calls, "cuda", rounds, iterations)
+    series = interleaved(calls, device, rounds, iterations)
     eager = series["eager"].median
     parts = [f"{name} {series[name].median / eager:.3f}" for name in calls if name != "eager"]
     memory = ", ".join(f"{name} {mb:.0f}" for name, mb in peaks.items())
@@ -93,12 +98,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="torch.compile, too")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", action="append", help="rows and classes, instead of the usual")
     options = parser.parse_args()
-    print(machine("cuda"))
+    sizes = [tuple(map(int, size.split("x"))) for size in options.size or ()] or SIZES
+    print(machine(options.device))
     for kind in KINDS:
-        for rows, columns in SIZES:
-            row(kind, rows, columns, options.rounds, options.iterations, options.compile)
-            torch.cuda.empty_cache()
+        for rows, columns in sizes:
+            row(kind, rows, columns, options.device, options.rounds, options.iterations,
+                options.compile)  # fmt: skip
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -131,6 +131,12 @@ def test_cpu():
     assert out.count("ratio") == 2 and "slower than eager" in out
 
 
+def test_classes():
+    out = run("bench/classes.py", "--device", "cpu", "--rounds", "1", "--iterations", "1",
+              "--size", "5x40", "--size", "3x33")  # fmt: skip
+    assert out.count("bits same") == 8 and "of that autofuse" in out
+
+
 def test_every_benchmark_has_a_test():
     """Run as a user would, or imported by tests of its own."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))

@@ -4,6 +4,9 @@ Without a GPU kernels that reduce rows run thread by thread, as in test_reductio
 gradients on the CPU; the rest is torch's either way.
 """
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -289,9 +292,29 @@ def test_small_ones_stay_eager(recorded, monkeypatch):  # noqa: F811
     monkeypatch.setattr(autofuse.config, "always_fuse", False)
     x = autofuse.wrap(table(5, 40).requires_grad_() * 1.0)
     assert not autofuse.is_pending(F.cross_entropy(x, CLASSES))
+    assert not autofuse.is_pending(F.nll_loss(F.log_softmax(x, -1), CLASSES))
+    assert "a small loss of classes" in str(autofuse.stats().eager_ops)
     monkeypatch.setattr(policy, "_CLASSES_BYTES", 4 * 5 * 40)
     assert autofuse.is_pending(F.cross_entropy(x, CLASSES))
-    assert not policy.takes_classes(table(5, 39))
+    assert not policy.takes_classes(4 * 5 * 39)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "of rows that torch reduces", "layer_norm"])
+def test_reports(kernels, name, tmp_path):
+    """Of what nodes save besides values of ops, as the number of classes that count."""
+    n = LONG if name.startswith("of") else 40
+
+    def run(x):
+        h = autofuse.wrap(x) if n == LONG else autofuse.wrap(x) * 1.5
+        if name == "layer_norm":
+            loss = F.layer_norm(h, (n,)).relu().sum()
+        else:
+            loss = F.cross_entropy(h, classes(n))
+        autofuse.unwrap(autofuse.materialize(loss)).backward()
+
+    report = autofuse.explain(run, table(5, n).requires_grad_() * 1.0)
+    report.html(tmp_path / "report.html")
+    assert "keeps for backward" in (tmp_path / "report.html").read_text()
 
 
 # --- softmax that is told to compute in float32 ---------------------------------------------------
@@ -318,6 +341,38 @@ def test_rows_that_are_cast_first(emulated, name):  # noqa: F811
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("n", [1000, LONG])
+def test_another_thread_computes_it_on_its_stream(always, monkeypatch, n):
+    """What torch computes comes after the kernel, whatever stream is current there."""
+    monkeypatch.setattr(autofuse.config, "compile", "now")
+    x, t = torch.randn(512, n, device="cuda"), torch.randint(n, (512,), device="cuda")
+    want = F.cross_entropy((x * 1.5).requires_grad_(), t).item()
+    stream, pending = torch.cuda.Stream(), []
+    for _ in range(5):
+        torch.cuda.synchronize()
+
+        def record():
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)  # the kernel waits behind it
+                h = autofuse.wrap(x.clone().requires_grad_()) * 1.5
+                pending.append(F.cross_entropy(h, t))
+                taken.wait(30)  # before the stream is left, which flushes
+
+        taken = threading.Event()
+        thread = threading.Thread(target=record)
+        thread.start()
+        while not pending:
+            time.sleep(0.001)
+        loss = autofuse.materialize(pending.pop())
+        taken.set()
+        thread.join()
+        torch.cuda.synchronize()
+        assert abs(autofuse.unwrap(loss).item() - want) < 1e-5
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 @pytest.mark.cuda

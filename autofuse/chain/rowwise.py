@@ -94,7 +94,7 @@ def infer_outside(
     tip: Node,
     device: torch.device,
 ) -> tuple[Inferred, RowsOf | None] | str:
-    """The same of what torch computes outside of kernels, `ops.likelihood`, for its gradient."""
+    """As `infer_rows`, of what torch computes outside of kernels; see `ops.likelihood`."""
     reads, numbers = list(tip.inputs), list(tip.consts)
     args, kinds = referred(operands, metas, reads, numbers)
     x, *others = views = [kind for kind in kinds if isinstance(kind, Meta)]
@@ -107,9 +107,9 @@ def infer_outside(
         reason = _reason_of_loss(op, args, x, others[0], tip)
     if reason:
         return reason
-    shape, row = op.split(tuple(x.shape))
-    shape, dtype = (shape, torch.float32 if op.casts else x.dtype) if others else (x.shape, x.dtype)
-    meta = make_meta(dtype, tuple(shape), contiguous(tuple(shape)), device, True)
+    shape, _ = (tuple(x.shape), ()) if op.whole else op.split(tuple(x.shape))
+    dtype = torch.float32 if op.casts else x.dtype
+    meta = make_meta(dtype, shape, contiguous(shape), device, True)
     made = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
     return made, tip.rows
 
@@ -236,7 +236,7 @@ class GradientRows:
 
 def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
-    if op.outside is not None or op.instead is not None:  # of one element of each row
+    if op.outside is not None or op.instead is not None:  # of one element of each row, mostly
         return GradientRows((), 0, 0)
     if not op.grad or (op.name in MOMENTS and op.dims > 1):  # these would be straightened here, too
         return None

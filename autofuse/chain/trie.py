@@ -117,14 +117,16 @@ def _reduced(
     recorder: Recorder, tip: Node, op: Reduction, operands: Sequence[int | Meta | type],
     metas: list[Meta],
 ) -> tuple[Reduction, tuple[Inferred, RowsOf | None] | str | torch.dtype]:  # fmt: skip
-    """Which form of `op` it is, and what `infer_rows` says of that."""
-    device, found = recorder.device, refusal(recorder.device)
-    made: tuple[Inferred, RowsOf | None] | str | torch.dtype = found
-    if not found and op.outside is None:
+    """Which form of `op` it is, and what is inferred of that."""
+    device = recorder.device
+    made: tuple[Inferred, RowsOf | None] | str | torch.dtype
+    if refused := refusal(device):
+        return op, refused
+    if op.outside is None:
         made = infer_rows(op, operands, metas, tip, device, processors_of(device))
-    elif not found:
+    else:
         made = infer_outside(op, operands, metas, tip, device)
-    if op.instead is not None and isinstance(made, str) and not found:
+    if op.instead is not None and isinstance(made, str):
         op = op.instead
         made = infer_outside(op, operands, metas, tip, device)
     return op, made

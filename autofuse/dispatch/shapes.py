@@ -77,7 +77,7 @@ def _of_classes(compose: Handler) -> Handler:
     """`compose`, of a loss of classes, where that pays."""
 
     def composed(input: Any, *args: Any, **kwargs: Any) -> Any:
-        return compose(input, *args, **kwargs) if takes_classes(input) else None
+        return compose(input, *args, **kwargs) if takes_classes(input.nbytes) else None
 
     return composed
 

@@ -57,7 +57,7 @@ def by_torch(
     if op.name == "logsumexp":
         return lambda g, x, out: (_log_of_sum_by_torch(number(g), x, number(out)),)
     if op.name == "nll_loss":
-        return partial(_classes_by_torch, *op.options)
+        return partial(_classes_by_torch, *op.of_classes)
     if op.name in LOSSES:
         return partial(_loss_by_torch, op, needs, _elements(op, shape))
     if op.statistics:
@@ -104,7 +104,7 @@ def _loss_by_torch(
 def _classes_by_torch(
     how: int, ignored: int, g: torch.Tensor, x: torch.Tensor, t: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    own = x.to(g.dtype)  # of which the shape is read
+    own = x.new_empty(x.shape, dtype=g.dtype)  # of which the shape is read
     found = torch.ops.aten.nll_loss_backward.default(g, own, t, None, how, ignored, weight)
     return found.to(x.dtype), None
 
@@ -227,8 +227,9 @@ ROWS = _row("rows", "g", "g")
 _OF_ONE = _row(
     "log_softmax_backward", "g m:bool out", "s = g + 0; fma(-exp(out), s, g if m else 0)"
 )
-ALL_BUT_ONE = _row("nll_loss_backward", "g m:bool", "g if m else 0")
-# which element of its row an operand is, where it walks along one
+ONE_OF_ROW = _row("nll_loss_backward", "g m:bool", "g if m else 0")
+# which element of its row an operand is that walks along one: how far it lies from where the
+# operand begins, which has to be where a row does
 PLACE = _row("place", "x:place", "place(x)", result=torch.int64)
 # n: what torch multiplies by for the mean or the sum
 _OF_LOSS = {
@@ -335,7 +336,7 @@ def _loss_on_tape(
 
 def _classes_on_tape(op: Reduction, tape: Any, g: Any, values: Values, meta: Meta) -> OneOfRow:
     """The gradient of rows of logarithms: of the element for its class, if that is not ignored."""
-    how, ignored = op.options
+    how, ignored = op.of_classes
     shape, zero = tuple(meta.shape), tape.number(0)
     spread = lambda x: (x.unsqueeze(-1) if x.ndim else x).expand(shape)  # noqa: E731
     g, classes, weight = (tape.part(spread, x) for x in (g, values["t"], values["weight"]))

@@ -20,7 +20,7 @@ from ..ops.views import ViewOp, join_op, view_op
 from ..program.program import Ref
 from ..torch_private import InferenceMode, NoModes
 from . import strips
-from .reduced import ALL_BUT_ONE, ROWS, Later, Needs, OneOfRow, Values, on_tape
+from .reduced import ONE_OF_ROW, ROWS, Later, Needs, OneOfRow, Values, on_tape
 from .strips import Striping, Strips
 
 
@@ -174,7 +174,7 @@ class Tape(Numbers):
         if isinstance(seen, Strips):
             return strips.whole(self, seen)
         if isinstance(seen, OneOfRow):
-            return self.apply(ALL_BUT_ONE, (seen.value, seen.mask))
+            return self.apply(ONE_OF_ROW, (seen.value, seen.mask))
         if not isinstance(seen, Seen):
             return seen
         key = (Seen, seen.ref, seen.shape, seen.view.stride(), seen.view.storage_offset())
@@ -248,11 +248,12 @@ class Tape(Numbers):
             value = next(x for x in value.values if x is not None)
         if isinstance(value, Seen):
             return value.view.dtype
-        apart = isinstance(value, (Later, OneOfRow))
-        return value.meta.dtype if apart else self._meta(value).dtype
+        return self._meta_at(value).dtype
 
     def shape(self, value: Any) -> tuple[int, ...]:
         if isinstance(value, (Seen, Strips)):
             return value.shape
-        apart = isinstance(value, (Later, OneOfRow))
-        return (value.meta if apart else self._meta(value)).shape
+        return self._meta_at(value).shape
+
+    def _meta_at(self, value: Ref | Later | OneOfRow) -> Meta:
+        return value.meta if isinstance(value, (Later, OneOfRow)) else self._meta(value)

@@ -61,10 +61,10 @@ class Plan:
     lines: tuple[Line, ...]
     stores: tuple[tuple[int, Operand], ...]  # (line, where to); never empty
     rank: int
-    lanes: int  # neighbouring elements per thread, moved by 16-byte accesses where over 1
+    lanes: int  # elements per thread: neighbours, moved by 16-byte accesses where over 1, or...
     wide: bool  # 64-bit index arithmetic
     relaxed: bool = False  # ops contract with each other, 16-bit values are rounded when stored
-    spaced: bool = False  # lanes lie WARP elements apart, in rows that are no whole vectors
+    spaced: bool = False  # ...WARP elements apart, in rows that are no whole vectors
 
     @property
     def name(self) -> str:
@@ -308,6 +308,8 @@ def _make_piece(
         op = step.op
         if op.by_scalar is not None and refs[-1] >= CONST:
             op = op.by_scalar
+        for role, ref in zip(op.roles, refs, strict=True):
+            assert role != "place" or not loads[~ref].offset, "a place from where no row begins"
         lines.append(Line(op, refs, step.common, step.out.code))
     own: Place = loop.places[max(outs)][0]
     computed: list[Computed] = [(out, own) for out in outs]

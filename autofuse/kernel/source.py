@@ -120,11 +120,11 @@ class Source:
     stores: tuple[Operand, ...]
     consts: tuple[str, ...]  # type codes of the scalars
     rank: int  # axes of the loop
-    lanes: int  # neighbouring elements per thread, moved by 16-byte accesses where over 1
+    lanes: int  # elements per thread: neighbours, moved by 16-byte accesses where over 1, or...
     wide: bool  # 64-bit index arithmetic
     relaxed: bool  # ops contract with each other
     rows: Rows | None = None  # of a row kernel, whose text has several functions
-    spaced: bool = False  # lanes lie WARP elements apart, so that those of a warp are neighbours
+    spaced: bool = False  # ...WARP elements apart, so that those of a warp are neighbours
 
     def to_json(self) -> str:
         """As JSON; the same text for equal Sources."""

@@ -56,7 +56,7 @@ def render(plan: Plan, target: str = "") -> str:
     width = "64" if plan.wide else "32"
     text = [
         f"def {plan.name}({', '.join(params)}):"
-        f"  # {plan.device}, {plan.lanes} lanes, {width}-bit index"
+        f"  # {plan.device}, {plan.lanes} {'spaced ' * plan.spaced}lanes, {width}-bit index"
     ]
     text += [f"    # x{k} {walk(load.axes)}" for k, load in enumerate(plan.loads) if plan.rank > 1]
     for index, line in enumerate(plan.lines):

@@ -8,18 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from .row import (
-    FUNCTIONAL,
-    OPS,
-    composite,
-    is_number,
-    making,
-    plain,
-    row,
-    since,
-    single,
-    spelled,
-)
+from .row import FUNCTIONAL, OPS, composite, is_number, making, plain, row, since, single, spelled
 
 # fmt: off
 

@@ -15,72 +15,44 @@ from .row import FUNCTIONAL, OPS, Op, composite, is_number, row, spelled
 _backward = torch.ops.aten
 _nn: Any = torch._C._nn
 REDUCED = {"mean": 1, "sum": 2}  # by torch's numbers, which functions of C take
-FUNCTIONAL.update(("mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "nll_loss",
-                   "binary_cross_entropy_with_logits"))  # fmt: skip
 
 # fmt: off
 
 # --- their elements -------------------------------------------------------------------------------
 
-row(
-    "mse_loss",
-    "x y",
-    "d = x - y; d * d",
-    narrow="d = rnd(x - y); d * d",
+row("mse_loss", "x y", "d = x - y; d * d", narrow="d = rnd(x - y); d * d",
     eager=partial(F.mse_loss, reduction="none"),
-    grad="mse_loss_backward(g, x, y); mse_loss_backward(g, y, x)",
-)
-row(
-    "smooth_l1_loss",
-    "x y b:common",
+    grad="mse_loss_backward(g, x, y); mse_loss_backward(g, y, x)")
+row("smooth_l1_loss", "x y b:common",
     "z = abs(x - y); 0.5 * z * z / b if z < b else fma(-0.5, b, z)",
     narrow="z = abs(rnd(x - y)); 0.5 * z * z / b if z < b else z - rnd(0.5 * b)",
-    one_dtype=True,
-    eager=lambda x, y, b: F.smooth_l1_loss(x, y, reduction="none", beta=b),
-    grad="smooth_l1_loss_backward(g, x, y, b); smooth_l1_loss_backward(g, y, x, b); none",
-)
-row(
-    "huber_loss",
-    "x y d:common",
-    "z = abs(x - y); 0.5 * z * z if z < d else d * fma(-0.5, d, z)",
-    narrow="z = abs(rnd(x - y)); 0.5 * z * z if z < d else d * (z - rnd(0.5 * d))",
-    one_dtype=True,
-    copies="f",
-    eager=lambda x, y, d: F.huber_loss(x, y, reduction="none", delta=d),
-    grad="huber_loss_backward(g, x, y, d); huber_loss_backward(g, y, x, d); none",
-)
+    one_dtype=True, eager=lambda x, y, b: F.smooth_l1_loss(x, y, reduction="none", beta=b),
+    grad="smooth_l1_loss_backward(g, x, y, b); smooth_l1_loss_backward(g, y, x, b); none")
+row("huber_loss", "x y d:common", "z = abs(x - y); 0.5 * z * z if z < d else d * fma(-0.5, d, z)",
+    narrow="z = abs(rnd(x - y)); 0.5 * z * z if z < d else d * (z - rnd(0.5 * d))", one_dtype=True,
+    copies="f", eager=lambda x, y, d: F.huber_loss(x, y, reduction="none", delta=d),
+    grad="huber_loss_backward(g, x, y, d); huber_loss_backward(g, y, x, d); none")
 
 # --- what their derivatives call: the kernels of PyTorch's own backward ops -----------------------
 
-row(
-    "mse_loss_backward",
-    "g x y",
-    "2.0 * (x - y) * g",
-    narrow="rnd(rnd(2.0 * rnd(x - y)) * g)",
-    contiguous="cpu cuda",
-    eager=lambda g, x, y: _backward.mse_loss_backward(g, x, y, 0),
-)
-row(
-    "smooth_l1_loss_backward",
-    "g x y b:common",
+row("mse_loss_backward", "g x y", "2.0 * (x - y) * g", narrow="rnd(rnd(2.0 * rnd(x - y)) * g)",
+    contiguous="cpu cuda", eager=lambda g, x, y: _backward.mse_loss_backward(g, x, y, 0))
+row("smooth_l1_loss_backward", "g x y b:common",
     "d = x - y; -g if d < -b else g if d > b else d * g / b",
     narrow="d = rnd(x - y); -g if d < -b else g if d > b else rnd(d * g) / b",
     contiguous="cpu cuda",
-    eager=lambda g, x, y, b: _backward.smooth_l1_loss_backward(g, x, y, 0, b),
-)
-row(
-    "huber_loss_backward",
-    "g x y d:common",
+    eager=lambda g, x, y, b: _backward.smooth_l1_loss_backward(g, x, y, 0, b))
+row("huber_loss_backward", "g x y d:common",
     "z = x - y; -g * d if z < -d else g * d if z > d else z * g",
-    narrow="z = rnd(x - y); -g * d if z < -d else g * d if z > d else z * g",
-    contiguous="cpu cuda",
-    eager=lambda g, x, y, d: _backward.huber_loss_backward(g, x, y, 0, d),
-)
+    narrow="z = rnd(x - y); -g * d if z < -d else g * d if z > d else z * g", contiguous="cpu cuda",
+    eager=lambda g, x, y, d: _backward.huber_loss_backward(g, x, y, 0, d))
 
 # fmt: on
 
 # --- of all elements ------------------------------------------------------------------------------
 
+FUNCTIONAL.update(("mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "nll_loss",
+                   "binary_cross_entropy_with_logits"))  # fmt: skip
 _COMPLEMENT = Op("complement", "x", "1 - x")  # of a probability
 LOGITS = "binary_cross_entropy_with_logits"
 # of what torch makes their elements, before it takes the mean or sum

@@ -45,7 +45,7 @@ class Reduction(Op):
         one.
     outside: torch's own op, where no kernel computes it: of memory for the result and statistics,
         then the operands, which are in memory, too. It ends its chain.
-    options: what torch's op is given besides.
+    of_classes: of a loss of classes, which reduction torch's op is told and which class to ignore.
     instead: what it is where it cannot be that: of rows that no kernel is known to reduce as torch
         does, the same outside; of operands that autocast casts, what casts them.
     """
@@ -58,7 +58,7 @@ class Reduction(Op):
     statistics: tuple[Reduction, ...] = ()
     components: tuple[Component, ...] = ()
     outside: Callable[..., Any] | None = None
-    options: Ints = ()
+    of_classes: Ints = ()
     instead: Reduction | None = None
 
     def __repr__(self) -> str:

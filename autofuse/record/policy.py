@@ -116,14 +116,22 @@ def is_short(nodes: list[Node], results: Sequence[int], device_type: str) -> boo
 def are_alone(nodes: list[Node]) -> bool:
     """Whether these are reductions with nothing to fuse them with: torch's kernels are as fast."""
     return not config.always_fuse and all(
-        isinstance(node.op, Reduction) and not (node.op.components or node.op.options)
+        isinstance(node.op, Reduction) and not (node.op.components or node.op.of_classes)
         for node in nodes
     )
 
 
-def takes_classes(x: torch.Tensor) -> bool:
-    """Whether a loss of classes of the rows `x` is recorded."""
-    return config.always_fuse or x.nbytes >= _CLASSES_BYTES
+def takes_classes(nbytes: int) -> bool:
+    """Whether a loss of classes is recorded, of rows of so many bytes."""
+    return config.always_fuse or nbytes >= _CLASSES_BYTES
+
+
+def is_small_loss(node: Node) -> bool:
+    """Whether `node` is a loss of classes that is better off eager."""
+    if not (isinstance(node.op, Reduction) and node.op.of_classes):
+        return False
+    meta = node.path()[node.args[0]].meta
+    return meta is not None and not takes_classes(meta.nbytes)
 
 
 def is_narrow(node: Node, processors: int) -> bool:
@@ -395,14 +403,10 @@ def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
         for index in steps:
             op = nodes[index].op
             assert op is not None
-            if isinstance(op, Reduction) and op.options:
+            if isinstance(op, Reduction) and op.of_classes:
                 fused += _OUTSIDE_US
-            elif (
-                isinstance(op, Reduction)
-                and op.whole
-                and any(use.part for use in segment.uses[index])
-            ):
-                fused += costs.given
+            elif isinstance(op, Reduction) and op.whole:
+                fused += costs.given if any(use.part for use in segment.uses[index]) else 0.0
             kernels = 0
             for use in () if swept else segment.uses[index]:
                 here = sum(isinstance(tree, _KERNELS) for tree in ast.walk(use.rule))

@@ -57,7 +57,7 @@ from .flush import flush
 from .modes import forget, regrade, renew
 from .numbers import follows
 from .origins import Origin, is_on_trial
-from .policy import is_narrow, skipped
+from .policy import is_narrow, is_small_loss, skipped
 from .seldom import SELDOM, comes_often
 from .starts import at_start
 
@@ -425,6 +425,8 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
     elif tip.viewed and node.holds_grad and config.recompute == "inputs":  # go through no views
         node = eager_node(recorder, tip, op, "")
         node.cuts = "gradient of a view"
+    elif not node.reason and node.meta is not None and is_small_loss(node):
+        node = eager_node(recorder, tip, op, "a small loss of classes", node.meta)
     elif node.rows is not None and path and is_narrow(node, processors_of(recorder.device)[0]):
         node = eager_node(recorder, tip, op, "")
         node.cuts = "narrow rows"
