@@ -27,7 +27,7 @@ from ..ops.reductions import NODES_OF_ALL, Reduction
 from ..ops.row import since
 from ..program.program import CONST, Ref
 from ..run.eager import HOLDING
-from ..run.generated import defined, numbered, tuple_of
+from ..run.generated import defined, numbered, operand_of, tuple_of
 from ..run.runner import Runner
 from ..run.views import Calls, number_of_view
 from ..run.words import Answer
@@ -342,7 +342,7 @@ def _attaching(
     """
 
     def listed(refs: list[Ref]) -> str:
-        return "".join(f"inputs[{~ref}], " if ref < 0 else f"v{ref}, " for ref in refs)
+        return "".join(f"{operand_of(ref)}, " for ref in refs)
 
     space: dict[str, Any] = {"get": torch.is_grad_enabled, "set_": set_grad_enabled,
                              "hooks": top_hooks, "push": push_hooks, "pop": pop_hooks,
@@ -356,9 +356,7 @@ def _attaching(
         assert isinstance(node.op, Reduction)
         calls += _bared([node.index], bare, space, node.index)
         space[f"hang{node.index}"] = noder(node.op)
-        operands = [f"consts[{ref - CONST}], " if ref >= CONST else listed([ref])
-                    for ref in node.args]  # fmt: skip
-        call = f"hang{node.index}(({''.join(operands)}), {listed([*results])})"
+        call = f"hang{node.index}(({listed([*node.args])}), {listed([*results])})"
         calls.append((node.index, call))
     for k, backward in enumerate(backwards):
         segment = backward.segment

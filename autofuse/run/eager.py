@@ -21,7 +21,7 @@ from ..torch_private import (
     top_hooks,
     without_autocast,
 )
-from .generated import defined, numbered
+from .generated import defined, numbered, operand_of
 from .runner import Runner, check_inputs
 from .settle import publish, settle
 from .views import Calls, number_of_view
@@ -113,11 +113,7 @@ def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torc
             lines += views.lines_for(node)
         else:
             space[f"f{index}"] = node.op.eager
-            operands = [
-                f"consts[{ref - CONST}]" if ref >= CONST else f"v{ref}" if ref >= 0
-                else f"inputs[{~ref}]" for ref in node.args
-            ]  # fmt: skip
-            lines.append(f"v{index} = f{index}({', '.join(operands)})")
+            lines.append(f"v{index} = f{index}({', '.join(map(operand_of, node.args))})")
         if node.meta is not None and node.meta.requires_grad:
             number = numbered(index) if node.base < 0 else number_of_view(node, space)
             lines.append(f"if late is not None: {number}")

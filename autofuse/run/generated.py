@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-from ..program.program import Ref
+from ..program.program import CONST, Ref
 
 
 @lru_cache(maxsize=1024)
@@ -26,6 +26,13 @@ def defined(source: str, name: str, space: dict[str, Any]) -> Any:
 def tuple_of(items: Iterable[str]) -> str:
     """The tuple of these expressions."""
     return f"({''.join(item + ', ' for item in items)})"
+
+
+def operand_of(ref: Ref) -> str:
+    """How a function of `inputs` and `consts` calls an operand, where `v0` is step 0."""
+    if ref >= CONST:
+        return f"consts[{ref - CONST}]"
+    return f"v{ref}" if ref >= 0 else f"inputs[{~ref}]"
 
 
 def result_of(given: list[Ref | None], made: str) -> str:

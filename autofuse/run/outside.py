@@ -10,7 +10,6 @@ import torch
 
 from ..chain.state import Node, Recorder
 from ..ops.reductions import Reduction
-from ..program.program import CONST
 from ..torch_private import (
     AUTOGRAD_OF_VIEWS,
     ExcludedKey,
@@ -19,7 +18,7 @@ from ..torch_private import (
     stream_reader,
     to_stream,
 )
-from .generated import defined
+from .generated import defined, operand_of
 
 
 def finishing(
@@ -30,11 +29,7 @@ def finishing(
     It does that on the stream of the chain, in memory of their own, whose versions stay 0: these
     are new values, which get their nodes in `attach`. made: the steps that have memory.
     """
-    recorder = steps[0].recorder
-    space: dict[str, Any] = {"excluded": ExcludedKey, "versions": AUTOGRAD_OF_VIEWS,
-                             "get": torch.is_grad_enabled, "set_": set_grad_enabled,
-                             "aside": partial(_aside, recorder, stream_reader(recorder.device)),
-                             "back": back_to_stream}  # fmt: skip
+    space: dict[str, Any] = {}
     lines = []
     for node in steps:
         op = node.op
@@ -42,19 +37,20 @@ def finishing(
             continue
         given = [node.index, *(x.index for x in steps if x.of and x.of[0] == node.index)]
         assert {*given} <= {*made}
-        names = [f"v{ref}" for ref in given]
-        names += [f"consts[{ref - CONST}]" if ref >= CONST else f"v{ref}" if ref >= 0
-                  else f"inputs[{~ref}]" for ref in node.args]  # fmt: skip
         space[f"call{node.index}"] = op.outside
-        lines.append(f"            call{node.index}({', '.join(names)})\n")
+        operands = ", ".join(map(operand_of, (*given, *node.args)))
+        lines.append(f"            call{node.index}({operands})\n")
     if not lines:
         return attach
     assert attach is not None, "it is recorded for its gradient"
+    recorder = steps[0].recorder
+    space |= {"excluded": ExcludedKey, "versions": AUTOGRAD_OF_VIEWS, "attach": attach,
+              "get": torch.is_grad_enabled, "set_": set_grad_enabled, "back": back_to_stream,
+              "aside": partial(_aside, recorder, stream_reader(recorder.device))}  # fmt: skip
     params = ", ".join(["inputs", "consts", "late", *(f"v{index}" for index in made)])
-    space["attach"] = attach
     source = (
         f"def finish({params}):\n"
-        f"    was, before = get(), aside()\n    try:\n        set_(False)\n"
+        f"    was, before = get(), None\n    try:\n        set_(False); before = aside()\n"
         f"        with excluded(versions, True):\n{''.join(lines)}"
         f"    finally:\n        set_(was)\n        if before is not None: back(before)\n"
         f"    return attach({params})\n"
