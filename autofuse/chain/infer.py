@@ -32,6 +32,7 @@ _SLOW = {
     ),
 }
 _LARGE = 1 << 16  # elements
+_WIDEST = (1 << 31) - 1  # bytes, up to which torch's kernels for channels are one and the same
 _NARROW = ("i32", "i16", "i8", "u8")  # than an int may be
 
 
@@ -70,6 +71,28 @@ def _stride(
         else:
             strides.append((view.shape, view.stride))
     return layout.result_stride(shape, strides[::-1] if op.reversed else strides)
+
+
+def _reason_of_channels(op: Op, args: Sequence[Ref], views: list[Meta | type]) -> str:
+    """Why an op over channels is eager; empty if it is not."""
+    x, *others = views
+    assert isinstance(x, Meta)
+    if not x.flat or x.ndim < 2 or not 0 < x.nbytes <= _WIDEST:
+        return "channels of another layout"
+    numbers = [
+        (ref, view)
+        for ref, view, role in zip(args[1:], others, op.roles[1:], strict=True)
+        if role == "channel"
+    ]
+    dtypes = {view.dtype for _, view in numbers if isinstance(view, Meta)}
+    if len(dtypes) > 1 or not dtypes <= {x.dtype, torch.float32}:
+        return "numbers of channels in other dtypes"
+    for ref, view in numbers:
+        if not isinstance(view, Meta) or view.shape != x.shape[1:2] or not view.flat:
+            return "numbers of channels of another shape"
+        if 0 <= ref < CONST:
+            return "numbers of channels that are not in memory"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +162,13 @@ def infer(
         cast = cast_of(op.name, device.type, [meta.dtype for meta in tensors])
         if cast is not None:
             return cast
-    shape = layout.broadcast([meta.shape for meta in tensors])
+    if op.channels:
+        reason = _reason_of_channels(op, args, views)
+        if reason:
+            return reason
+        shape: layout.Ints | None = tensors[0].shape
+    else:
+        shape = layout.broadcast([meta.shape for meta in tensors])
     if shape is None:
         return "shapes that do not broadcast"
     dtypes = tuple(

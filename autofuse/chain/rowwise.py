@@ -17,12 +17,13 @@ from ..dtypes import CODES
 from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM, Scheme, scheme_of
 from ..layout import Ints, along, contiguous, numel
 from ..ops.reductions import DEVICES, DTYPES, Reduction, RowsOf, cast_of, has_node
-from ..program.program import Ref
+from ..program.program import Ref, Spec
 from ..program.walk import sources
 from ..settings.config import config
 from .infer import Inferred, referred
 from .meta import Meta, make_meta
 from .state import Node
+from .steps import specs_of
 
 MOST = 6  # reductions in a kernel, whose compile time grows with each
 
@@ -74,8 +75,8 @@ def infer_rows(
     if op.dims > 1:
         path = tip.path()
         whole = [node for node in path if node.meta.shape == rows.shape]  # type: ignore[union-attr]
-        metas = [meta for node in whole for meta in _read_by(node, path, reads)]
-        if not all(_lies_in(rows.row, meta) for meta in metas):
+        read = [spec for node in whole for spec in _read_by(node, path, reads)]
+        if not all(_lies_in(rows.row, spec) for spec in read):
             return "operands for which the dimensions of a row are not one"
         # so that the kernel would not see which is which
         seen = None if op.keepdim else along(shape, contiguous(shape), rows.row)
@@ -126,21 +127,22 @@ def _reason_of_loss(op: Reduction, args: list[Ref], x: Meta, classes: Meta, tip:
 
 def _read_by(
     node: Node, path: list[Node], inputs: Sequence[Meta], given: Container[Ref] = ()
-) -> list[Meta]:
+) -> list[Spec]:
     """The Inputs that a step is computed from, or that is done from the values of `given`."""
     refs = sources([known.args for known in path], node.index, given)
-    return [inputs[~ref] for ref in refs if ref < 0]
+    specs = specs_of(path, inputs)
+    return [specs[~ref] for ref in refs if ref < 0]
 
 
-def _lies_in(row: Ints, x: Meta) -> bool:
+def _lies_in(row: Ints, x: Spec) -> bool:
     """Whether `x` can be read with the dimensions of a row as one."""
-    return along(tuple(x.shape), tuple(x.stride), row) is not None
+    return along(x.shape, x.stride, row) is not None
 
 
-def _is_no_row(row: Ints, x: Meta) -> bool:
+def _is_no_row(row: Ints, x: Spec) -> bool:
     """Whether `x`, which meets numbers of rows, is not taken for rows by its shape."""
-    seen = along(tuple(x.shape), tuple(x.stride), row)
-    return seen is None or seen[0] == x.shape or numel(tuple(x.shape)) == 1
+    seen = along(x.shape, x.stride, row)
+    return seen is None or seen[0] == x.shape or numel(x.shape) == 1
 
 
 def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) -> str:
@@ -216,8 +218,8 @@ def goes_along(tip: Node, node: Node) -> bool:
     whole = node.meta.shape == shape
     if not whole and len(node.meta.shape) == len(shape):  # numbers whose dimensions are kept
         return True
-    metas = _read_by(node, [*path, node], node.inputs, following)
-    return all(map(partial(_lies_in if whole else _is_no_row, tip.rows.row), metas))
+    read = _read_by(node, [*path, node], node.inputs, following)
+    return all(map(partial(_lies_in if whole else _is_no_row, tip.rows.row), read))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,15 @@ from weakref import ref
 import torch
 
 from .. import hooks
-from ..layout import contiguous
-from ..ops.reductions import Reduction, RowsOf
+from ..ops.reductions import RowsOf
 from ..ops.row import Op
-from ..ops.views import JoinOp, ViewOp, WriteOp
-from ..program.program import Join, Output, Program, Ref, Statistic, Step, View, kind_of
+from ..ops.views import JoinOp, ViewOp
+from ..program.program import Output, Ref
 from ..settings.config import config
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
 from . import verified
-from .meta import Meta, make_meta, same_device
+from .meta import Meta, same_device
 from .shell import Tensor
 
 
@@ -67,7 +66,7 @@ class Node:
         self.meta: Meta | None = None
         # of a view: the node whose memory its value lies in, and where in that; else -1
         self.base, self.offset = -1, 0
-        # of a statistic: the reduction, and which one of it; see `statistics_of`
+        # of a statistic: the reduction, and which one of it; see `steps`
         self.of: tuple[int, int] | None = None
         # whether views or joins are among the nodes
         self.viewed: bool = False if parent is None else parent.viewed
@@ -120,54 +119,11 @@ class Node:
         nodes.reverse()
         return nodes
 
-    def program(self, outputs: tuple[Output, ...]) -> Program:
-        """The program that ends here, of which `outputs` are wanted."""
-        steps: list[Step] = []
-        path = self.path()
-        for node in (*path, *statistics_of(path)):
-            assert node.op is not None and node.meta is not None
-            if node.of is not None:
-                steps.append(Statistic(node.op, node.args, node.common, node.meta.spec, *node.of))
-                continue
-            if node.base >= 0:
-                steps.append(View((node.base,), node.meta.spec, node.offset))
-                continue
-            if isinstance(node.op, JoinOp):
-                steps.append(Join(node.args, node.meta.spec, node.op.parts))
-                continue
-            op = node.op.row if isinstance(node.op, WriteOp) else node.op
-            assert op is not None
-            steps.append(kind_of(op)(op, node.args, node.common, node.meta.spec))
-        inputs = tuple(meta.spec for meta in self.inputs)
-        return Program(tuple(steps), inputs, self.consts, outputs, self.relaxed)
-
     def forget_runners(self) -> None:
         """Let the next flush build, or ask for, what runs it."""
         self.runners.clear()
         self.writers.clear()
         self.by_outputs.clear()
-
-
-def statistics_of(path: list[Node]) -> list[Node]:
-    """What is a step of the program of `path` besides, after it: nobody has recorded it.
-
-    These are the statistics that autograd's nodes of its reductions save.
-    """
-    found: list[Node] = []
-    for reduced in path:
-        op, meta = reduced.op, reduced.meta
-        if not isinstance(op, Reduction) or meta is None or not meta.requires_grad:
-            continue
-        shape, dtype = (*meta.shape[:-1], 1), torch.float32
-        if op.outside is not None:  # one number, of torch's
-            shape, dtype = (), meta.dtype
-        for which, statistic in enumerate(op.statistics):
-            node = Node(reduced.recorder, None, statistic)
-            node.index, node.of = len(path) + len(found), (reduced.index, which)
-            node.args, node.common = reduced.args, reduced.common
-            node.meta = make_meta(dtype, shape, contiguous(shape), meta.device)
-            found.append(node)
-    return found
 
 
 # when hooks of saved tensors are told, see `grad.saves`; the second where the function that is has

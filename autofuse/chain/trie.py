@@ -22,6 +22,7 @@ from .infer import Inferred, infer
 from .meta import Meta, make_meta
 from .rowwise import goes_along, infer_outside, infer_rows
 from .state import Node, Recorder
+from .steps import channels_of
 from .verified import refusal
 
 
@@ -82,6 +83,8 @@ def extend(
     if isinstance(op, Reduction):
         op, reduced = _reduced(recorder, tip, op, operands, metas)
         found, rows = reduced if isinstance(reduced, tuple) else (reduced, rows)
+    elif op.channels and (refused := refusal(recorder.device)):
+        found = refused
     else:
         found = infer(
             op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode,
@@ -101,9 +104,22 @@ def extend(
     node.pinned_limit = max(config.pinned_bytes, 2 * largest)
     node.holds_grad |= found.meta.requires_grad
     node.rows = rows
+    if is_read_twice(tip, node):
+        return _cut(recorder, tip, op, "channels")
     if tip.rows is not None and not goes_along(tip, node):
         return _cut(recorder, tip, op, "rows")
     return node
+
+
+def is_read_twice(tip: Node, node: Node) -> bool:
+    """Whether `node`, which is to follow `tip`, reads an Input as numbers of channels which others
+    read as what it is, or the other way round."""
+    path = tip.path()
+    before, now = channels_of(path), channels_of((node,))
+    if not before and not now:
+        return False
+    known = {ref for one in path for ref in one.args if ref < 0}
+    return any(ref in known and before.get(ref) != now.get(ref) for ref in node.args if ref < 0)
 
 
 def _cut(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:

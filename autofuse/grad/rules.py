@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..chain.state import Node
+from ..chain.steps import program_of
 from ..kernel.plan import completed
 from ..kernel.rows import make_pieces
 from ..ops.reductions import Reduction
@@ -193,7 +194,7 @@ class Expected:
             self.given += [ref for ref in later.refs if self._is_given(ref)]
         live = sorted({ref for ref in self.given if ref is not None and ref >= 0})
         device = tape.recorder.device
-        program = completed(tape.tip.program(tuple(map(Output, live))), device.type)
+        program = completed(program_of(tape.tip, tuple(map(Output, live))), device.type)
         self.outputs, self.pieces = program.outputs, make_pieces(program, device.type)
         self.order = Order([piece.plan for piece in self.pieces], device, counted=False)
 

@@ -27,7 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..chain.meta import Meta
-from ..chain.state import LATER, Node, statistics_of
+from ..chain.state import LATER, Node
+from ..chain.steps import statistics_of
 from ..layout import is_dense
 from ..ops.reductions import Reduction
 from ..ops.views import COPYING, JoinOp

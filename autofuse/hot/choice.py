@@ -21,7 +21,7 @@ def choice_for(choices, args, count, names) -> object:
     values = count
     if names != 0:
         values += PyTuple_Size(names)
-    if values > 7:
+    if values > 8:
         return 0
     recorder: Recorder = recorder_of(args, values)
     if recorder == 0 or recorder is None or recorder.off is True:

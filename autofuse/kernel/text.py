@@ -106,7 +106,7 @@ def _statements(plan: Plan, index: int, line: Line, target: str) -> list[str]:
         else:
             value = f"v{ref}" if ref >= 0 else f"x{~ref}"
             code = _code(plan, ref) if ref >= 0 else plan.loads[~ref].code
-            wanted = code if role in ("bool", "place") else common
+            wanted = code if role in ("bool", "place") else own if role == "channel" else common
         if code != wanted:
             text.append(f"    v{index}_{name} = {wanted}({value})")
             value = f"v{index}_{name}"

@@ -82,13 +82,14 @@ _ORDER = "a reduction whose order was not reproduced"
 EAGER_REDUCTIONS: dict[str, str] = {
     **dict.fromkeys(
         ("var_mean", "std_mean", "prod", "nansum", "cumsum", "cumprod", "group_norm",
-         "batch_norm", "instance_norm", "softmin"),
+         "instance_norm", "softmin"),
         _ORDER,
     ),
     **dict.fromkeys(
         ("max", "min", "argmax", "argmin", "all", "any", "median"), "a reduction of another kind"
     ),
 }  # fmt: skip
+CHANNELS = "fused in evaluation, without a gradient, on CUDA, where verified; else eager"
 LAST = "fused over the last dimensions of contiguous tensors, or all, on CUDA, where verified"
 
 
@@ -96,7 +97,9 @@ def look_up(name: str) -> tuple[str, str] | None:
     """(name, state) of an op as it is called: `torch.special.i0`, `add_`, `mse_loss`; None if there
     is none, among the pointwise ones, those that autofuse fuses besides, and reductions."""
     bare = name.rpartition(".")[2]
-    own = dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused") | {LOGITS: LAST}
+    own = dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused") | {
+        LOGITS: LAST, "batch_norm": CHANNELS,
+    }  # fmt: skip
     reduced = dict.fromkeys((*REDUCTIONS, *ROW_COMPOSITES), LAST)
     for table in (coverage(), own, reduced, EAGER_REDUCTIONS):
         for known in (bare, f"special_{bare}", f"linalg_{bare}", _base(bare)):

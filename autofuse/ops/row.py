@@ -33,7 +33,9 @@ class Op:
     params: the operands' names, in order. A suffix takes an operand out of type promotion:
         `c:bool` must be a bool tensor, `s:opmath` is a scalar in the compute type, `v:common` is a
         scalar converted to the dtype of the others, `i:inverse` one of which a kernel on CUDA is
-        given the reciprocal, taken in float64; `x:place` one that is not read, but its place.
+        given the reciprocal, taken in float64; `x:place` one that is not read, but its place;
+        `w:channel` a tensor in memory of one number for each channel, dimension 1 of the first
+        operand, which is read in the compute type.
     result: "common" (the promoted dtype), "float" (the same, integers first become the default
         float dtype), "bool", or the dtype itself (a cast).
     accepts: categories the promoted dtype may have: f(loat), i(nteger), b(ool), or w for the wide
@@ -113,6 +115,11 @@ class Op:
         return named or "opmath" in roles or "common" in roles
 
     @property
+    def channels(self) -> bool:
+        """Whether it has operands of one number for each channel."""
+        return "channel" in self.roles
+
+    @property
     def selects(self) -> bool:
         """Whether torch converts the operands before its kernel, which takes one dtype."""
         return self.name.startswith("where")
@@ -177,7 +184,7 @@ class Op:
                     return None
             elif role in ("promote", "place"):
                 promoting.append((dtype, ndim))
-            elif not scalar:
+            elif scalar is (role == "channel"):
                 return None
         common = result_type(tuple(promoting))
         if self.result == "float" and not common.is_floating_point:

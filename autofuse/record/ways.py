@@ -7,6 +7,7 @@ import sys
 
 from ..chain.liveness import DEAD
 from ..chain.state import LATER, Chain, Node, Recorder
+from ..chain.steps import program_of
 from ..errors import ColdKernelError, KernelError
 from ..grad.backward import Graph
 from ..grad.segments import Outline, outline_of
@@ -118,7 +119,7 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
             graph.attach_to(alone)
             return alone
     nodes[0].long = True
-    program = completed(node.program(computed), device.type)
+    program = completed(program_of(node, computed), device.type)
     computed, pieces = program.outputs, make_pieces(program, device.type, processors_of(device))
     if computed[-1:] and computed[-1].kind == WRITE:
         end = pieces[-1] if pieces else None  # what runs last

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..chain.state import Chain, Node, statistics_of
+from ..chain.state import Chain, Node
+from ..chain.steps import statistics_of
 from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
 from ..lines import shown, user_position
