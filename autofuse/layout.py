@@ -63,11 +63,13 @@ def _is_packed(shape: Ints, stride: Ints, axes: Iterable[int]) -> bool:
     return True
 
 
-def _is_contiguous(shape: Ints, stride: Ints) -> bool:
+def is_contiguous(shape: Ints, stride: Ints) -> bool:
+    """Whether torch calls it so, to which strides along axes of one element do not matter."""
     return 0 in shape or _is_packed(shape, stride, range(len(shape) - 1, -1, -1))
 
 
-def _is_channels_last(shape: Ints, stride: Ints) -> bool:
+def is_channels_last(shape: Ints, stride: Ints) -> bool:
+    """Whether it is what torch calls so, of four dimensions."""
     return len(shape) == 4 and _is_packed(shape, stride, (1, 3, 2, 0))
 
 
@@ -158,9 +160,9 @@ def result_stride(shape: Ints, operands: list[tuple[Ints, Ints]]) -> Ints:
     Source: at::TensorIteratorBase::{reorder_dimensions, compute_fast_setup_type}.
     """
     if all(op_shape == shape for op_shape, _ in operands):
-        if all(_is_contiguous(*op) for op in operands):
+        if all(is_contiguous(*op) for op in operands):
             return contiguous(shape)
-        if all(_is_channels_last(*op) for op in operands):
+        if all(is_channels_last(*op) for op in operands):
             n, c, h, w = shape
             return (h * w * c, 1, w * c, c)
         stride = operands[0][1]

@@ -23,7 +23,7 @@ from autofuse.__main__ import main
 from autofuse.chain import verified
 from autofuse.chain.meta import UNKNOWN
 from autofuse.cli import diagnose, verify
-from autofuse.dispatch import handlers
+from autofuse.dispatch.chosen import forget_choices
 from autofuse.hot import native, trial
 from autofuse.kernel import row_emit
 from autofuse.kernel.division import scheme_of
@@ -41,17 +41,10 @@ H200 = (132, 2048)
 CPU = torch.device("cpu")
 
 
-def forget_choices():
-    """What choosers have said of reductions, of which they know no device type but by its index."""
-    for name, _, data in handlers.HOT:
-        if name == "reducing":
-            data[2].clear()
-
-
 @pytest.fixture
 def recording(monkeypatch, always):
     """Reductions are recorded on the CPU."""
-    forget_choices()  # said where they are not: of a tensor that nobody had read, on a GPU's host
+    forget_choices()  # what choosers have said where these are not recorded
     reductions.DEVICES.add("cpu")
     with monkeypatch.context() as patch:  # over before settings are undone, which it follows
         patch.setattr(verified, "_met", set())

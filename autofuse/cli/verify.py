@@ -107,6 +107,33 @@ def _saved(normed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(getattr(node, name) for name in names if hasattr(node, name))
 
 
+def _normed(x: torch.Tensor, v: Values, columns: int) -> torch.Tensor:
+    """batch_norm by running statistics of so many channels."""
+    m, w, b = v.w[:columns], v.w[-columns:], v.b[:columns]
+    return F.batch_norm(x, m, unwrap(v.b)[-columns:].abs(), w, b)
+
+
+def _channels(v: Values) -> Any:
+    columns = v.x.shape[1]
+    return F.relu(_normed(v.x * 0.5, v, columns) + v.y)
+
+
+def _images(v: Values) -> Any:
+    """As [N, C, L]."""
+    columns = v.x.shape[1]
+    shape = (columns // 2, 2) if columns % 2 == 0 else (columns, 1)
+    x, y = v.x.unflatten(1, shape), v.y.unflatten(1, shape)
+    return F.relu(_normed(x * 0.5, v, shape[0]) + y)
+
+
+def _images_by_pixel(v: Values) -> Any:
+    """As [N, C, 2, 1] in channels_last; odd columns are not two rows."""
+    columns = v.x.shape[1]
+    shape = (2, 1, columns // 2) if columns % 2 == 0 else (1, 1, columns)
+    x, y = (t.unflatten(1, shape).permute(0, 3, 1, 2) for t in (v.x, v.y))
+    return F.relu(_normed(x * 0.5, v, shape[2]) + y) if shape[0] == 2 else (x * 0.5, y * 0.5)
+
+
 def _layer_norm_saves(v: Values) -> Any:
     with torch.enable_grad():
         h = v.x.detach().requires_grad_() * v.y
@@ -217,6 +244,9 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     ),
     "l1_loss(x * y, y)": lambda v: F.l1_loss(v.x * v.y, v.y) * 2.0,
     "loss of logits(x * y, y)": lambda v: F.binary_cross_entropy_with_logits(v.x * v.y, v.y) * 2.0,
+    "batch_norm of columns": _channels,
+    "batch_norm of images": _images,
+    "batch_norm of channels_last": _images_by_pixel,
     "what layer_norm saves": _layer_norm_saves,
 }
 HAS_NODE = has_kernel(NODES["rms_norm"], "CUDA")  # elsewhere autograd takes it apart
@@ -261,7 +291,7 @@ def make(dtype: torch.dtype, case: Case, device: str = "cuda") -> Values:
             values = values * torch.exp(4 * powers)
         if kind == "special":
             chance = torch.rand(count, device=device, generator=generator) * columns * 8
-            numbers = (float("inf"), float("-inf"), float("nan"), -0.0, 0.0)
+            numbers = (float("inf"), float("-inf"), float("nan"), -0.0, 0.0, 1e-40, -3e-41)
             for k, number in enumerate(numbers):
                 values[(chance > k) & (chance < k + 1)] = number
         return values.to(dtype)[shift:].view(shape)

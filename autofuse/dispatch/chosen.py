@@ -51,6 +51,23 @@ def without(names: Set[str], options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key not in names}
 
 
+_every: list[Choices] = []  # there are as many as functions of torch that have options
+_cudnn = [torch.backends.cudnn.enabled]  # what `_every` was chosen under
+
+
+def forget_choices() -> None:
+    """Have all choosers asked anew."""
+    for choices in _every:
+        choices.clear()
+
+
+def follow_cudnn() -> None:
+    """The same if torch uses cudnn and did not, or the other way round: some look at that."""
+    if torch.backends.cudnn.enabled is not _cudnn[0]:
+        _cudnn[0] = torch.backends.cudnn.enabled
+        forget_choices()
+
+
 class Choices(dict[Any, Any]):
     """By the keys of calls of one function, what its chooser would say of them again.
 
@@ -62,6 +79,7 @@ class Choices(dict[Any, Any]):
 
     def __init__(self, choose: Callable[..., Any]) -> None:
         self.choose = choose
+        _every.append(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What to keep of such a call."""

@@ -1,9 +1,12 @@
 """Ops over channels: `F.batch_norm` with running statistics, as in evaluation.
 
 An element is computed of one element and of its channel's numbers, so this is a row of the table,
-though no broadcasting of torch's brings these together. Eager's kernels, cudnn's among them, round
-alike for contiguous tensors (`chain.infer` has the layouts); with statistics of the batch they are
-reductions in an order of their own.
+though no broadcasting of torch's brings these together. With statistics of the batch it is a
+reduction, in an order that is torch's or cudnn's.
+
+Eager takes one of three kernels, which round in other places: torch's own, which does the same for
+contiguous tensors and for channels_last (its Normalization.cu), and one of cudnn's for each of
+these. Their formulas were found by comparing: one gives no -0.0, the other has other products.
 """
 
 from __future__ import annotations
@@ -14,30 +17,51 @@ from typing import Any
 
 import torch
 
+from ..layout import contiguous, is_channels_last
 from .reductions import is_recordable
 from .row import FUNCTIONAL, Op, spelled
 
-_NORMED = "fma({}x - m{}, rsqrt(v + eps), {})"
+_FORMULAS = {
+    "native": "fma(w * (x - m), rsqrt(v + eps), b)",
+    "native, not affine": "fma(x - m, rsqrt(v + eps), 0.0)",
+    "cudnn": "fma(w * (x - m), rsqrt(v + eps), b) + 0.0",
+    "cudnn, channels last": "r = rsqrt(v + eps); fma(x, w * r, fma(-(m * w), r, b))",
+}
+_MOST_DIMS, _MOST_IN_BATCH = 5, 65535  # that cudnn takes
 
 
-def _eager(affine: bool) -> Callable[..., torch.Tensor]:
+def _eager(cudnn: bool) -> Callable[..., torch.Tensor]:
     def normed(x: Any, m: Any, v: Any, *rest: Any) -> torch.Tensor:
-        *weights, eps = rest
-        w, b = weights if affine else (None, None)
-        enabled = torch.backends.cudnn.enabled
-        return torch.batch_norm(x, w, b, m, v, False, 0.0, eps, enabled)
+        *affine, eps = rest
+        w, b = affine or (None, None)
+        return torch.batch_norm(x, w, b, m, v, False, 0.0, eps, cudnn)
 
     return normed
 
 
 @cache
-def _normed(affine: bool) -> Op:
+def _normed(kernel: str) -> Op:
+    affine = kernel != "native, not affine"
     own = " w:channel b:channel" if affine else ""
     return Op(
-        "batch_norm", f"x m:channel v:channel{own} eps:opmath",
-        _NORMED.format(*(("w * (", ")", "b") if affine else ("", "", "0.0"))),
-        copies="f", eager=_eager(affine),
+        "batch_norm", f"x m:channel v:channel{own} eps:opmath", _FORMULAS[kernel],
+        copies="f", eager=_eager(kernel[:5] == "cudnn"), costs=2,
     )  # fmt: skip
+
+
+def _kernel_for(x: Any, w: Any) -> str:
+    """Which of eager's kernels computes it, for weights `w` or None."""
+    if w is None:
+        return "native, not affine"
+    narrow = x.dtype is not torch.float32
+    single = w.dtype is torch.float32 and (not narrow or x.dtype is torch.float16)
+    if not (single and x.ndim > 2 and x.shape[0] <= _MOST_IN_BATCH):
+        return "native"
+    if not (torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()):
+        return "native"
+    stride = x.stride()
+    last = stride != contiguous(x.shape) and is_channels_last(x.shape, stride)
+    return "cudnn, channels last" if last else "cudnn"
 
 
 FUNCTIONAL.add("batch_norm")
@@ -50,9 +74,9 @@ def batch_norm(
 ) -> tuple[Op, tuple[Any, ...]] | None:  # fmt: skip
     if training is not False or (weight is None) is not (bias is None):
         return None
-    if type(eps) is not float or type(momentum) is not float or not is_recordable(input):
+    if type(eps) is not float or type(momentum) is not float or eps <= 0.0:
         return None
-    statistics = input, running_mean, running_var
-    if weight is None:
-        return _normed(False), (*statistics, eps)
-    return _normed(True), (*statistics, weight, bias, eps)
+    if not is_recordable(input) or input.ndim > _MOST_DIMS:
+        return None
+    op, statistics = _normed(_kernel_for(input, weight)), (input, running_mean, running_var)
+    return op, ((*statistics, eps) if weight is None else (*statistics, weight, bias, eps))

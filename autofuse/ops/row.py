@@ -59,6 +59,7 @@ class Op:
     keeps: operands and `out` that eager's node saves even where no rule reads them; a Python
         number among them is saved as a tensor.
     eager: the torch function of the same operands, for chains that run without their kernel.
+    costs: what that costs the host, in ops of one kernel.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Op:
     strides: Callable[[Ints, Ints], Ints] | None = None
     by_scalar: Op | None = None
     eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given
+    costs: int = 1
     names: tuple[str, ...] = field(init=False)
     roles: tuple[str, ...] = field(init=False)
     rules: tuple[ast.expr | None, ...] = field(init=False)  # of `grad`, parsed

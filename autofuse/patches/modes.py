@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..chain.state import TOLD_LATER, UNREAD
+from ..dispatch.chosen import follow_cudnn
 from ..inside import inside, whatever_interrupts
 from ..record.flush import flush_all, flush_thread
 from ..record.modes import look_away, look_on, reopen, reopen_all
@@ -43,6 +44,9 @@ def patch_modes() -> None:
         (torch, "set_anomaly_enabled", "anomaly mode", flush_all, reopen_all),
     ):
         around(owner, name, partial(flush, reason), partial(open_, reason))
+    enabled = vars(type(torch.backends.cudnn))["enabled"]  # which has kept the function
+    for owner, name in ((torch._C, "_set_cudnn_enabled"), (enabled, "setter")):
+        around(owner, name, after=follow_cudnn)
     _patch_saved_tensors_hooks()
 
 

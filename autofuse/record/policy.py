@@ -20,7 +20,7 @@ from ..grad.backward import MANY_SWEEPS
 from ..grad.segments import Outline
 from ..kernel.text import calls_functions
 from ..ops.reductions import Reduction
-from ..ops.row import OPS
+from ..ops.row import OPS, Op
 from ..ops.views import JoinOp
 from ..run.runner import Runner
 from ..settings.config import config
@@ -185,10 +185,14 @@ def _ops_of(nodes: list[Node], first: int = 0) -> int:
     a join reads from memory is a step of its own here."""
     read = {ref for node in nodes if isinstance(node.op, JoinOp) for ref in node.args}
     return sum(
-        len(node.op.components) or 1 if isinstance(node.op, Reduction) else 1
+        len(node.op.components) or 1 if isinstance(node.op, Reduction) else _costs(node.op)
         for node in nodes[first:]
         if node.base < 0 and not (node.index in read and node.op is OPS["clone"])
     )
+
+
+def _costs(op: object) -> int:
+    return op.costs if isinstance(op, Op) else 1
 
 
 def _work(nodes: list[Node]) -> float:
