@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 
@@ -671,3 +672,66 @@ def test_what_was_on_trial_is_as_any_other_afterwards():
     for h, use in zip(held, uses, strict=True):
         use(h)
         assert type(h._af) is not origins.Tried
+
+
+_sizes = itertools.count(6000, -1)
+
+
+class Stage(torch.nn.Module):
+    """Layers of a class with four products, each of which begins a chain that pays."""
+
+    def __init__(self, layers, rows):
+        super().__init__()
+        self.layers, self.rows = layers, rows
+
+    def forward(self, x):
+        x, w = x[: self.rows], torch.full((3, 3), 0.1)
+        for _ in range(self.layers):
+            h = torch.mm(x, w).sin() * 0.5 + 0.25
+            h = torch.mm(h, w).sin() * 0.5 + 0.25
+            h = torch.mm(h, w).sin() * 0.5 + 0.25
+            x = torch.mm(h, w).sin() * 0.5 + 0.25
+        return x
+
+
+class Net(torch.nn.Module):
+    def __init__(self, layers, rows):
+        super().__init__()
+        self.first, self.second, self.third = map(Stage, layers, rows)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.second(x)
+        return self.third(x)
+
+
+@pytest.mark.parametrize("known", [0, 100, 300])
+@pytest.mark.parametrize("layers", [(1, 1, 1), (3, 4, 6), (4, 4, 1)], ids=str)
+def test_trials_wait_for_sizes_that_come_often(known, layers, again, on):
+    """Where many sizes are known a chain of new ones is not recorded at once; what reads results
+    is no chain meanwhile, which says nothing of what will read them."""
+    rows = [next(_sizes) for _ in range(3)]  # of which nothing is known
+    x, net = torch.full((rows[0], 3), 0.1), Net(layers, rows)
+    run(lambda: passed_on(autofuse.wrap(torch.ones(6, 6))), times=100)
+    origins.trials.left = 1 << 20  # trials of all are rare by now
+    for _ in range(known):
+        y = autofuse.wrap(torch.full((next(_sizes), 3), 0.1))
+        run(lambda y=y: autofuse.materialize(y.sin() * 0.5 + 0.25), times=17)
+    run(lambda: autofuse.materialize(net(autofuse.wrap(x))), times=100)
+    autofuse.reset_stats()
+    autofuse.materialize(net(autofuse.wrap(x)))
+    assert autofuse.stats().eager_ops["mm", "not in the table"] == 4 * sum(layers)
+
+
+def test_a_caller_whose_only_result_is_not_read_yet_is_not_judged():
+    origin = origins.Origin()
+    origin.begin(torch.device("cpu"))
+    others, last = origin.part(10), origin.part(20)
+    states = [origins.Tried(others) for _ in range(origins.ENOUGH)], origins.Tried(last)
+    others.made, last.made, origin.made = origins.ENOUGH, 1, origins.ENOUGH + 1
+    others.net, last.net = -3.0, -0.1
+    origin.judge()
+    assert others.plain and not last.plain and not origin.plain
+    del states
+    origin.judge()
+    assert last.plain and origin.plain

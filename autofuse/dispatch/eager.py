@@ -30,6 +30,7 @@ from ..record.numbers import is_next, pass_over
 from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
 from ..record.policy import skipped
 from ..record.record import Refusal
+from ..record.seldom import SELDOM
 from ..torch_private import (
     NoModes,
     dispatch_modes,
@@ -101,7 +102,12 @@ def run_eager(
         return lifted(result, ask(result), known.name)
     items = flattened((*args, *kwargs.values()) if kwargs else args)
     mixed = len(sources) < sum([x.__class__ is Tensor for x in items])
-    return lifted(result, ask(result, sources, mixed), known.name)
+    return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
+
+
+def _is_early(refusal: Refusal | Literal[False] | None) -> bool:
+    """Whether an op was not recorded for its sizes, which may come often."""
+    return bool(refusal) and refusal[1] == SELDOM  # type: ignore[index]
 
 
 def begin(args: Any) -> None:
@@ -215,7 +221,7 @@ def run_any(
         counts.eager[refusal or known.reason] += 1
         if first is not None:
             pass_over(first)
-        return lifted(result, ask(result, sources, mixed), known.name)
+        return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
     for tensor in wrapped:
         tensor.__dict__.pop("_af", None)  # it may have other contents afterwards
         set_attribute(tensor, "__class__", Plain)
@@ -227,7 +233,7 @@ def run_any(
     counts.eager[refusal or known.reason] += 1
     if first is not None and known.own:
         pass_over(first)
-    return lifted(result, ask(result, sources, mixed), known.name)
+    return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
 
 
 def _has_target(known: Known, kwargs: Any) -> bool:

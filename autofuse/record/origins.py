@@ -36,14 +36,15 @@ _LONGEST = 1 << 20  # results before the next trial at most
 _PATIENCE = 32  # of the results only one in so many still counts, and a trial ends at any rate
 _MOST, _FEW = 4096, 256  # origins, and results of a trial; of one of new origins alone
 _CALLERS = 16  # of an origin that are told apart
+_PUT_OFF = 32  # trials of an origin that say nothing, for its results were read too early
 STAYS = "a result that stays plain, for no chain that pays begins with it"
 
 
 class Origin:
     """An instruction, or it and a caller, and what is known of its results."""
 
-    __slots__ = ("after", "device_type", "first", "gain", "inexact", "made", "net", "once", "parts",
-                 "plain", "tried", "whole")  # fmt: skip
+    __slots__ = ("after", "device_type", "early", "first", "gain", "inexact", "made", "net", "once",
+                 "parts", "plain", "tried", "whole")  # fmt: skip
 
     def __init__(self, whole: Origin | None = None) -> None:
         """whole: the instruction, of one of its callers."""
@@ -58,13 +59,16 @@ class Origin:
         self.after: dict[Origin, float] = {}
         self.tried: dict[int, Origin] = {}  # parts in a trial
         self.whole = whole
+        self.made = 0  # results in a trial
+        # of a part: the state of one; whether it leads to an op that is recorded later
+        self.first: Tried | None = None
+        self.early = False
 
     def begin(self, device: torch.device) -> None:
         """Begin a trial, with a result on `device`."""
         self.device_type = device.type
         self.inexact = is_inexact(device, torch.is_grad_enabled())
-        self.made = 0  # results
-        self.first: Tried | None = None  # the state of one
+        self.made = 0
 
     def part(self, caller: int) -> Origin:
         """What of it is on trial where `caller` calls the function that has it."""
@@ -92,11 +96,17 @@ class Origin:
                 parts[caller] = part
         return part
 
+    @property
+    def known(self) -> bool:
+        """Whether it was seen what becomes of its results."""
+        return self.made >= ENOUGH or not _living([self])
+
     def judge(self) -> None:
         """Decide by what its parts have gained."""
         parts = dict(self.tried)
         for part in parts.values():
-            part.plain, part.once = part.net < 0 and self.gain != math.inf, self.inexact
+            loses = part.net < 0 and self.gain != math.inf
+            part.plain, part.once = loses and part.known, self.inexact
         plain = [part.plain for part in parts.values()]
         self.once, self.plain = self.inexact, all(plain)
         self.parts = parts if any(plain) and not self.plain else None
@@ -104,8 +114,8 @@ class Origin:
 
     def leave(self) -> None:
         """End it, and hold nothing."""
-        self.first = None
         for part in self.tried.values():
+            part.first = None
             part.after.clear()
         self.tried = {}
 
@@ -118,20 +128,20 @@ class Tried(Unknown):
     def __init__(self, origin: Origin) -> None:
         """origin: of the caller."""
         self.origin, self.trial = origin, trials.count
-        whole = origin.whole
-        if whole is not None and whole.first is None:
-            whole.first = self
+        if origin.first is None:
+            origin.first = self
 
 
 class Trials:
     """When there is a trial, and what it has seen."""
 
-    __slots__ = ("count", "left", "new", "parts", "pause", "results", "seen", "spent")
+    __slots__ = ("count", "left", "new", "parts", "pause", "put_off", "results", "seen", "spent")
 
     def __init__(self) -> None:
         self.count = 0  # trials that are over
         self.seen: dict[int, Origin] = {}
         self.parts: dict[Origin, None] = {}  # of these, in the order of their first results
+        self.put_off: dict[int, int] = {}  # how many trials of an origin have said nothing
         self.reset()
 
     def reset(self) -> None:
@@ -180,11 +190,13 @@ class Trials:
             for part in reversed(parts):
                 after = list(part.after.items())
                 part.net = part.gain + sum([max(0.0, x.net) * share for x, share in after])
+                part.early |= any([x.early for x, _ in after])
         if len(origins) + len(seen) > _MOST:
             origins.clear()
+            self.put_off.clear()
         for key, origin in seen:
-            if origin.made < ENOUGH and _living([origin]):
-                continue  # nobody knows what becomes of it
+            if not origin.known or self._puts_off(key, origin):
+                continue
             origin.judge()
             origins[key] = origin
         for _, origin in seen:
@@ -195,12 +207,23 @@ class Trials:
             self.left = min(self.pause * results, _LONGEST)
             self.pause = min(self.pause * GROWTH, _LONGEST)
 
+    def _puts_off(self, key: int, origin: Origin) -> bool:
+        """Whether another trial is to judge `origin`, of whose results chains will be, it seems."""
+        times = self.put_off.get(key, 0)
+        if times >= _PUT_OFF or not any([part.early for part in origin.tried.values()]):
+            return False
+        self.put_off[key] = times + 1
+        return True
 
-def ask(result: Any, sources: Sequence[Tried] = (), mixed: bool = False) -> Any:
+
+def ask(
+    result: Any, sources: Sequence[Tried] = (), mixed: bool = False, early: bool = False
+) -> Any:
     """What becomes of the result of an op that has run: STAY, None (it is wrapped), or its Origin.
 
     Then it is on trial, with a `Tried` as its state. sources: those of operands that are. mixed:
     other operands are wrapped at any rate, so that the op comes here whatever becomes of these.
+    early: the op is of sizes of which it is not recorded until they have come often.
     """
     if not measuring:
         return None
@@ -235,6 +258,7 @@ def ask(result: Any, sources: Sequence[Tried] = (), mixed: bool = False) -> Any:
         reader = origin
     share = 1 / max(len({source.origin for source in sources}), 1)
     for source in sources:
+        source.origin.early |= early
         if mixed:
             source.origin.gain += MIXED_US / len(sources)
             continue
@@ -248,6 +272,7 @@ def ask(result: Any, sources: Sequence[Tried] = (), mixed: bool = False) -> Any:
     trials.results += 1
     trials.spent += whole.made >= ENOUGH
     whole.made += 1
+    entered.made += 1
     if trials.results % ENOUGH == 0 and trials.is_over():
         trials.end()
         return STAY if entered.plain else None
@@ -285,8 +310,9 @@ def credit(chain: Chain, runner: Runner) -> None:
 
 
 def _living(tried: list[Origin]) -> int:
-    """Of how many there is still the result whose state they know."""
-    states = [origin.first for origin in tried if origin.first is not None]
+    """Of how many, wholes or parts, there is still the result whose state they know."""
+    parts = [next(iter(origin.tried.values()), origin) for origin in tried]
+    states = [part.first for part in parts if part.first is not None]
     return sum([count > ALONE + 1 for count in counts_of(states)])
 
 
