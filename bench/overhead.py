@@ -294,6 +294,34 @@ def odd_rows(device: str, numel: int, rounds: int) -> None:
             row(f"3 ops on {str(dtype)[6:]} {where}, {rate:.3f} TB/s", series)
 
 
+@torch.no_grad()
+def images(device: str, numel: int, rounds: int) -> None:
+    """What stands between convolutions in evaluation, and copies into another layout."""
+    iterations = 20 if device == "cuda" else 1
+    for dtype, layout in (
+        (torch.float32, torch.contiguous_format), (torch.float32, torch.channels_last),
+        (torch.bfloat16, torch.contiguous_format), (torch.bfloat16, torch.channels_last),
+    ):  # fmt: skip
+        shape = (max(numel // (256 * 56 * 56), 1), 256, 56, 56)
+        x, y = (torch.randn(shape, device=device).to(dtype, memory_format=layout) for _ in "xy")
+        norm = torch.nn.BatchNorm2d(256).to(device).eval()
+        programs = {
+            "relu(batch_norm(x))": lambda x, y, norm=norm: torch.relu(norm(x)),
+            "relu(batch_norm(x) + y)": lambda x, y, norm=norm: torch.relu(norm(x) + y),
+            "relu(x + y).flatten(2).transpose(1, 2).contiguous()": lambda x, y: (
+                torch.relu(x + y).flatten(2).transpose(1, 2).contiguous()
+            ),
+        }
+        for name, program in programs.items():
+            u, v = autofuse.wrap(x), autofuse.wrap(y)
+            series = interleaved(
+                {"eager": lambda f=program, x=x, y=y: f(x, y),
+                 "fused": lambda f=program, u=u, v=v: autofuse.materialize(f(u, v))},
+                device, rounds, iterations,
+            )  # fmt: skip
+            row(f"{name} of {str(dtype)[6:]}, {str(layout)[6:]}", series)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -316,6 +344,7 @@ def main() -> None:
     growth(args.device, args.sizes)
     bandwidth(args.device, args.large, args.rounds)
     odd_rows(args.device, args.large, args.rounds)
+    images(args.device, args.large, args.rounds)
 
 
 if __name__ == "__main__":

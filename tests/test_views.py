@@ -197,6 +197,62 @@ def test_a_view_that_is_only_read_is_eagers(device, on, tier, name):
                 assert_seen_alike(run(W(x), layout), run(x.clone(), layout))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_contiguous_copy_of_a_view_is_eagers(device, on, tier, name):
+    """And what views and writes make of it; where the view is contiguous, it is no copy."""
+    case = CASES[name]
+    x = random_tensor(SHAPE, torch.float32, device)
+
+    def run(x, layout):
+        base = layout(x) * 2.0
+        parts = [part.contiguous() for part in parts_of(case(base))]
+        again = [part.view(-1)[:5] * 2.0 for part in parts]
+        if not torch.is_grad_enabled():
+            for part in parts[:1]:
+                part.add_(1.0)
+        clones = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        return [base, *parts, *again, *clones]
+
+    for layout in layouts(device, tier):
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                assert_seen_alike(run(W(x), layout), run(x.clone(), layout))
+
+
+def test_a_contiguous_copy_ends_no_chain(device, on, always):
+    """A shuffle of channels: what is put side by side is read in another order by one kernel."""
+    a, b = (random_tensor((2, 4, 3, 3), torch.float32, device) for _ in range(2))
+
+    def shuffled(a, b):
+        x = torch.cat([a * 2.0, b.relu()], 1)
+        return x.view(2, 2, 4, 3, 3).transpose(1, 2).contiguous().view(2, 8, 3, 3) + 1.0
+
+    def turned(a, b):
+        return (a * 2.0 + b).permute(0, 2, 3, 1).contiguous().view(-1) * 3.0
+
+    for call, kernels in ((shuffled, 3), (turned, 1)):
+        for _ in range(3):
+            autofuse.reset_stats()
+            got = autofuse.materialize(call(W(a), W(b)))
+            stats = autofuse.stats()
+            assert stats.kernels_launched <= kernels and stats.ops_eager == 0, stats
+            assert_same(got, call(a, b), None)
+
+
+def test_gradients_through_a_contiguous_copy(device, on):
+    x = random_tensor((4, 6), torch.float32, device)
+    w = random_tensor((6, 4), torch.float32, device)
+
+    def trained(own):
+        leaf = x.clone().requires_grad_()
+        y = ((own(leaf) * 2.0).t().contiguous() * own(w)).sin()
+        autofuse.unwrap(autofuse.materialize(y)).backward(w)
+        return leaf.grad
+
+    for _ in range(3):
+        assert_same(trained(autofuse.wrap), trained(lambda x: x), 1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_dtype(device, name, dtype):

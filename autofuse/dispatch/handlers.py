@@ -264,6 +264,8 @@ def _composite(compose: Handler, func: Handler) -> Handler:
     """A handler for functions that PyTorch makes of other ones; what it passes on runs eagerly."""
 
     rest, listed = passing(func), getattr(func, "__name__", "") in COMPOSITES
+    if compose is arithmetic.contiguous:
+        rest = _copying(rest)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         others = has_others((*args, *kwargs.values()))
@@ -274,6 +276,20 @@ def _composite(compose: Handler, func: Handler) -> Handler:
     known = known_of(func)
     if compose in RETURNING and known.in_c and not known.writes:
         HOT.append(("returning", call, (func, known)))
+    return call
+
+
+def _copying(rest: Handler) -> Handler:
+    """`contiguous`, a copy: of a pending value, mostly of a view of one, its kernel makes it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and args[0].__class__ is Tensor:
+            if args[0]._af.recorder is not None and not (this_thread.closed or looked_on()):
+                shell = record(OPS["clone_contiguous"], args)
+                if isinstance(shell, Tensor):
+                    return shell
+        return rest(*args, **kwargs)
+
     return call
 
 

@@ -137,6 +137,8 @@ row("nan_to_num", "x n:common p:common m:common",
 
 row("round", "x", "round(x)", integer="x", accepts="fi", grad="zeros(g)")
 row("clone", "x", "x", accepts="fib", copies="fib", grad="g")
+row("clone_contiguous", "x", "x", accepts="fib", contiguous="cpu cuda", grad="g",
+    eager=partial(torch.clone, memory_format=torch.contiguous_format))
 
 CASTS = {
     dtype: row(f"to_{code}", "x", "x", result=dtype, accepts="fib", grad="g",
@@ -175,6 +177,8 @@ def _round(input, *, decimals=_ABSENT):
 
 @spelled()
 def clone(input, *, memory_format=torch.preserve_format):
+    if memory_format is torch.contiguous_format:
+        return OPS["clone_contiguous"], (input,)
     return (OPS["clone"], (input,)) if memory_format is torch.preserve_format else None
 
 
