@@ -467,6 +467,9 @@ EXPLAINED: dict[str, Callable[[Case, set[tuple[str, str]]], bool]] = {
     "a loss that is recorded where it is reduced, of operands alike, without weights": (
         lambda case, eager: case.entry == "nn_functional_binary_cross_entropy_with_logits"
     ),
+    "recorded in evaluation, on CUDA, without a gradient: tests/test_channels.py": (
+        lambda case, eager: case.entry == "nn_functional_batch_norm"
+    ),
     "their backward treats two operands at once": lambda case, eager: (
         case.entry in ("nn_functional_glu", "ldexp", "float_power")
         and any(t.requires_grad for t in tensors(case.values))

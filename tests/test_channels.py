@@ -247,9 +247,9 @@ def test_which_kernel_is_eagers_follows_cudnn(recorded, monkeypatch):  # noqa: F
             assert formula(x.bfloat16(), *more) == known["native"]
             with torch.backends.cudnn.flags(enabled=False):
                 assert formula(x, *more) == formula(last, *more) == known["native"]
-            monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+            torch._C._set_cudnn_enabled(False)
             assert formula(x, *more) == known["native"]
-            monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
+            torch._C._set_cudnn_enabled(True)
 
 
 # --- on a GPU: the bits ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autofuse
-from autofuse.kernel.plan import completed
+from autofuse.kernel.plan import completed, make_pieces
 from autofuse.ops.arithmetic import OPS
 from autofuse.ops.views import ATTRIBUTES, VIEWS
 from autofuse.program.program import ALIAS, STORED, Output, Pointwise, Program, Spec, View
@@ -427,6 +427,43 @@ def test_where_computing_again_costs_more_than_memory(where):
     else:
         assert cheap.live == (3,) or cheap.live == (0, 3)
         assert heavy.live == (0, 3)
+
+
+def turned(rows, columns, inputs=2, apart=False):
+    """What several Inputs make, transposed and copied; apart: the Inputs are transposed, too."""
+    lies, seen = (
+        Spec("f32", (rows, columns), (columns, 1)),
+        Spec("f32", (columns, rows), (1, columns)),
+    )
+    copied = Spec("f32", (columns, rows), (rows, 1))
+    given = Spec("f32", (rows, columns), (1, rows)) if apart else lies
+    steps = [Pointwise(OPS["neg"], (~0,), "f32", lies)]
+    for k in range(1, inputs):
+        steps.append(Pointwise(OPS["add"], (k - 1, ~k), "f32", lies))
+    last = len(steps)
+    steps += [
+        View((last - 1,), seen, 0),
+        Pointwise(OPS["clone_contiguous"], (last,), "f32", copied),
+    ]
+    return Program(tuple(steps), (given,) * inputs, (), (Output(last + 1),))
+
+
+def test_what_would_be_read_across_rows_is_stored_first():
+    """Of several tensors, each element of which takes a line of a cache; on a GPU, and where that
+    takes longer than another launch."""
+    assert completed(turned(4096, 4096, 1), "cuda").live == (2,)
+    assert completed(turned(4096, 4096, 2), "cuda").live == (1, 3)
+    assert completed(turned(4096, 4096, 3), "cuda").live == (2, 4)
+    assert completed(turned(64, 64, 3), "cuda").live == (4,)
+    assert completed(turned(4096, 4096, 3), "cpu").live == (4,)
+    # these are read along the rows of the copy, and across those of what would be stored
+    assert completed(turned(4096, 4096, 3, apart=True), "cuda").live == (4,)
+    # of a few columns one line of a cache has all
+    assert completed(turned(1 << 22, 4, 3), "cuda").live == (4,)
+    (piece,) = pieces_of(turned(64, 64, 3), "cuda", 4)
+    assert [line.op.name for line in piece.plan.lines] == ["neg", "add", "add", "clone_contiguous"]
+    first, second = make_pieces(completed(turned(4096, 4096), "cuda"), "cuda")
+    assert (first.stores, second.stores) == ((1,), (3,)), "each along its rows"
 
 
 def test_plans_of_views():

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from ..layout import Ints
 from ..program.program import CONST, Join, Program, Ref, View
 
+# elements between neighbours up to which one thread reads several of them, from one cache line
+NEAR = 8
 LINES = 192  # that a loop computes at most: their number may double with each view that is read
 
 # Of each axis of a value: the index where the loop begins, and how far it moves along that axis
@@ -99,6 +101,28 @@ def _loop_over(
         if len(places.get(index, ())) > 1 and len(operands) > LINES:
             return Apart(index)
     return Loop(sizes, {step: [*found] for step, found in places.items()}, operands)
+
+
+def inner_axis(program: Program, loop: Loop) -> int:
+    """Along which axis of `loop` neighbours of what it stores, the last step, lie."""
+    last = max(loop.places)
+    _, walk = walk_of(program.steps[last].out.stride, loop.places[last][0], len(loop.sizes))
+    steps = [(step, axis) for axis, step in enumerate(walk) if step and loop.sizes[axis] > 1]
+    return min(steps, default=(0, 0))[1]
+
+
+def across(program: Program, loop: Loop) -> dict[Computed, set[Read]]:
+    """What is read across its rows for each step of `loop`, by where that is computed."""
+    inner = inner_axis(program, loop)
+    found: dict[Computed, set[Read]] = {}
+    for node in sorted(loop.operands):
+        found[node] = set()
+        for operand in loop.operands[node]:
+            if isinstance(operand, Read) and operand.walk[inner] > NEAR:
+                found[node].add(operand)
+            elif isinstance(operand, tuple):
+                found[node] |= found[operand]
+    return found
 
 
 def tiles(shape: Ints, loop: Loop, places: list[Place]) -> bool:

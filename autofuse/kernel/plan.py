@@ -31,7 +31,8 @@ from ..program.program import (
     View,
 )
 from ..program.walk import needed
-from .maps import Computed, Loop, Place, Read, loop_over, tiles, walk_of
+from . import maps
+from .maps import NEAR, Computed, Loop, Place, Read, loop_over, tiles, walk_of
 from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, WARP, Operand
 
 
@@ -116,7 +117,7 @@ def make_pieces(program: Program, device: str) -> tuple[Piece, ...]:
     while left:
         outs = _next_outs(program, left, stored)
         if layout.numel(program.steps[outs[0]].out.shape):
-            together = _together(program, outs, left, stored)
+            together = _together(program, outs, left, stored, device)
             if together is not None:
                 others, loop = together
                 pieces.append(_make_piece(program, others, loop, device, targets, outs))
@@ -151,7 +152,7 @@ def _targets(program: Program) -> dict[int, list[Target]]:
 
 
 def _together(
-    program: Program, outs: list[int], left: list[int], stored: set[int]
+    program: Program, outs: list[int], left: list[int], stored: set[int], device: str
 ) -> tuple[list[int], Loop] | None:
     """What one kernel computes that computes each element of `outs` once for it, and its loop."""
     rest = [out for out in left if out not in outs]
@@ -168,7 +169,18 @@ def _together(
             program.steps[out].out.shape, loop, loop.places[out]
         ):
             return None
+        if device == "cuda" and _is_written_across(program, loop, out):
+            return None
     return others, loop
+
+
+def _is_written_across(program: Program, loop: Loop, out: int) -> bool:
+    """Whether `loop` would store a step across its rows for longer than a loop of its own takes."""
+    spec, (_, speed, launch) = program.steps[out].out, _AGAIN["cuda"]
+    _, walk = walk_of(spec.stride, loop.places[out][0], len(loop.sizes))
+    numel = layout.numel(spec.shape)
+    trip = launch + 2 * numel * ITEMSIZE[spec.code] / speed
+    return walk[maps.inner_axis(program, loop)] > NEAR and numel * _FAR_US > trip
 
 
 def _fitting(
@@ -216,6 +228,9 @@ def _next_outs(program: Program, left: list[int], stored: set[int]) -> list[int]
 # Estimates by what the machines can do: 132 processors of 128 lanes, 8 instructions for an op.
 _AGAIN = {"cuda": (0.28, 3.0e6, 4.0), "cpu": (250.0, 1.0e4, 2.0)}
 _FUNCTION = 8
+# us for each element of a tensor that a loop goes through across its rows: caches give 32 bytes for
+# each (images made channels_last, transposed matrices; H100)
+_FAR_US = 7.5e-6
 
 
 def completed(program: Program, device: str) -> Program:
@@ -257,14 +272,34 @@ def _better_stored(program: Program, loop: Loop, device: str) -> int | None:
     computed = {step: len(at) * math.prod(loop.sizes) for step, at in loop.places.items()}
     numel = {step: layout.numel(program.steps[step].out.shape) for step in computed}
     again = [step for step in computed if computed[step] > numel[step]]
-    if not again:
-        return None
-    each, speed, launch = _AGAIN[device]
-    ops = sum(_weight(program, step) * (computed[step] - numel[step]) for step in again)
-    # what is computed most often, and of these what most is computed for
-    most = max(again, key=lambda step: (computed[step] / numel[step], step))
-    trip = launch + 2 * numel[most] * ITEMSIZE[program.steps[most].out.code] / speed
-    return most if ops * each / 1e6 > trip else None
+    if again:
+        each, speed, launch = _AGAIN[device]
+        ops = sum(_weight(program, step) * (computed[step] - numel[step]) for step in again)
+        # what is computed most often, and of these what most is computed for
+        most = max(again, key=lambda step: (computed[step] / numel[step], step))
+        trip = launch + 2 * numel[most] * ITEMSIZE[program.steps[most].out.code] / speed
+        if ops * each / 1e6 > trip:
+            return most
+    return _read_across(program, loop) if device == "cuda" else None
+
+
+def _read_across(program: Program, loop: Loop) -> int | None:
+    """A step that had better be stored, for a view of it has `loop` go across the rows of several
+    tensors that it is computed from; then it is one."""
+    found = maps.across(program, loop)
+    last, (_, speed, launch) = max(loop.places), _AGAIN["cuda"]
+    for index, place in sorted(found, reverse=True):
+        if index == last or len(found[index, place]) < 2:
+            continue
+        own = loop_over(program, [index], ())
+        if not isinstance(own, Loop):
+            continue
+        left = 1 + max(map(len, maps.across(program, own).values()), default=0)
+        spec = program.steps[index].out
+        trip = launch + layout.numel(spec.shape) * ITEMSIZE[spec.code] / speed
+        if (len(found[index, place]) - left) * math.prod(loop.sizes) * _FAR_US > trip:
+            return index
+    return None
 
 
 def _weight(program: Program, index: int) -> int:
@@ -416,10 +451,6 @@ def axes_of(walk: Ints) -> Ints:
     if walk[-1] == 1:
         axes[-1] = UNIT
     return tuple(axes)
-
-
-# elements between neighbours up to which one thread reads several of them, from one cache line
-NEAR = 8
 
 
 def _lanes(sizes: Ints, strides: list[Ints], stores: int, operands: list[Spec], length: int) -> int:
