@@ -104,11 +104,14 @@ def _loop_over(
 
 
 def inner_axis(program: Program, loop: Loop) -> int:
-    """Along which axis of `loop` neighbours of what it stores, the last step, lie."""
-    last = max(loop.places)
+    """Along which axis of `loop` over NEAR neighbours of what it stores, the last step, lie."""
+    last, axis, near = max(loop.places), 0, 1
     _, walk = walk_of(program.steps[last].out.stride, loop.places[last][0], len(loop.sizes))
-    steps = [(step, axis) for axis, step in enumerate(walk) if step and loop.sizes[axis] > 1]
-    return min(steps, default=(0, 0))[1]
+    for step, axis in sorted((step, axis) for axis, step in enumerate(walk)):
+        near *= loop.sizes[axis] if step else 1
+        if near > NEAR:
+            break
+    return axis
 
 
 def across(program: Program, loop: Loop) -> dict[Computed, set[Read]]:
