@@ -467,6 +467,20 @@ def test_what_would_be_read_across_rows_is_stored_first():
     assert (first.stores, second.stores) == ((1,), (3,)), "each along its rows"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_plans_of_one_element_without_dimensions(device):
+    """A loop without axes, of which the view alone is wanted, its base, or both."""
+    one, none = Spec("f32", (1,), (1,)), Spec("f32", (), ())
+    steps = (
+        Pointwise(OPS["add"], (~0, ~1), "f32", one),
+        View((0,), none, 0),
+        Pointwise(OPS["clone_contiguous"], (1,), "f32", none),
+    )
+    for outputs in ((Output(2),), (Output(0), Output(2)), (Output(1, ALIAS), Output(2))):
+        program = completed(Program(steps, (one, one), (), outputs), device)
+        assert {k for piece in make_pieces(program, device) for k in piece.stores} >= {2}
+
+
 def test_plans_of_views():
     program = program_of("add")
     (piece,) = pieces_of(program, "cuda", 3)

@@ -116,6 +116,8 @@ def inner_axis(program: Program, loop: Loop) -> int:
 
 def across(program: Program, loop: Loop) -> dict[Computed, set[Read]]:
     """What is read across its rows for each step of `loop`, by where that is computed."""
+    if not loop.sizes:
+        return {}
     inner = inner_axis(program, loop)
     found: dict[Computed, set[Read]] = {}
     for node in sorted(loop.operands):

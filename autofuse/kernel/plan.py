@@ -180,7 +180,7 @@ def _is_written_across(program: Program, loop: Loop, out: int) -> bool:
     _, walk = walk_of(spec.stride, loop.places[out][0], len(loop.sizes))
     numel = layout.numel(spec.shape)
     trip = launch + 2 * numel * ITEMSIZE[spec.code] / speed
-    return walk[maps.inner_axis(program, loop)] > NEAR and numel * _FAR_US > trip
+    return numel * _FAR_US > trip and walk[maps.inner_axis(program, loop)] > NEAR
 
 
 def _fitting(
