@@ -735,3 +735,16 @@ def test_a_caller_whose_only_result_is_not_read_yet_is_not_judged():
     del states
     origin.judge()
     assert last.plain and origin.plain
+
+
+def test_what_was_put_off_is_forgotten_and_bounded(monkeypatch):
+    trials, origin = origins.trials, origins.Origin()
+    origin.begin(torch.device("cpu"))
+    origin.part(10).early = True
+    assert [trials._puts_off(7, origin) for _ in range(40)] == [k < 32 for k in range(40)]
+    monkeypatch.setattr(origins, "_MOST", 8)
+    for key in range(100):
+        trials._puts_off(key, origin)
+        assert len(trials.put_off) <= 8
+    origins.forget()
+    assert not trials.put_off

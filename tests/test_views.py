@@ -230,7 +230,10 @@ def test_a_contiguous_copy_ends_no_chain(device, on, always):
     def turned(a, b):
         return (a * 2.0 + b).permute(0, 2, 3, 1).contiguous().view(-1) * 3.0
 
-    for call, kernels in ((shuffled, 3), (turned, 1)):
+    def named(a, b):
+        return (a * 2.0 + b).transpose(0, 1).contiguous(memory_format=torch.contiguous_format) * 3.0
+
+    for call, kernels in ((shuffled, 3), (turned, 1), (named, 1)):
         for _ in range(3):
             autofuse.reset_stats()
             got = autofuse.materialize(call(W(a), W(b)))

@@ -89,12 +89,12 @@ def _reason_of_channels(op: Op, args: Sequence[Ref], views: list[Meta | type]) -
     ]
     dtypes = {view.dtype for _, view in numbers if isinstance(view, Meta)}
     if len(dtypes) > 1 or not dtypes <= {x.dtype, torch.float32}:
-        return "numbers of channels in other dtypes"
+        return "operands of channels in other dtypes"
     for ref, view in numbers:
         if not isinstance(view, Meta) or view.shape != x.shape[1:2] or not view.flat:
-            return "numbers of channels of another shape"
+            return "operands of channels of another shape"
         if 0 <= ref < CONST:
-            return "numbers of channels that are not in memory"
+            return "operands of channels that are not in memory"
     return ""
 
 
@@ -165,7 +165,7 @@ def infer(
         cast = cast_of(op.name, device.type, [meta.dtype for meta in tensors])
         if cast is not None:
             return cast
-    if op.channels:
+    if op.by_channel:
         reason = _reason_of_channels(op, args, views)
         if reason:
             return reason

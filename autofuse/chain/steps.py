@@ -70,19 +70,19 @@ def statistics_of(path: list[Node]) -> list[Node]:
 
 
 def channels_of(path: Iterable[Node]) -> dict[Ref, int]:
-    """The Inputs that ops of `path` read as numbers of channels, and how many dimensions of their
-    first operand follow that of the channels."""
+    """The Inputs that ops of `path` read by channel, and how many dimensions of their first operand
+    follow that of the channels; where none does, they are read as any other."""
     return {
         ref: node.meta.ndim - 2  # type: ignore[union-attr]
         for node in path
-        if isinstance(node.op, Op) and node.op.channels
+        if isinstance(node.op, Op) and node.op.by_channel and node.meta.ndim > 2  # type: ignore[union-attr]
         for ref, role in zip(node.args, node.op.roles, strict=True)
         if role == "channel"
     }
 
 
 def specs_of(path: Iterable[Node], inputs: Sequence[Meta]) -> tuple[Spec, ...]:
-    """`inputs` as the ops of `path` read them: numbers of channels broadcast beside the others."""
+    """`inputs` as the ops of `path` read them: by channel, they broadcast beside the others."""
     specs = [meta.spec for meta in inputs]
     for ref, more in channels_of(path).items():
         spec = specs[~ref]

@@ -83,7 +83,7 @@ def extend(
     if isinstance(op, Reduction):
         op, reduced = _reduced(recorder, tip, op, operands, metas)
         found, rows = reduced if isinstance(reduced, tuple) else (reduced, rows)
-    elif op.channels and (refused := refusal(recorder.device)):
+    elif op.by_channel and (refused := refusal(recorder.device)):
         found = refused
     else:
         found = infer(
@@ -105,15 +105,15 @@ def extend(
     node.holds_grad |= found.meta.requires_grad
     node.rows = rows
     if is_read_twice(tip, node):
-        return _cut(recorder, tip, op, "channels")
+        return _cut(recorder, tip, op, "an Input read in two ways")
     if tip.rows is not None and not goes_along(tip, node):
         return _cut(recorder, tip, op, "rows")
     return node
 
 
 def is_read_twice(tip: Node, node: Node) -> bool:
-    """Whether `node`, which is to follow `tip`, reads an Input as numbers of channels which others
-    read as what it is, or the other way round."""
+    """Whether `node`, to follow `tip`, reads an Input by channel that others read as what it is, or
+    the other way round."""
     path = tip.path()
     before, now = channels_of(path), channels_of((node,))
     if not before and not now:

@@ -23,7 +23,7 @@ from ..chain.state import counts, is_alone, this_thread, writing
 from ..ops import arithmetic, operators
 from ..ops import row as rows
 from ..ops.autocast import COMPOSITES
-from ..ops.row import MAKING, OPS, RETURNING, Op
+from ..ops.row import MAKING, OPS, PENDING, RETURNING, Op
 from ..record.flush import flush_thread
 from ..record.numbers import follows
 from ..record.origins import keep
@@ -264,8 +264,8 @@ def _composite(compose: Handler, func: Handler) -> Handler:
     """A handler for functions that PyTorch makes of other ones; what it passes on runs eagerly."""
 
     rest, listed = passing(func), getattr(func, "__name__", "") in COMPOSITES
-    if compose is arithmetic.contiguous:
-        rest = _copying(rest)
+    if compose in PENDING:
+        rest = _of_pending(PENDING[compose], func, rest)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         others = has_others((*args, *kwargs.values()))
@@ -279,16 +279,17 @@ def _composite(compose: Handler, func: Handler) -> Handler:
     return call
 
 
-def _copying(rest: Handler) -> Handler:
-    """`contiguous`, a copy: of a pending value, mostly of a view of one, its kernel makes it."""
+def _of_pending(row: Op, func: Handler, rest: Handler) -> Handler:
+    """A handler for `func`, of a pending value; of others, or with options, what `rest` does."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and args[0].__class__ is Tensor:
-            if args[0]._af.recorder is not None and not (this_thread.closed or looked_on()):
-                shell = record(OPS["clone_contiguous"], args)
-                if isinstance(shell, Tensor):
-                    return shell
-        return rest(*args, **kwargs)
+        is_alone = len(args) == 1 and kwargs in ({}, {"memory_format": torch.contiguous_format})
+        if not is_alone or args[0].__class__ is not Tensor or args[0]._af.recorder is None:
+            return rest(*args, **kwargs)
+        if this_thread.closed or looked_on():
+            return rest(*args, **kwargs)
+        shell = record(row, args)
+        return shell if isinstance(shell, Tensor) else run_eager(func, args, kwargs, shell)
 
     return call
 

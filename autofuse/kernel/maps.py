@@ -104,7 +104,8 @@ def _loop_over(
 
 
 def inner_axis(program: Program, loop: Loop) -> int:
-    """Along which axis of `loop` over NEAR neighbours of what it stores, the last step, lie."""
+    """The innermost axis of `loop` in the memory of its last step, past those that have together no
+    more than NEAR elements."""
     last, axis, near = max(loop.places), 0, 1
     _, walk = walk_of(program.steps[last].out.stride, loop.places[last][0], len(loop.sizes))
     for step, axis in sorted((step, axis) for axis, step in enumerate(walk)):

@@ -175,7 +175,8 @@ def _together(
 
 
 def _is_written_across(program: Program, loop: Loop, out: int) -> bool:
-    """Whether `loop` would store a step across its rows for longer than a loop of its own takes."""
+    """Whether `loop` would store a step across its rows for longer than a loop of its own takes,
+    and to read back what that has stored."""
     spec, (_, speed, launch) = program.steps[out].out, _AGAIN["cuda"]
     _, walk = walk_of(spec.stride, loop.places[out][0], len(loop.sizes))
     numel = layout.numel(spec.shape)
@@ -286,19 +287,21 @@ def _better_stored(program: Program, loop: Loop, device: str) -> int | None:
 def _read_across(program: Program, loop: Loop) -> int | None:
     """A step that had better be stored, for a view of it has `loop` go across the rows of several
     tensors that it is computed from; then it is one."""
+    each, (_, speed, launch) = math.prod(loop.sizes) * _FAR_US, _AGAIN["cuda"]
+    if each * len(program.inputs) <= launch:  # 0.4 us, for what is small
+        return None
     found = maps.across(program, loop)
-    last, (_, speed, launch) = max(loop.places), _AGAIN["cuda"]
-    for index, place in sorted(found, reverse=True):
-        if index == last or len(found[index, place]) < 2:
+    viewed = {step.args[0] for step in program.steps if isinstance(step, View)}
+    for index, place in sorted((node for node in found if node[0] in viewed), reverse=True):
+        spec, reads = program.steps[index].out, len(found[index, place])
+        trip = launch + layout.numel(spec.shape) * ITEMSIZE[spec.code] / speed
+        if (reads - 1) * each <= trip:
             continue
         own = loop_over(program, [index], ())
-        if not isinstance(own, Loop):
-            continue
-        left = 1 + max(map(len, maps.across(program, own).values()), default=0)
-        spec = program.steps[index].out
-        trip = launch + layout.numel(spec.shape) * ITEMSIZE[spec.code] / speed
-        if (len(found[index, place]) - left) * math.prod(loop.sizes) * _FAR_US > trip:
-            return index
+        if isinstance(own, Loop):
+            others = max(map(len, maps.across(program, own).values()), default=0)
+            if (reads - 1 - others) * each > trip:
+                return index
     return None
 
 

@@ -23,6 +23,7 @@ from . import special as _special  # noqa: F401
 from .row import (
     METHODS,
     OPS,
+    PENDING,
     composite,
     is_nan,
     is_number,
@@ -510,6 +511,9 @@ def positive(input):
 @composite()
 def contiguous(input, *, memory_format=torch.contiguous_format):
     return input if input.is_contiguous(memory_format=memory_format) else None
+
+
+PENDING[contiguous] = OPS["clone_contiguous"]  # mostly of a view
 
 
 def _bounds(input, low, high):

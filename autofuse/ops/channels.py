@@ -21,11 +21,12 @@ from ..layout import contiguous, is_channels_last
 from .reductions import is_recordable
 from .row import FUNCTIONAL, Op, spelled
 
-_FORMULAS = {
-    "native": "fma(w * (x - m), rsqrt(v + eps), b)",
-    "native, not affine": "fma(x - m, rsqrt(v + eps), 0.0)",
-    "cudnn": "fma(w * (x - m), rsqrt(v + eps), b) + 0.0",
-    "cudnn, channels last": "r = rsqrt(v + eps); fma(x, w * r, fma(-(m * w), r, b))",
+# of each kernel: its formula, whether there are weights, and whether it is cudnn's
+KERNELS = {
+    "native": ("fma(w * (x - m), rsqrt(v + eps), b)", True, False),
+    "native, not affine": ("fma(x - m, rsqrt(v + eps), 0.0)", False, False),
+    "cudnn": ("fma(w * (x - m), rsqrt(v + eps), b) + 0.0", True, True),
+    "cudnn, channels last": ("r = rsqrt(v + eps); fma(x, w * r, fma(-(m * w), r, b))", True, True),
 }
 _MOST_DIMS, _MOST_IN_BATCH = 5, 65535  # that cudnn takes
 
@@ -41,11 +42,11 @@ def _eager(cudnn: bool) -> Callable[..., torch.Tensor]:
 
 @cache
 def _normed(kernel: str) -> Op:
-    affine = kernel != "native, not affine"
-    own = " w:channel b:channel" if affine else ""
+    formula, affine, cudnn = KERNELS[kernel]
+    weights = " w:channel b:channel" if affine else ""
     return Op(
-        "batch_norm", f"x m:channel v:channel{own} eps:opmath", _FORMULAS[kernel],
-        copies="f", eager=_eager(kernel[:5] == "cudnn"), costs=2,
+        "batch_norm", f"x m:channel v:channel{weights} eps:opmath", formula, copies="f",
+        eager=_eager(cudnn), costs=2,
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ class Op:
     keeps: operands and `out` that eager's node saves even where no rule reads them; a Python
         number among them is saved as a tensor.
     eager: the torch function of the same operands, for chains that run without their kernel.
-    costs: what that costs the host, in ops of one kernel.
+    costs: how many eager ops it counts for where the host's time is weighed.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Op:
         return named or "opmath" in roles or "common" in roles
 
     @property
-    def channels(self) -> bool:
+    def by_channel(self) -> bool:
         """Whether it has operands of one number for each channel."""
         return "channel" in self.roles
 
@@ -214,6 +214,8 @@ PLAIN: dict[str, Op] = {}  # torch name -> Op of one or two operands with no opt
 METHODS: dict[str, Callable[..., Chosen]] = {}  # where the method has another order of arguments
 COMPOSITES: dict[str, Callable[..., object]] = {}  # torch name -> the same by torch functions
 RETURNING: set[Callable[..., object]] = set()  # of these, those that return their argument or None
+# of these, what a pending value alone is recorded as where they give None
+PENDING: dict[Callable[..., object], Op] = {}
 FUNCTIONAL: set[str] = set()  # those of torch.nn.functional alone: C's have other arguments
 MAKING: set[Callable[..., object]] = set()  # choosers that make tensors on the way
 

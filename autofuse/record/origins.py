@@ -106,9 +106,10 @@ class Origin:
         parts = dict(self.tried)
         for part in parts.values():
             loses = part.net < 0 and self.gain != math.inf
-            part.plain, part.once = loses and part.known, self.inexact
+            part.plain, part.once = loses and part.known, self.inexact and part.known
         plain = [part.plain for part in parts.values()]
-        self.once, self.plain = self.inexact, all(plain)
+        self.once = self.inexact and all([part.once for part in parts.values()])
+        self.plain = all(plain)
         self.parts = parts if any(plain) and not self.plain else None
         self.net = sum([part.net for part in parts.values()])
 
@@ -141,7 +142,6 @@ class Trials:
         self.count = 0  # trials that are over
         self.seen: dict[int, Origin] = {}
         self.parts: dict[Origin, None] = {}  # of these, in the order of their first results
-        self.put_off: dict[int, int] = {}  # how many trials of an origin have said nothing
         self.reset()
 
     def reset(self) -> None:
@@ -150,6 +150,7 @@ class Trials:
             origin.leave()
         self.left = self.new = FIRST  # results before a trial, and those of new origins; none in it
         self.pause = PAUSE  # how many follow on each result of a trial
+        self.put_off: dict[int, int] = {}  # how many trials of an origin have said nothing
 
     def enter(self, key: int, caller: int, device: torch.device) -> Origin:
         """The part of the Origin at `key`, which may be new, in the trial that there is now."""
@@ -193,12 +194,12 @@ class Trials:
                 part.early |= any([x.early for x, _ in after])
         if len(origins) + len(seen) > _MOST:
             origins.clear()
-            self.put_off.clear()
         for key, origin in seen:
             if not origin.known or self._puts_off(key, origin):
                 continue
             origin.judge()
             origins[key] = origin
+            self.put_off.pop(key, None)
         for _, origin in seen:
             origin.leave()
         # of what is made once, or is another each time, few are tried
@@ -212,6 +213,8 @@ class Trials:
         times = self.put_off.get(key, 0)
         if times >= _PUT_OFF or not any([part.early for part in origin.tried.values()]):
             return False
+        if len(self.put_off) >= _MOST:
+            self.put_off.clear()
         self.put_off[key] = times + 1
         return True
 
@@ -311,9 +314,11 @@ def credit(chain: Chain, runner: Runner) -> None:
 
 def _living(tried: list[Origin]) -> int:
     """Of how many, wholes or parts, there is still the result whose state they know."""
-    parts = [next(iter(origin.tried.values()), origin) for origin in tried]
-    states = [part.first for part in parts if part.first is not None]
-    return sum([count > ALONE + 1 for count in counts_of(states)])
+    parts = [(k, part) for k, x in enumerate(tried) for part in (*x.tried.values(), x)]
+    known = [(k, part) for k, part in parts if part.first is not None]
+    states = [part.first for _, part in known]
+    counts = counts_of(states)
+    return len({k for (k, _), count in zip(known, counts, strict=True) if count > ALONE + 1})
 
 
 def _device_of(result: Any) -> torch.device | None:
