@@ -9,7 +9,7 @@ import torch
 
 import autofuse
 from autofuse.hot import native
-from autofuse.record import modes, seldom
+from autofuse.record import modes, origins, policy, seldom
 from support import DEVICES, HAS_CUDA, assert_same, functions_called, kernels_made
 
 device_param = pytest.mark.parametrize("device", DEVICES)
@@ -216,6 +216,23 @@ def test_sizes_that_never_come_again_are_not_recorded(measured, device, grad, mo
         assert with_sizes([3], device).ops_recorded > 0
         monkeypatch.setattr(autofuse.config, "measure", False)
         assert with_sizes([500], device).ops_recorded == 4
+
+
+def test_no_call_counts_whose_sizes_may_come_often(measured, monkeypatch):
+    """In a contest: how it does with chains nobody knows until they are recorded."""
+    with_sizes(range(1, 90), "cpu")
+    origins.forget()
+    monkeypatch.setattr(origins.trials, "left", 1 << 20)  # results are on no trial
+    monkeypatch.setattr(origins.trials, "new", 1 << 20)
+    for n in range(905, 910):
+        before = policy.kernel_news()
+        assert with_sizes([n], "cpu").ops_recorded == 0
+        assert not policy.is_settled(before)
+    while with_sizes([905], "cpu").ops_recorded < 4:
+        pass
+    before = policy.kernel_news()
+    with_sizes([905], "cpu")
+    assert policy.is_settled(before)
 
 
 def test_what_explain_says_of_sizes_that_seldom_come(measured):

@@ -421,13 +421,15 @@ def announced(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Counts:
     """Counters that are not kept per runner."""
 
-    __slots__ = ("backwards", "eager", "flushes", "forgotten", "in_use", "replays", "trials")
+    __slots__ = ("backwards", "eager", "flushes", "forgotten", "in_use", "refused", "replays",
+                 "trials")  # fmt: skip
 
     def __init__(self) -> None:
         self.flushes: dict[str, int] = {}  # a Counter counts in twice the time
         self.eager: Counter[tuple[str, str]] = Counter()
         self.replays = self.backwards = 0
         self.trials = 0  # results that were on trial, see `record.origins`
+        self.refused = 0  # ops that were not recorded, of sizes that seldom come
         self.in_use = False  # something was wrapped, or a fused function called
         self.forgotten: Counter[str] = Counter()  # totals of runners that are gone
 

@@ -437,9 +437,10 @@ _KERNELS = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Compare)
 
 def kernel_news() -> tuple[int, ...]:
     """Something else whenever this thread has waited for a kernel or any thread has got one, and
-    whenever a result was on trial, for that takes its time too."""
+    whenever a result was on trial, for that takes its time too, or an op was not recorded of a size
+    that may come often."""
     waits = [recorder.last_wait for recorder in list(this_thread.recorders.values())]
-    return compiling.news(), counts.trials, *waits
+    return compiling.news(), counts.trials, counts.refused, *waits
 
 
 def is_settled(before: tuple[int, ...]) -> bool:

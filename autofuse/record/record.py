@@ -30,6 +30,7 @@ from ..chain.state import (
     Node,
     Recorder,
     begun,
+    counts,
     make_current,
     recorder_for,
     this_thread,
@@ -406,6 +407,7 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
         recorder.size += 1
         return tip.next.setdefault(key, node)
     if not path and not comes_often(tip, key):
+        counts.refused += 1
         return eager_node(recorder, tip, op, SELDOM)
     metas = [node.meta for node in path if node.meta is not None]
     with NoModes():  # which have not to do with how it is found out what eager makes of it
