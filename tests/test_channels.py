@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from test_reductions import recorded, recording  # noqa: F401
 
 import autofuse
+from autofuse.dispatch import chosen
 from autofuse.ops import channels
 from support import (
     assert_same,
@@ -250,6 +251,25 @@ def test_which_kernel_is_eagers_follows_cudnn(recorded, monkeypatch):  # noqa: F
             torch._C._set_cudnn_enabled(False)
             assert formula(x, *more) == known["native"]
             torch._C._set_cudnn_enabled(True)
+
+
+def test_a_choice_of_before_is_not_kept(recorded, monkeypatch):  # noqa: F811
+    """Where another thread turns cudnn off while a chooser is asked."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    x, *more = arguments((2, 6, 4, 3))
+
+    def choose(*args):
+        found = channels.batch_norm(*args)
+        torch._C._set_cudnn_enabled(False)
+        return found
+
+    try:
+        choices = chosen.Choices(choose)
+        assert choices(x, *more) is None
+        op, *places = choices(x, *more)
+        assert op.expr == channels.KERNELS["native"][0] and places[:5] == [0, 1, 2, 3, 4]
+    finally:
+        torch._C._set_cudnn_enabled(True)
 
 
 # --- on a GPU: the bits ---------------------------------------------------------------------------

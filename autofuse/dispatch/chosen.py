@@ -55,8 +55,12 @@ _every: list[Choices] = []  # there are as many as functions of torch that have 
 _cudnn = [torch.backends.cudnn.enabled]  # what `_every` was chosen under
 
 
+_times = [0]  # that it was forgotten
+
+
 def forget_choices() -> None:
     """Have all choosers asked anew."""
+    _times[0] += 1
     for choices in _every:
         choices.clear()
 
@@ -83,11 +87,12 @@ class Choices(dict[Any, Any]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What to keep of such a call."""
-        values = (*args, *kwargs.values())
+        values, before = (*args, *kwargs.values()), _times[0]
         if any(map(_is_device, values)):  # it may be that of now
             return None
         chosen = _asked(self.choose, args, kwargs, ...)
-        return False if chosen is None else _placed(chosen, values)
+        made = False if chosen is None else _placed(chosen, values)
+        return made if _times[0] == before else None  # another thread may have had it forgotten
 
 
 def _is_device(value: Any) -> bool:
