@@ -77,9 +77,9 @@ def _reason_of_channels(op: Op, args: Sequence[Ref], views: list[Meta | type]) -
     """Why an op over channels is eager; empty if it is not."""
     x, *others = views
     assert isinstance(x, Meta)
-    is_last = layout.is_channels_last(x.shape, x.stride)
-    if is_last and not x.flat:  # not both, of which torch takes one or the other
-        is_last = not layout.is_contiguous(x.shape, x.stride)
+    given = x.shape, x.stride
+    # what is both, torch takes for one or the other
+    is_last = layout.is_channels_last(*given) and not layout.is_contiguous(*given)
     if not (x.flat or is_last) or x.ndim < 2 or not 0 < x.nbytes <= _WIDEST:
         return "channels of another layout"
     numbers = [

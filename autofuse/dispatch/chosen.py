@@ -52,10 +52,8 @@ def without(names: Set[str], options: dict[str, Any]) -> dict[str, Any]:
 
 
 _every: list[Choices] = []  # there are as many as functions of torch that have options
-_cudnn = [torch.backends.cudnn.enabled]  # what `_every` was chosen under
-
-
-_times = [0]  # that it was forgotten
+_times = [0]  # that all of them were forgotten
+_cudnn = [torch.backends.cudnn.enabled]  # whether torch used it when they were chosen
 
 
 def forget_choices() -> None:

@@ -284,9 +284,8 @@ def _of_pending(row: Op, func: Handler, rest: Handler) -> Handler:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         is_alone = len(args) == 1 and kwargs in ({}, {"memory_format": torch.contiguous_format})
-        if not is_alone or args[0].__class__ is not Tensor or args[0]._af.recorder is None:
-            return rest(*args, **kwargs)
-        if this_thread.closed or looked_on():
+        pending = is_alone and args[0].__class__ is Tensor and args[0]._af.recorder is not None
+        if not pending or this_thread.closed or looked_on():
             return rest(*args, **kwargs)
         shell = record(row, args)
         return shell if isinstance(shell, Tensor) else run_eager(func, args, kwargs, shell)

@@ -288,7 +288,7 @@ def _read_across(program: Program, loop: Loop) -> int | None:
     """A step that had better be stored, for a view of it has `loop` go across the rows of several
     tensors that it is computed from; then it is one."""
     each, (_, speed, launch) = math.prod(loop.sizes) * _FAR_US, _AGAIN["cuda"]
-    if each * len(program.inputs) <= launch:  # 0.4 us, for what is small
+    if each * len(program.inputs) <= launch:  # without a look at a small one
         return None
     found = maps.across(program, loop)
     viewed = {step.args[0] for step in program.steps if isinstance(step, View)}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..layout import contiguous, is_channels_last
+from ..layout import contiguous
 from .reductions import is_recordable
 from .row import FUNCTIONAL, Op, spelled
 
@@ -54,15 +54,13 @@ def _kernel_for(x: Any, w: Any) -> str:
     """Which of eager's kernels computes it, for weights `w` or None."""
     if w is None:
         return "native, not affine"
-    narrow = x.dtype is not torch.float32
-    single = w.dtype is torch.float32 and (not narrow or x.dtype is torch.float16)
+    single = w.dtype is torch.float32 and x.dtype is not torch.bfloat16
     if not (single and x.ndim > 2 and x.shape[0] <= _MOST_IN_BATCH):
         return "native"
     if not (torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()):
         return "native"
-    stride = x.stride()
-    last = stride != contiguous(x.shape) and is_channels_last(x.shape, stride)
-    return "cudnn, channels last" if last else "cudnn"
+    # `chain.infer` refuses what is neither
+    return "cudnn" if x.stride() == contiguous(x.shape) else "cudnn, channels last"
 
 
 FUNCTIONAL.add("batch_norm")

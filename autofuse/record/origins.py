@@ -317,8 +317,8 @@ def _living(tried: list[Origin]) -> int:
     parts = [(k, part) for k, x in enumerate(tried) for part in (*x.tried.values(), x)]
     known = [(k, part) for k, part in parts if part.first is not None]
     states = [part.first for _, part in known]
-    counts = counts_of(states)
-    return len({k for (k, _), count in zip(known, counts, strict=True) if count > ALONE + 1})
+    held = zip(known, counts_of(states), strict=True)
+    return len({k for (k, _), count in held if count > ALONE + 1})
 
 
 def _device_of(result: Any) -> torch.device | None:
