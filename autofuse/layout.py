@@ -119,6 +119,23 @@ def along(shape: Ints, stride: Ints, row: Ints) -> tuple[Ints, Ints] | None:
     return (shape[:lead] + sizes, stride[:lead] + merged) if len(sizes) == 1 else None
 
 
+def grouped(shape: Ints, stride: Ints, channels: Ints, after: int) -> tuple[Ints, Ints]:
+    """Shape and strides of a tensor whose dimension of channels, which `after` others follow, is
+    made two: groups, and channels of a group, as many as `channels` says.
+
+    A tensor that repeats along it has both of size 1; one without it stays as it is.
+    """
+    groups, each = channels
+    at = len(shape) - 1 - after
+    if at < 0 or shape[at] not in (1, groups * each):
+        return shape, stride
+    sizes, step = (channels if shape[at] != 1 else (1, 1)), stride[at]
+    return (
+        (*shape[:at], *sizes, *shape[at + 1 :]),
+        (*stride[:at], step * sizes[1], step, *stride[at + 1 :]),
+    )
+
+
 _MOST_TRIED = 4096  # partial sums
 
 

@@ -252,6 +252,30 @@ def layer_norm(row, w, b, eps):
     return np.array([fma(F32(x - mean), r, ZERO) for x in row])
 
 
+def group_norm_statistics(row, eps):
+    """Mean and reciprocal deviation; eps: rounded to the dtype, as both are to be."""
+    threads = 32 if len(row) < 512 else 512
+    states = []
+    for t in range(threads):
+        state = (ZERO, ZERO, ZERO)
+        for x in row[t::threads]:
+            state = _moments(state, x)
+        states.append(state)
+    mean, second, count = _block(states, (ZERO, ZERO, ZERO), _moments_of_both)
+    return mean, _root(F32(F32(second / count) + eps))
+
+
+def group_norm(x, mean, r, w, b, single):
+    """The elements x of a channel whose weights are w and b, or None; single: it has no more."""
+    if w is None:
+        return np.array([F32(F32(v - mean) * r) for v in x])
+    if single:
+        return np.array([fma(F32(F32(v - mean) * r), w, b) for v in x])
+    a = F32(r * w)
+    shift = F32(b - F32(a * mean))
+    return np.array([fma(a, v, shift) for v in x])
+
+
 def rms_norm_statistics(row, eps):
     """The reciprocal root of the mean square alone."""
     if len(row) % 4 == 0:

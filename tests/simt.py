@@ -1,4 +1,4 @@
-"""Row kernels without a GPU: their LLVM IR as Python, one thread after another, in lockstep.
+"""Kernels for CUDA without a GPU: their LLVM IR as Python, one thread after another, in lockstep.
 
 What runs is the very IR that is compiled. Memory is checked: every access lies in a buffer and is
 aligned to its size; threads of a warp meet at shuffles, those of a block at barriers.
@@ -10,8 +10,9 @@ from functools import cache
 import numpy as np
 from llvmlite import ir
 
+from autofuse.kernel.emit import emit_cuda
 from autofuse.kernel.row_emit import emit_rows
-from autofuse.kernel.source import Parameters
+from autofuse.kernel.source import THREADS_PER_BLOCK, Parameters
 
 KINDS = {"u64": ir.IntType(64), "i64": ir.IntType(64), "i32": ir.IntType(32),
          "f32": ir.FloatType(), "f64": ir.DoubleType()}  # fmt: skip
@@ -25,7 +26,8 @@ def module_of(source, capability=(9, 0)):
     kinds = [KINDS[code] for code in Parameters.of(source).codes]
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), "kernel")
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    emit_rows(source, builder, capability, list(function.args))
+    emit = emit_rows if source.rows is not None else emit_cuda
+    emit(source, builder, capability, list(function.args))
     builder.ret_void()
     return function
 
@@ -211,6 +213,7 @@ class Translation:
         params = "".join(f", a{k}" for k in range(len(function.args)))
         self.line(0, f"def thread(memory, tid, ctaid, nctaid{params}):")
         self.line(1, "block = 0")
+        self.line(1, "if False: yield")  # a generator, though nothing waits in it
         self.line(1, "while True:")
         self.blocks = blocks
         for k, block in enumerate(function.blocks):
@@ -381,14 +384,13 @@ def _thread_of(source):
 
 
 def run(source, blocks, params, buffers=None, memory=None):
-    """Run a row kernel of `blocks` blocks with these parameters, in buffers or other memory."""
+    """Run a kernel of `blocks` blocks with these parameters, in buffers or other memory."""
     thread, memory = _thread_of(source), memory or Memory(buffers)
+    count = source.rows.block if source.rows is not None else THREADS_PER_BLOCK
     with np.errstate(all="ignore"):
         for block in range(blocks):
             memory.shared = {}
-            threads = [
-                thread(memory, tid, block, blocks, *params) for tid in range(source.rows.block)
-            ]
+            threads = [thread(memory, tid, block, blocks, *params) for tid in range(count)]
             _run_block(threads)
 
 

@@ -259,7 +259,8 @@ def assert_same_as_eager(
 
 # of torch's kernels for autocast on CUDA those that make operands float32, the widest of their
 # dtypes, and results float32: of the table's ops, and of others that stand between chains
-_FLOAT32 = {"softmax", "layer_norm", "log_softmax", "cumprod", "norm", "dist", "logsumexp"}
+_FLOAT32 = {"softmax", "layer_norm", "group_norm", "log_softmax", "cumprod", "norm", "dist",
+            "logsumexp"}  # fmt: skip
 _WIDEST = {"addcdiv", "addcmul", "atan2", "dot", "cross"}
 _SUMS = {"sum", "cumsum", "linalg_vector_norm"}
 

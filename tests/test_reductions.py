@@ -28,7 +28,7 @@ from autofuse.hot import native, trial
 from autofuse.kernel import row_emit
 from autofuse.kernel.division import scheme_of
 from autofuse.kernel.rows import RowPlan, source_of
-from autofuse.kernel.source import Parameters
+from autofuse.kernel.source import THREADS_PER_BLOCK, Parameters
 from autofuse.ops import reductions
 from autofuse.record import policy
 from autofuse.record.modes import forget_all
@@ -91,7 +91,7 @@ def _launch(entry, blocks, _y, _z, threads, _ty, _tz, _shared, _stream, params, 
     """Runs one thread after another."""
     kernel = entries[entry]
     source, codes = kernel.source, kernel.parameters.codes
-    assert threads == source.rows.block
+    assert threads == (THREADS_PER_BLOCK if source.rows is None else source.rows.block)
     slots = (ctypes.c_void_p * len(codes)).from_address(params)
     kinds = {"u64": ctypes.c_uint64, "i32": ctypes.c_uint32, "i64": ctypes.c_uint64,
              "f32": ctypes.c_float}  # fmt: skip

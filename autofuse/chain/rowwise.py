@@ -16,8 +16,8 @@ import torch
 from ..dtypes import CODES
 from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM, Scheme, scheme_of
 from ..layout import Ints, along, contiguous, numel
-from ..ops.reductions import DEVICES, DTYPES, Reduction, RowsOf, cast_of, has_node
-from ..program.program import Ref, Spec
+from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
+from ..program.program import Ref, RowsOf, Spec
 from ..program.walk import sources
 from ..settings.config import config
 from .infer import Inferred, referred
@@ -25,6 +25,7 @@ from .meta import Meta, make_meta
 from .state import Node
 from .steps import specs_of
 
+APART = "operands for which the dimensions of a row are not one"
 MOST = 6  # reductions in a kernel, whose compile time grows with each
 
 
@@ -63,7 +64,7 @@ def infer_rows(
     if len(found) > 1:
         return "rows that torch gives other numbers of threads for each of its steps"
     ((threads, blocks),) = found
-    rows = RowsOf(tuple(x.shape), op.dims, threads, blocks)
+    rows = RowsOf(tuple(x.shape), op.dims, threads, blocks, op.groups)
     # of which nothing is known before all blocks are done
     apart = len(op.reduces) > 1 or (op.name in MOMENTS and _has_graph(tip, views))
     if blocks > 1 and apart:
@@ -76,10 +77,10 @@ def infer_rows(
         path = tip.path()
         whole = [node for node in path if node.meta.shape == rows.shape]  # type: ignore[union-attr]
         read = [spec for node in whole for spec in _read_by(node, path, reads)]
-        if not all(_lies_in(rows.row, spec) for spec in read):
-            return "operands for which the dimensions of a row are not one"
+        if not all(_lies_in(rows, spec) for spec in read):
+            return APART
         # so that the kernel would not see which is which
-        seen = None if op.keepdim else along(shape, contiguous(shape), rows.row)
+        seen = None if op.keepdim or op.whole else along(shape, contiguous(shape), rows.row)
         if seen is not None and seen[0] != shape:
             return "numbers of rows of the same shape as a row"
     dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
@@ -134,14 +135,14 @@ def _read_by(
     return [specs[~ref] for ref in refs if ref < 0]
 
 
-def _lies_in(row: Ints, x: Spec) -> bool:
+def _lies_in(rows: RowsOf, x: Spec) -> bool:
     """Whether `x` can be read with the dimensions of a row as one."""
-    return along(x.shape, x.stride, row) is not None
+    return along(*rows.seen(x.shape, x.stride), rows.row) is not None
 
 
-def _is_no_row(row: Ints, x: Spec) -> bool:
+def _is_no_row(rows: RowsOf, x: Spec) -> bool:
     """Whether `x`, which meets numbers of rows, is not taken for rows by its shape."""
-    seen = along(x.shape, x.stride, row)
+    seen = along(x.shape, x.stride, rows.row)
     return seen is None or seen[0] == x.shape or numel(x.shape) == 1
 
 
@@ -152,11 +153,13 @@ def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) ->
         return "operands on several devices"
     if not x.flat or 0 in x.shape:
         return "rows that are not contiguous"
+    if op.groups and x.shape[1] % op.groups:
+        return "channels that groups do not divide"
     for meta in affine if op.components else ():
         if meta.shape != x.shape or not meta.flat or meta.dtype is not x.dtype:
             return "operands of other shapes, strides or dtypes"
     for meta in affine if op.whole else ():  # of others it is a number a row
-        if meta.shape != x.shape[-1:] or not meta.flat or meta.dtype is not x.dtype:
+        if meta.shape != op.weights(x.shape) or not meta.flat or meta.dtype is not x.dtype:
             return "a weight of another shape or dtype"
     return ""
 
@@ -189,13 +192,15 @@ def goes_along(tip: Node, node: Node) -> bool:
     if isinstance(node.op, Reduction):
         reduced = [name for known in (*path, node) if isinstance(known.op, Reduction)
                    for name in known.op.reduces]  # fmt: skip
-        if node.rows != tip.rows or len(reduced) > MOST:
+        if node.rows != tip.rows or tip.rows.groups or len(reduced) > MOST:
             return False
         # a number a row is no weight of columns
         return bool(node.op.components) or following.isdisjoint(node.args[1:])
     if node.meta.requires_grad and config.recompute == "inputs":
         return False  # it would be computed again from what the rows gave
     shape = tip.rows.shape
+    if tip.rows.groups:  # all that has their shape is in a kernel after that of the rows
+        return following.isdisjoint(node.args) or tuple(node.meta.shape) == shape
     for ref in node.args:
         if ref not in following:
             continue
@@ -219,7 +224,7 @@ def goes_along(tip: Node, node: Node) -> bool:
     if not whole and len(node.meta.shape) == len(shape):  # numbers whose dimensions are kept
         return True
     read = _read_by(node, [*path, node], node.inputs, following)
-    return all(map(partial(_lies_in if whole else _is_no_row, tip.rows.row), read))
+    return all(map(partial(_lies_in if whole else _is_no_row, tip.rows), read))
 
 
 @dataclass(frozen=True, slots=True)

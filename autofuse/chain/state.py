@@ -17,10 +17,9 @@ from weakref import ref
 import torch
 
 from .. import hooks
-from ..ops.reductions import RowsOf
 from ..ops.row import Op
 from ..ops.views import JoinOp, ViewOp
-from ..program.program import Output, Ref
+from ..program.program import Output, Ref, RowsOf
 from ..settings.config import config
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, stream_reader, top_hooks

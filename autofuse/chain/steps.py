@@ -60,6 +60,8 @@ def statistics_of(path: list[Node]) -> list[Node]:
         shape, dtype = (*meta.shape[:-1], 1), torch.float32
         if op.outside is not None:  # one number, of torch's
             shape, dtype = (), meta.dtype
+        if op.groups:
+            shape, dtype = (meta.shape[0], op.groups), meta.dtype
         for which, statistic in enumerate(op.statistics):
             node = Node(reduced.recorder, None, statistic)
             node.index, node.of = len(path) + len(found), (reduced.index, which)

@@ -3,7 +3,7 @@
 Pure integer arithmetic, over sizes, strides in elements and addresses in bytes; knows nothing of
 torch tensors or of code. The rules are those of torch 2.10 to 2.13: `setReduceConfig` of
 aten/src/ATen/native/cuda/Reduce.cuh, `host_softmax` of SoftMax.cu, `LayerNormKernelImplInternal` of
-layer_norm_kernel.cu.
+layer_norm_kernel.cu, `GroupNormKernelImplInternal` of group_norm_kernel.cu.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from .source import WARP, Ints
 
-NORMS = ("layer_norm", "rms_norm")
+NORMS = ("layer_norm", "rms_norm", "group_norm")
 SOFT = ("softmax", "log_softmax")
 MOMENTS = ("var", "std")
 # sums over a row of which their gradients are made; the dot is of products with a number of the row
@@ -188,10 +188,11 @@ def scheme_of(
     if rows * columns >= 1 << 31:
         return "more elements than torch's kernels count in 32 bits"
     if op in NORMS:
-        kernel = norm_kernel(columns)
+        kernel = "elements" if op == "group_norm" else norm_kernel(columns)
         if kernel == "vectors":
             return Scheme(kernel, (128, 1), 4, False)
-        return Scheme(kernel, (512, 1), 1, False)
+        by_warp = op == "group_norm" and columns < 512
+        return Scheme(kernel, (WARP if by_warp else 512, 1), 1, False)
     if op in NORM_SUMS:  # by vectors or by elements, in the same order
         return Scheme("fours", (128, 1), 4, columns % 4 > 0)
     if op == SOFT_SUM:

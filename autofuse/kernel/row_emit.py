@@ -19,6 +19,7 @@ from .source import ITEMSIZE, KEPT, Source, Stage
 from .targets import F32, I1, I32, Cuda, Value, joined
 
 _INFINITY = float("inf")
+_AT_ONCE = 4  # elements of a long row that a thread loads before it takes them, one by one
 _LOWEST = -3.4028234663852886e38  # of float32
 _SMALL = (127 - 96) << 23  # the bits of 2^-96, whose remainders have 2^-143 for their last place
 # what the reduce kernel begins with: one number, or the mean, the sum of squares about it, and how
@@ -318,7 +319,7 @@ class _Reductions(RowThreads):
 
     def _norm(self, stage: Stage) -> State:
         """layer_norm_kernel.cu: by vectors, or by elements; rms_norm is the same kernels'."""
-        eps = self.consts[stage.scalar]
+        eps = self._rounded(stage, self.consts[stage.scalar])
         rms = stage.op == "rms_norm"
         if stage.kernel == "vectors":
             n = self.builder.uitofp(self.columns, F32)
@@ -336,7 +337,10 @@ class _Reductions(RowThreads):
             if rms:
                 variance, mean = self.do("fma", mean, mean, variance), None
         scale = self.do("rsqrt", self.do("add", variance, eps))
-        return [scale] if mean is None else [mean, scale]
+        return [scale] if mean is None else [self._rounded(stage, x) for x in (mean, scale)]
+
+    def _rounded(self, stage: Stage, x: Any) -> Any:
+        return self.element.convert(Value(x, "f32"), stage.rounded).ir if stage.rounded else x
 
     def _div(self, a: Any, b: Any) -> Any:
         return self.builder.fdiv(a, b)
@@ -397,7 +401,7 @@ class _Reductions(RowThreads):
     def _by_elements(self, stage: Stage) -> State:
         """RowwiseMomentsCUDAKernel: mean, sum of squares about it, and how many, by 512 threads."""
         take = lambda state, elements, group: self._welford(state, *elements)  # noqa: E731
-        state = self.sweep(stage, [self.f(0.0)] * 3, take)
+        state = self.sweep(stage, [self.f(0.0)] * 3, take, _AT_ONCE)
         return self.block([state], [0.0] * 3, self._merge)
 
     def _welford(self, state: State, x: Any) -> State:

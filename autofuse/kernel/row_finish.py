@@ -7,7 +7,8 @@ from functools import cache
 from ..ops.row import Op
 from .division import NORMS, SOFT
 
-STATISTICS = {"softmax": 2, "log_softmax": 2, "layer_norm": 2, "rms_norm": 1}  # others give one
+# how many numbers of a row; others have one
+STATISTICS = {"softmax": 2, "log_softmax": 2, "layer_norm": 2, "rms_norm": 1, "group_norm": 2}
 
 
 @cache

@@ -269,8 +269,8 @@ class RowPiece:
                 self.values[number, 0] = len({*self.values.values()})
         origin = self.loads.index((operand, self.shape)) if scheme.uneven and operand < 0 else -1
         return Stage(
-            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, scalar, factor,
-            part, tuple(after),
+            op.name, scheme.kernel, scheme.across, walk, scheme.uneven, origin, scalar,
+            step.common if op.name == "group_norm" else "", factor, part, tuple(after),
         )  # fmt: skip
 
     def _is_known(self, number: int) -> bool:

@@ -9,8 +9,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..program.program import LEFT, Outside, Program, Reduced, Statistic
-from ..program.rewrite import combining, straightened, unfolded, within
+from ..ops.groups import finished
+from ..ops.reductions import Reduction
+from ..program.program import LEFT, Output, Outside, Program, Reduced, RowsOf, Statistic
+from ..program.rewrite import (
+    combining,
+    finishing,
+    seen,
+    straightened,
+    unfolded,
+    with_statistics,
+    within,
+)
 from ..program.walk import needed
 from . import plan as pointwise
 from . import text
@@ -47,8 +57,9 @@ def launch_of(piece: Piece) -> tuple[int, int, int]:
     plan = piece.plan
     if isinstance(plan, RowPlan):
         count = piece.numel // piece.numbers[plan.rank - 2]
-        assert not piece.left or plan.rows.together == 1, "a block has a part of one row"
-        return count, piece.left or -(-count // plan.rows.together), plan.rows.block
+        assert not plan.rows.shared or plan.rows.together == 1, "a block has a part of one row"
+        blocks = piece.left if plan.rows.shared else -(-count // plan.rows.together)
+        return count, blocks, plan.rows.block
     if plan.spaced:
         columns = piece.numbers[plan.rank - 1]
         count = piece.numel // columns * pointwise.groups_of(columns, plan.lanes)
@@ -82,6 +93,8 @@ def make_pieces(
     if not reduced:
         return pointwise.make_pieces(program, device)
     first = steps[reduced[0]]
+    if isinstance(first.op, Reduction) and first.op.groups:
+        return _of_groups(program, reduced[0], device, processors)
     shape = spec_of(program, first.args[0]).shape
     rows, columns = first.op.count(shape)
     schemes = {}
@@ -114,6 +127,47 @@ def make_pieces(
     known = len(row_program.inputs)
     loads = tuple([ref if ~ref < known else LEFT + ~ref - known for ref in end.loads])
     return (*pieces, part, replace(end, loads=loads))
+
+
+def _of_groups(
+    program: Program, index: int, device: str, processors: tuple[int, int]
+) -> tuple[Piece, ...]:
+    """Those of a program that reduces groups of channels, in step `index`: one gives statistics of
+    rows, and the next, which has all processors, what has the shape of the rows."""
+    step, (x, *_) = program.steps[index], program.steps[index].args
+    shape, following = spec_of(program, x).shape, followers(program)
+    ours = [
+        output
+        for output in program.outputs
+        if output.step in following or program.steps[output.step].out.shape == shape
+    ]
+    others = tuple(output for output in program.outputs if output not in ours)
+    pieces = pointwise.make_pieces(replace(program, outputs=others), device) if others else ()
+    rows = RowsOf(shape, step.op.dims, 0, 0, step.op.groups)
+    parts, statistics = with_statistics(seen(replace(program, outputs=tuple(ours)), rows), index)
+    outputs = tuple(map(Output, statistics))
+    straight = straightened(replace(parts, outputs=outputs), rows.row)
+    count, columns = step.op.count(shape)
+    size = ITEMSIZE[spec_of(program, x).code]
+    scheme = scheme_of(step.op.name, count, columns, size, processors)
+    assert isinstance(scheme, Scheme), scheme
+    first = RowPiece(
+        straight, (shape[0], step.op.groups, columns), followers(straight), {index: scheme}
+    ).piece()
+    places = {k: k for k in statistics}  # where they are left, if nobody keeps them
+    if statistics[0] >= len(program.steps):
+        places = {k: LEFT + which for which, k in enumerate(statistics)}
+        first = replace(first, left=count)
+    first = replace(first, stores=tuple([places[k] for k in first.stores]))
+    rest = finishing(parts, index, statistics, finished(step.op, shape))
+    known = len(program.inputs)
+    ends = [
+        replace(piece, loads=tuple([
+            ref if ~ref < known else places[statistics[~ref - known]] for ref in piece.loads
+        ]))
+        for piece in pointwise.make_pieces(rest, device)
+    ]  # fmt: skip
+    return (*pieces, first, *ends)
 
 
 def unvectorised(piece: Piece) -> Piece:

@@ -63,6 +63,7 @@ class Stage:
     uneven: bool  # vectors do not begin where rows do
     origin: int  # the load whose address then says where, -1 for memory of its own
     scalar: int  # of the kernel: the epsilon of a norm, the correction of a variance; or -1
+    rounded: str  # the dtype that this and what is found are rounded to, or ""
     factor: int  # load of a number of the row that its elements are multiplied by, -1 for none
     part: Part  # gives the operand
     after: tuple[Part, ...]  # each gives another value of the row

@@ -46,6 +46,8 @@ class Reduction(Op):
     outside: torch's own op, where no kernel computes it: of memory for the result and statistics,
         then the operands, which are in memory, too. It ends its chain.
     of_classes: of a loss of classes, which reduction torch's op is told and which class to ignore.
+    groups: of channels, of which a row has one's, so that it lies along the last dimensions once
+        channels are two (`layout.grouped`); 0 for none.
     instead: what it is where it cannot be that: of rows that no kernel is known to reduce as torch
         does, the same outside; of operands that autocast casts, what casts them.
     """
@@ -60,6 +62,7 @@ class Reduction(Op):
     outside: Callable[..., Any] | None = None
     of_classes: Ints = ()
     instead: Reduction | None = None
+    groups: int = 0
 
     def __repr__(self) -> str:
         return f"Reduction({self.name}, {self.params})"
@@ -82,7 +85,12 @@ class Reduction(Op):
     def count(self, shape: Ints) -> tuple[int, int]:
         """How many rows there are, and how many elements each of them has."""
         rows, row = self.split(shape)
-        return math.prod(rows), math.prod(row)
+        count = shape[0] * self.groups if self.groups else math.prod(rows)
+        return count, math.prod(shape) // count if self.groups else math.prod(row)
+
+    def weights(self, shape: Ints) -> Ints:
+        """The shape of weights, of a whole one over a first operand of `shape`."""
+        return shape[1:2] if self.groups else shape[-1:]
 
 
 class Component(NamedTuple):
@@ -90,20 +98,6 @@ class Component(NamedTuple):
 
     op: Op
     args: tuple[str | int, ...]  # operands of the reduction by name, those before by position
-
-
-class RowsOf(NamedTuple):
-    """The rows that reductions of one chain are over."""
-
-    shape: Ints  # of all of them
-    dims: int  # how many of these, the last ones, a row lies along
-    threads: int  # of each
-    blocks: int  # ...and blocks of so many threads, where several share it
-
-    @property
-    def row(self) -> Ints:
-        """The shape of each."""
-        return self.shape[len(self.shape) - self.dims :]
 
 
 # torch's ops for them, of which autograd has nodes; overloads where there are several

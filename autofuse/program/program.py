@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ..layout import Ints
+from ..layout import Ints, contiguous, grouped
 from ..ops.reductions import Reduction
 from ..ops.row import Op
 
@@ -107,3 +108,26 @@ class Program:
     def live(self) -> Ints:
         """The steps whose values get memory of their own, or are written, ascending."""
         return tuple(output.step for output in self.outputs if output.kind != ALIAS)
+
+
+class RowsOf(NamedTuple):
+    """The rows that reductions of one chain are over."""
+
+    shape: Ints  # of all of them
+    dims: int  # how many of these, the last ones, a row lies along
+    threads: int  # of each
+    blocks: int  # ...and blocks of so many threads, where several share it
+    groups: int = 0  # of channels, which are then two dimensions of `seen`
+
+    def seen(self, shape: Ints, stride: Ints) -> tuple[Ints, Ints]:
+        """A tensor that is read with the rows, as they lie along its last dimensions."""
+        if not self.groups:
+            return shape, stride
+        channels = self.groups, self.shape[1] // self.groups
+        return grouped(shape, stride, channels, len(self.shape) - 2)
+
+    @property
+    def row(self) -> Ints:
+        """The shape of each."""
+        shape, _ = self.seen(self.shape, contiguous(self.shape))
+        return shape[len(shape) - self.dims :]

@@ -7,7 +7,19 @@ from dataclasses import replace
 
 from ..layout import Ints, along, contiguous
 from ..ops.reductions import Reduction
-from .program import CONST, Outside, Pointwise, Program, Reduced, Ref, Spec, Statistic, Step
+from ..ops.row import Op
+from .program import (
+    CONST,
+    Outside,
+    Pointwise,
+    Program,
+    Reduced,
+    Ref,
+    RowsOf,
+    Spec,
+    Statistic,
+    Step,
+)
 
 
 def within(program: Program) -> Program:
@@ -97,3 +109,50 @@ def combining(program: Program, left: Mapping[int, int], shape: Ints) -> Program
         inputs += [Spec("f32", shape, contiguous(shape))] * count
         steps[index] = replace(step, args=(*numbers, *[arg for arg in step.args if arg >= CONST]))
     return replace(program, steps=tuple(steps), inputs=tuple(inputs))
+
+
+def seen(program: Program, rows: RowsOf) -> Program:
+    """`program` as it is read with `rows` of groups: with its channels as two dimensions."""
+
+    def spec(known: Spec) -> Spec:
+        return Spec(known.code, *rows.seen(known.shape, known.stride))
+
+    steps = [
+        step if isinstance(step, Statistic) else replace(step, out=spec(step.out))
+        for step in program.steps
+    ]
+    return replace(program, steps=tuple(steps), inputs=tuple(map(spec, program.inputs)))
+
+
+def with_statistics(program: Program, index: int) -> tuple[Program, tuple[int, ...]]:
+    """`program` with all statistics of step `index`, each of which follows from that; which steps
+    these are."""
+    steps = list(program.steps)
+    op, out = steps[index].op, steps[index].out
+    assert isinstance(op, Reduction)
+    own = [k for k, step in enumerate(steps) if isinstance(step, Statistic) and step.of == index]
+    for k in own:
+        steps[k] = replace(steps[k], args=(index,))
+    if not own:
+        shape = (out.shape[0], op.groups)
+        spec = Spec(out.code, shape, contiguous(shape))
+        for which, statistic in enumerate(op.statistics):
+            own.append(len(steps))
+            steps.append(Statistic(statistic, (index,), steps[index].common, spec, index, which))
+    return replace(program, steps=tuple(steps)), tuple(own)
+
+
+def finishing(program: Program, index: int, statistics: Sequence[int], op: Op) -> Program:
+    """`program` in which step `index` is `op`, of its tensors and of further Inputs: these are its
+    statistics, which no step gives."""
+    step, inputs = program.steps[index], list(program.inputs)
+    args = [arg for arg in step.args if arg < CONST]
+    for k in statistics:
+        spec = program.steps[k].out
+        ones = (1,) * (len(step.out.shape) - len(spec.shape))
+        args.append(~len(inputs))
+        inputs.append(Spec(spec.code, spec.shape + ones, spec.stride + ones))
+    steps = list(program.steps)
+    steps[index] = Pointwise(op, tuple(args), step.common, step.out)
+    outputs = [output for output in program.outputs if output.step not in statistics]
+    return Program(tuple(steps), tuple(inputs), program.consts, tuple(outputs), program.relaxed)

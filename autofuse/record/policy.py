@@ -146,7 +146,10 @@ def is_narrow(node: Node, processors: int) -> bool:
     rows, path = math.prod(shape) // math.prod(row), node.path()
     if rows >= processors or node.rows.blocks > 1 or config.always_fuse:
         return False
-    passes, ops = 1, 0
+    apart = node.rows.groups > 0  # what follows is in a kernel of its own
+    if apart and not isinstance(node.op, Reduction):
+        return False
+    passes, ops = int(not apart), 0
     for known in path:
         assert known.op is not None and known.meta is not None
         if isinstance(known.op, Reduction):
@@ -175,7 +178,7 @@ def _gain(nodes: list[Node], results: Sequence[int], device_type: str, op_us: fl
         parts = [nodes[ref] for ref in node.args] if isinstance(node.op, JoinOp) else [node]
         shapes.update(part.meta.shape for part in parts)  # type: ignore[union-attr]
     rows = nodes[-1].rows
-    combines = rows is not None and rows.blocks > 1  # in a kernel of its own
+    combines = rows is not None and (rows.blocks > 1 or rows.groups > 0)  # in a kernel of its own
     gain -= _SHAPE_US[device_type] * (max(len(shapes) - 1, 0) + combines)
     return gain + _work(nodes) / 2 if device_type == "cpu" else gain
 
@@ -185,7 +188,7 @@ def _ops_of(nodes: list[Node], first: int = 0) -> int:
     a join reads from memory is a step of its own here."""
     read = {ref for node in nodes if isinstance(node.op, JoinOp) for ref in node.args}
     return sum(
-        len(node.op.components) or 1 if isinstance(node.op, Reduction) else _costs(node.op)
+        len(getattr(node.op, "components", ())) or _costs(node.op)
         for node in nodes[first:]
         if node.base < 0 and not (node.index in read and node.op is OPS["clone"])
     )
