@@ -112,7 +112,7 @@ LIBDEVICE = {
     "__nv_log1pf": lambda a: F32(np.log1p(np.float64(a))),
 }  # fmt: skip
 ASSEMBLY = {
-    "": lambda a: a,
+    "": lambda *all: all if len(all) > 1 else all[0],
     "ex2.approx.ftz.f32 $0, $1;": ex2,
     "fma.rn.sat.f32 $0, $1, 0f3BBB989D, 0f3F000000;":
         lambda x: saturated(x, bits_float(0x3BBB989D), bits_float(0x3F000000)),
@@ -329,7 +329,9 @@ class Translation:
                 vector, element, place = map(value, ops)
                 return f"[*{vector}[:{place}], {element}, *{vector}[{place} + 1:]]"
             case kinds.ExtractValue():
-                return value(ops[0])  # of a shuffle, whose other result nobody reads
+                (which,) = it.indices  # of a shuffle nobody reads another one
+                many = isinstance(ops[0].callee, ir.InlineAsm)
+                return f"{value(ops[0])}[{which}]" if many else value(ops[0])
             case kinds.ICMPInstr() | kinds.FCMPInstr():
                 return self.compare(it)
             case kinds.CastInstr():

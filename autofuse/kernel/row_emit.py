@@ -19,7 +19,7 @@ from .source import ITEMSIZE, KEPT, Source, Stage
 from .targets import F32, I1, I32, Cuda, Value, joined
 
 _INFINITY = float("inf")
-_AT_ONCE = 4  # elements of a long row that a thread loads before it takes them, one by one
+_AT_ONCE = 8  # elements of a long row that a thread loads before it takes them, one by one
 _LOWEST = -3.4028234663852886e38  # of float32
 _SMALL = (127 - 96) << 23  # the bits of 2^-96, whose remainders have 2^-143 for their last place
 # what the reduce kernel begins with: one number, or the mean, the sum of squares about it, and how
@@ -400,8 +400,12 @@ class _Reductions(RowThreads):
 
     def _by_elements(self, stage: Stage) -> State:
         """RowwiseMomentsCUDAKernel: mean, sum of squares about it, and how many, by 512 threads."""
-        take = lambda state, elements, group: self._welford(state, *elements)  # noqa: E731
-        state = self.sweep(stage, [self.f(0.0)] * 3, take, _AT_ONCE)
+        nothing = [self.f(0.0)] * 3
+        if stage.walk.held:
+            take = lambda state, elements, group: self._welford(state, *elements)  # noqa: E731
+            state = self.sweep(stage, nothing, take)
+        else:
+            state = self.sweep_ahead(stage, nothing, self._welford, _AT_ONCE)
         return self.block([state], [0.0] * 3, self._merge)
 
     def _welford(self, state: State, x: Any) -> State:

@@ -37,6 +37,7 @@ from .source import (
 _HELD = 64  # registers for what a thread keeps of all operands of a stage
 _AHEAD = 32  # ...and for what it loads ahead
 _STATEMENTS = 1024  # of element functions in a row of a kernel: its compile time
+_PASSING = 8  # elements that a thread has at most of a row that it goes through once
 _HELD_BY_MANY = 24  # the same as _HELD where the block is so large that a thread has 64 registers
 
 
@@ -244,7 +245,9 @@ class RowPiece:
             of_blocks = scheme.kernel == "blocks"
             part = self._part(operands if of_blocks else [operand], self.shape)
             walk = self._walk(scheme.vec, columns, scheme.threads, part)
-            if scheme.uneven or of_blocks or self.blocks > 1:
+            # no row of groups is stored, so nothing of it is needed twice
+            passing = op.name == "group_norm" and walk.held > _PASSING
+            if scheme.uneven or of_blocks or self.blocks > 1 or passing:
                 walk = Walk(scheme.vec, 0, False)
         self.walks.append(walk)
         scalars = [arg - CONST for arg in step.args if arg >= CONST]

@@ -330,6 +330,40 @@ class RowThreads(Exchanges):
             state = self.chosen(inside, new, state)
         return state
 
+    def sweep_ahead(
+        self, stage: Stage, state: State, take: Callable[[State, Any], State], many: int
+    ) -> State:
+        """As `sweep` of a row that is not held, without vectors: `many` elements are loaded before
+        the first is taken, where `take` has branches that no load would be moved across."""
+        builder, word = self.builder, self.word
+        places = [builder.mul(self.apart, word(k)) for k in range(many)]
+
+        def some(column: Any, state: State, masked: bool) -> State:
+            loaded, masks = [], []
+            for place in places:
+                at, inside = builder.add(column, place), None
+                if masked:
+                    inside = builder.icmp_unsigned("<", at, self.columns)
+                    at = builder.select(inside, at, word(0))
+                loaded += self.elements(stage.part, at, 1, -1)
+                masks.append(inside)
+            for x, inside in zip(self.target.together(loaded), masks, strict=True):
+                state = self.chosen(inside, take(state, x), state)
+            return state
+
+        def body(column: Any, state: State) -> State:
+            *state, _ = state
+            return [*some(column, state, False), builder.add(column, step)]
+
+        step = builder.mul(self.apart, word(many))
+        last = places[-1]
+        inside = lambda column: builder.icmp_unsigned(  # noqa: E731
+            "<", builder.add(column, last), self.columns
+        )
+        *state, column = self.each(self.first, step, inside, [*state, self.first], body)
+        behind = builder.icmp_unsigned("<", column, self.columns)
+        return self.where(behind, state, lambda: some(column, state, True))
+
     def chosen(self, inside: Any, new: State, state: State) -> State:
         """`new` where `inside` holds, or is not asked, else `state`."""
         if inside is None:

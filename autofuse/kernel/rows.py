@@ -94,7 +94,7 @@ def make_pieces(
         return pointwise.make_pieces(program, device)
     first = steps[reduced[0]]
     if isinstance(first.op, Reduction) and first.op.groups:
-        return _of_groups(program, reduced[0], device, processors)
+        return _of_groups(program, reduced[0], first.op, device, processors)
     shape = spec_of(program, first.args[0]).shape
     rows, columns = first.op.count(shape)
     schemes = {}
@@ -130,11 +130,11 @@ def make_pieces(
 
 
 def _of_groups(
-    program: Program, index: int, device: str, processors: tuple[int, int]
+    program: Program, index: int, op: Reduction, device: str, processors: tuple[int, int]
 ) -> tuple[Piece, ...]:
-    """Those of a program that reduces groups of channels, in step `index`: one gives statistics of
-    rows, and the next, which has all processors, what has the shape of the rows."""
-    step, (x, *_) = program.steps[index], program.steps[index].args
+    """Those of a program that reduces groups of channels, by `op` in step `index`: one gives
+    statistics of rows, and the next, which has all processors, what has the shape of the rows."""
+    x, *_ = program.steps[index].args
     shape, following = spec_of(program, x).shape, followers(program)
     ours = [
         output
@@ -143,23 +143,23 @@ def _of_groups(
     ]
     others = tuple(output for output in program.outputs if output not in ours)
     pieces = pointwise.make_pieces(replace(program, outputs=others), device) if others else ()
-    rows = RowsOf(shape, step.op.dims, 0, 0, step.op.groups)
+    rows = RowsOf(shape, op.dims, 0, 0, op.groups)
     parts, statistics = with_statistics(seen(replace(program, outputs=tuple(ours)), rows), index)
     outputs = tuple(map(Output, statistics))
     straight = straightened(replace(parts, outputs=outputs), rows.row)
-    count, columns = step.op.count(shape)
+    count, columns = op.count(shape)
     size = ITEMSIZE[spec_of(program, x).code]
-    scheme = scheme_of(step.op.name, count, columns, size, processors)
+    scheme = scheme_of(op.name, count, columns, size, processors)
     assert isinstance(scheme, Scheme), scheme
     first = RowPiece(
-        straight, (shape[0], step.op.groups, columns), followers(straight), {index: scheme}
+        straight, (shape[0], op.groups, columns), followers(straight), {index: scheme}
     ).piece()
     places = {k: k for k in statistics}  # where they are left, if nobody keeps them
     if statistics[0] >= len(program.steps):
         places = {k: LEFT + which for which, k in enumerate(statistics)}
         first = replace(first, left=count)
     first = replace(first, stores=tuple([places[k] for k in first.stores]))
-    rest = finishing(parts, index, statistics, finished(step.op, shape))
+    rest = finishing(parts, index, statistics, finished(op, shape))
     known = len(program.inputs)
     ends = [
         replace(piece, loads=tuple([

@@ -99,6 +99,15 @@ class Cuda:
         signature = ir.FunctionType(value.type, [value.type])
         return self.builder.asm(signature, "", f"={_REGISTERS[value.type]},0", [value], False)
 
+    def together(self, values: list[Any]) -> list[Any]:
+        """`values`, of one type, none of which is there before all are: loads stay ahead of what
+        has branches."""
+        kind, count = values[0].type, len(values)
+        signature = ir.FunctionType(ir.LiteralStructType([kind] * count), [kind] * count)
+        ties = ",".join([f"={_REGISTERS[kind]}"] * count + [str(k) for k in range(count)])
+        found = self.builder.asm(signature, "", ties, values, False)
+        return [self.builder.extract_value(found, k) for k in range(count)]
+
     def opaque(self, value: Any) -> Any:
         """The integer `value`, which no optimiser may know: it is ored with %tid.z, always 0."""
         zero = special_register(self.builder, "tid.z")
