@@ -5,14 +5,15 @@
 Chains of 1 to 20 ops on 64x256 and 1x64 float32 in operator form and in torch.* form, the RNN
 step (one matmul and five pointwise ops), training steps of chains of up to 10 ops between products
 with backward in either thread, what fused calls take beside their ops, and the bandwidth of a 5-op
-chain and of rows that are no whole vectors. Variants are interleaved; figures are medians with the
-20th and 80th percentile in brackets.
+chain, of rows that are no whole vectors and of norms of images. Variants are interleaved; figures
+are medians with the 20th and 80th percentile in brackets.
 With AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import autofuse
 
@@ -322,6 +324,24 @@ def images(device: str, numel: int, rounds: int) -> None:
             row(f"{name} of {str(dtype)[6:]}, {str(layout)[6:]}", series)
 
 
+@torch.no_grad()
+def groups(device: str, numel: int, rounds: int) -> None:
+    """What a diffusion model has before its convolutions: of a small image, and of `numel` / 2."""
+    iterations = 20 if device == "cuda" else 1
+    side = max(1, math.isqrt(numel // 256))
+    for shape in ((2, 320, 64, 64), (1, 128, side, side)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(shape, device=device).to(dtype)
+            norm = torch.nn.GroupNorm(32, shape[1]).to(device, dtype)
+            w = autofuse.wrap(x)
+            series = interleaved(
+                {"eager": lambda norm=norm, x=x: F.silu(norm(x)),
+                 "fused": lambda norm=norm, w=w: autofuse.materialize(F.silu(norm(w)))},
+                device, rounds, iterations,
+            )  # fmt: skip
+            row(f"silu(group_norm(x)) of {list(shape)} {str(dtype)[6:]}", series)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -345,6 +365,7 @@ def main() -> None:
     bandwidth(args.device, args.large, args.rounds)
     odd_rows(args.device, args.large, args.rounds)
     images(args.device, args.large, args.rounds)
+    groups(args.device, args.large, args.rounds)
 
 
 if __name__ == "__main__":

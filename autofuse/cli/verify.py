@@ -134,6 +134,15 @@ def _images_by_pixel(v: Values) -> Any:
     return F.relu(_normed(x * 0.5, v, shape[2]) + y) if shape[0] == 2 else (x * 0.5, y * 0.5)
 
 
+def _groups(v: Values) -> torch.Tensor:
+    """As [N, 4, L] in two groups; odd columns as [N, C] in one."""
+    columns = v.x.shape[1]
+    shape, groups = ((4, columns // 4), 2) if columns % 4 == 0 else ((columns,), 1)
+    x, y = v.x.unflatten(1, shape), v.y.unflatten(1, shape)
+    w, b = v.w[: shape[0]], v.b[: shape[0]]
+    return (F.relu(F.group_norm(x * y, groups, w, b, 1e-3)) + y).flatten(1)
+
+
 def _layer_norm_saves(v: Values) -> Any:
     with torch.enable_grad():
         h = v.x.detach().requires_grad_() * v.y
@@ -176,6 +185,7 @@ DIFFERENTIATED: dict[str, Callable[[Values], Any]] = {
     "rms_norm(x + y) * y": lambda v: F.rms_norm(v.x + v.y, v.x.shape[-1:], v.w, 1e-6) * v.y,
     "rms_norm(x * y), no weight": lambda v: F.rms_norm(v.x * v.y, v.x.shape[-1:]),
     "RMSNorm as written": _rms_written,
+    "relu(group_norm(x * y)) + y": _groups,
     "x * sum(x * y)": lambda v: v.x * (v.x * v.y).sum(-1, keepdim=True),
     "x - mean(x * y) * 2": lambda v: v.x - (v.x * v.y).mean(-1).mul(2.0).unsqueeze(-1),
     "normalize(x * y) * w": lambda v: F.normalize(v.x * v.y, dim=-1) * v.w,
@@ -244,6 +254,8 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     ),
     "l1_loss(x * y, y)": lambda v: F.l1_loss(v.x * v.y, v.y) * 2.0,
     "loss of logits(x * y, y)": lambda v: F.binary_cross_entropy_with_logits(v.x * v.y, v.y) * 2.0,
+    "relu(group_norm(x * y)) + y": _groups,
+    "group_norm(x + y), no weights": lambda v: F.group_norm(v.x + v.y, 1) * 2.0,
     "batch_norm of columns": _channels,
     "batch_norm of images": _images,
     "batch_norm of channels_last": _images_by_pixel,
