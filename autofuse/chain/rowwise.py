@@ -84,7 +84,8 @@ def infer_rows(
         if seen is not None and seen[0] != shape:
             return "numbers of rows of the same shape as a row"
     dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
-    meta = make_meta(dtype, shape, contiguous(shape), device, _has_graph(tip, views))
+    graph = dtype.is_floating_point and _has_graph(tip, views)
+    meta = make_meta(dtype, shape, contiguous(shape), device, graph)
     made = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
     return made, rows
 
@@ -147,7 +148,9 @@ def _is_no_row(rows: RowsOf, x: Spec) -> bool:
 
 
 def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) -> str:
-    if device.type not in DEVICES or x.dtype not in DTYPES or not x.ndim:
+    truth = op.result is torch.bool  # of which no order decides anything
+    taken = x.dtype in DTYPES or (truth and x.dtype is torch.bool)
+    if device.type not in DEVICES or not taken or not x.ndim:
         return "a reduction of another kind"
     if any(meta.device is not device for meta in (x, *affine)):
         return "operands on several devices"
@@ -170,7 +173,7 @@ def _has_graph(tip: Node, metas: list[Meta]) -> bool:
 
 def _ungraded(op: Reduction, metas: list[Meta], device: torch.device, tip: Node) -> str:
     """Why `op` over such operands has to be differentiated by eager PyTorch alone; empty if not."""
-    if not _has_graph(tip, metas):
+    if op.result is torch.bool or not _has_graph(tip, metas):
         return ""
     if not has_node(op, device.type):
         return "a reduction that autograd takes apart"

@@ -256,6 +256,7 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "loss of logits(x * y, y)": lambda v: F.binary_cross_entropy_with_logits(v.x * v.y, v.y) * 2.0,
     "relu(group_norm(x * y)) + y": _groups,
     "group_norm(x + y), no weights": lambda v: F.group_norm(v.x + v.y, 1) * 2.0,
+    "any, all": lambda v: ((v.x > v.y).any(-1), torch.isfinite(v.x * v.y).all()),
     "batch_norm of columns": _channels,
     "batch_norm of images": _images,
     "batch_norm of channels_last": _images_by_pixel,

@@ -10,6 +10,7 @@ from . import groups as _groups  # noqa: F401
 from . import likelihood as _likelihood  # noqa: F401
 from . import losses as _losses  # noqa: F401
 from . import special as _special  # noqa: F401
+from . import truths as _truths  # noqa: F401
 
 # --- casts: `x.to(dtype)`, `x.float()` and so on; one to the dtype x has is x itself ------------
 

@@ -288,9 +288,10 @@ def cast_of(op: Reduction, kind: str, dtypes: list[torch.dtype]) -> torch.dtype 
     return "autocast, which casts in the reduction"  # and adds in an order that was not compared
 
 
-def is_recordable(x: Any) -> bool:
-    """Whether a reduction of `x` may be recorded."""
-    return x.device.type in DEVICES and x.dtype in DTYPES and x.ndim > 0
+def is_recordable(x: Any, *others: torch.dtype) -> bool:
+    """Whether a reduction of `x` may be recorded; others: of which dtypes besides DTYPES."""
+    known = x.dtype in DTYPES or x.dtype in others
+    return known and x.device.type in DEVICES and x.ndim > 0
 
 
 def is_row_wise(x: Any, dim: Any) -> bool:
@@ -298,10 +299,10 @@ def is_row_wise(x: Any, dim: Any) -> bool:
     return _dims_of(x, dim) == 1
 
 
-def _dims_of(x: Any, dim: Any) -> int:
+def _dims_of(x: Any, dim: Any, *others: torch.dtype) -> int:
     """How many dimensions of a tensor that may be recorded `dim` names, if they are its last ones;
     else 0."""
-    if not is_recordable(x):
+    if not is_recordable(x, *others):
         return 0
     ndim = x.ndim
     if type(dim) is int:
@@ -313,26 +314,26 @@ def _dims_of(x: Any, dim: Any) -> int:
     return len(dim) if is_last else 0
 
 
-_ABSENT: Any = object()  # stands for an argument that was not given
+ABSENT: Any = object()  # stands for an argument that was not given
 
 
-def _over(x: Any, dim: Any, keepdim: Any) -> Over | None:
+def over_of(x: Any, dim: Any, keepdim: Any, *others: torch.dtype) -> Over | None:
     """What a reduction of `x` is over, of all if `dim` is absent; None if it is not recorded."""
     if type(keepdim) is not bool:
         return None
-    of_all = dim is _ABSENT
-    dims = (x.ndim if is_recordable(x) else 0) if of_all else _dims_of(x, dim)
+    of_all = dim is ABSENT
+    dims = x.ndim * is_recordable(x, *others) if of_all else _dims_of(x, dim, *others)
     return Over(dims, of_all, keepdim) if dims else None
 
 
 def _plain(name: str) -> None:
     @_reduced(name)
     def choose(
-        input: Any, dim: Any = _ABSENT, keepdim: Any = _ABSENT, *, dtype: Any = None
+        input: Any, dim: Any = ABSENT, keepdim: Any = ABSENT, *, dtype: Any = None
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
-        if dtype is not None or (dim is _ABSENT and keepdim is not _ABSENT):
+        if dtype is not None or (dim is ABSENT and keepdim is not ABSENT):
             return None
-        over = _over(input, dim, False if keepdim is _ABSENT else keepdim)
+        over = over_of(input, dim, False if keepdim is ABSENT else keepdim)
         return None if over is None else (number_a_row(name, over), (input,))
 
 
@@ -343,9 +344,9 @@ for _name in ("sum", "mean"):
 def _extreme(name: str) -> None:
     @_reduced(name)
     def choose(
-        input: Any, dim: Any = _ABSENT, keepdim: bool = False
+        input: Any, dim: Any = ABSENT, keepdim: bool = False
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
-        over = _over(input, dim, keepdim)
+        over = over_of(input, dim, keepdim)
         return None if over is None else (number_a_row(name, over), (input,))
 
 
@@ -356,19 +357,19 @@ for _name in ("amax", "amin"):
 def _second_moment(name: str) -> None:
     @_reduced(name)
     def choose(
-        input: Any, dim: Any = _ABSENT, unbiased: Any = _ABSENT, keepdim: Any = _ABSENT, *,
-        correction: Any = _ABSENT,
+        input: Any, dim: Any = ABSENT, unbiased: Any = ABSENT, keepdim: Any = ABSENT, *,
+        correction: Any = ABSENT,
     ) -> tuple[Reduction, tuple[Any, ...]] | None:  # fmt: skip
-        over = _over(input, dim, False if keepdim is _ABSENT else keepdim)
+        over = over_of(input, dim, False if keepdim is ABSENT else keepdim)
         if over is None:
             return None
-        if type(unbiased) is bool and correction is _ABSENT:
-            if over.of_all and keepdim is not _ABSENT:
+        if type(unbiased) is bool and correction is ABSENT:
+            if over.of_all and keepdim is not ABSENT:
                 return None
             correction = int(unbiased)
-        elif unbiased is not _ABSENT:
+        elif unbiased is not ABSENT:
             return None
-        elif correction is None or correction is _ABSENT:
+        elif correction is None or correction is ABSENT:
             correction = 1
         # of a row of no more elements torch warns; how many several dimensions have is no part of
         # what machine code knows a call by, but rows of less than two are refused
@@ -404,7 +405,7 @@ for _name in _SOFT:
 def logsumexp(
     input: Any, dim: Any, keepdim: bool = False
 ) -> tuple[Reduction, tuple[Any, ...]] | None:
-    over = _over(input, dim, keepdim)
+    over = over_of(input, dim, keepdim)
     return None if over is None else (_log_of_sum(over), (input,))
 
 
@@ -448,7 +449,7 @@ def linalg_vector_norm(
 ) -> tuple[Reduction, tuple[Any, ...]] | None:
     if type(ord) not in (int, float) or ord != 2 or dtype is not None:
         return None
-    over = _over(x, _ABSENT if dim is None else dim, keepdim)
+    over = over_of(x, ABSENT if dim is None else dim, keepdim)
     return None if over is None else (_length(over), (x,))
 
 

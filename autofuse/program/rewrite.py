@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..dtypes import CODES
 from ..layout import Ints, along, contiguous
 from ..ops.reductions import Reduction
 from ..ops.row import Op
@@ -70,14 +71,18 @@ def _components(step: Reduced, whole: Spec, start: int) -> list[Step]:
     def read(args: Sequence[str | int]) -> tuple[Ref, ...]:
         return tuple([operands[a] if isinstance(a, str) else start + a for a in args])
 
+    def common(args: Sequence[str | int]) -> str:
+        codes = {found[a].out.code for a in args if isinstance(a, int)}
+        return codes.pop() if codes else step.common  # of one dtype each
+
     for k, one in enumerate(op.components):
         reduces = isinstance(one.op, Reduction)
         if reduces or numbers.issuperset(one.args):  # type: ignore[arg-type]
             numbers.add(k)
         shape = number if k in numbers else whole.shape
-        out = Spec(step.common, shape, contiguous(shape))
-        kind = Reduced if reduces else Pointwise
-        found.append(kind(one.op, read(one.args), step.common, out))
+        code, result = common(one.args), one.op.result
+        out = Spec(CODES.get(result, code), shape, contiguous(shape))  # type: ignore[arg-type]
+        found.append((Reduced if reduces else Pointwise)(one.op, read(one.args), code, out))
     found[-1] = replace(found[-1], out=step.out)
     return found
 
