@@ -15,6 +15,7 @@ import autofuse
 from autofuse.chain import rowwise
 from autofuse.kernel.rows import make_pieces, source_of
 from autofuse.ops import reductions
+from autofuse.record import policy
 from autofuse.supply.kernels import Order
 from support import assert_same, cuda_autocast_on_cpu, needs_cuda
 
@@ -163,6 +164,20 @@ def test_written_to_memory_that_is_there(kernels):
         autofuse.materialize(target)
     assert [name for name, *_ in launched] == ["af_rows_group_norm", "af_group_norm_mul"]
     assert_same(own, x * oracle(x, 3, w, b)[0], None)
+
+
+def test_alone_it_is_these_kernels_too(kernels, monkeypatch):
+    """Torch has three for it."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", False)
+    monkeypatch.setitem(policy.FLUSH_US, "cpu", policy.FLUSH_US.get("cuda") or 10.1)
+    monkeypatch.setitem(policy._OP_US, "cpu", 6.1)
+    x, w, b = arguments((2, 6, 4, 5))
+    with torch.no_grad():
+        for _ in range(5):
+            launched.clear()
+            out = autofuse.materialize(F.group_norm(autofuse.wrap(x), 3, w, b, EPS))
+            assert [name for name, *_ in launched] == ["af_rows_group_norm", "af_group_norm"]
+            assert_same(autofuse.unwrap(out), oracle(x, 3, w, b)[0], None)
 
 
 def test_two_of_one_chain(kernels):

@@ -114,9 +114,11 @@ def is_short(nodes: list[Node], results: Sequence[int], device_type: str) -> boo
 
 
 def are_alone(nodes: list[Node]) -> bool:
-    """Whether these are reductions with nothing to fuse them with: torch's kernels are as fast."""
+    """Whether these are reductions with nothing to fuse them with, of which torch's kernels are as
+    fast: those that are one."""
     return not config.always_fuse and all(
-        isinstance(node.op, Reduction) and not (node.op.components or node.op.of_classes)
+        isinstance(node.op, Reduction)
+        and not (node.op.components or node.op.of_classes or node.op.costs > 1)
         for node in nodes
     )
 
