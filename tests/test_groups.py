@@ -22,7 +22,8 @@ from support import assert_same, cuda_autocast_on_cpu, needs_cuda
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # shape and groups; the last ones of warps' rows, of blocks' and of long ones
 SHAPES = [((2, 6), 2), ((3, 4, 1), 2), ((2, 6, 5), 3), ((1, 6, 4, 3), 1), ((2, 6, 1, 1), 2),
-          ((2, 4, 2, 3, 2), 4), ((2, 4, 9, 31), 2), ((1, 2, 1100), 2)]  # fmt: skip
+          ((2, 4, 2, 3, 2), 4), ((2, 4, 9, 31), 2), ((1, 2, 1100), 2),
+          ((1, 2, 2300), 1)]  # fmt: skip
 EPS = 1e-3
 
 

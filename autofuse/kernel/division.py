@@ -26,6 +26,9 @@ _THREADS = 512  # of a block of the reduce kernel, at most
 _VECTORISED = 128  # elements of a reduction from which its kernel reads vectors
 _SOFTMAX_THREADS = 1024  # of a block of a softmax kernel that gives a row one...
 AS_ONE = 4  # ...of which one of ours does what so many do: more rows are in work at a time
+BY_ELEMENTS = 512  # of the norms' kernels that take elements one by one; of groups' from...
+_FEWEST_BY_BLOCK = 512  # ...so many elements on, and one of ours is AS_ONE up to
+_MOST_AS_ONE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +194,12 @@ def scheme_of(
         kernel = "elements" if op == "group_norm" else norm_kernel(columns)
         if kernel == "vectors":
             return Scheme(kernel, (128, 1), 4, False)
-        by_warp = op == "group_norm" and columns < 512
-        return Scheme(kernel, (WARP if by_warp else 512, 1), 1, False)
+        threads = BY_ELEMENTS
+        if op == "group_norm" and columns < _FEWEST_BY_BLOCK:
+            threads = WARP
+        elif op == "group_norm" and columns <= _MOST_AS_ONE:
+            threads //= AS_ONE
+        return Scheme(kernel, (threads, 1), 1, False)
     if op in NORM_SUMS:  # by vectors or by elements, in the same order
         return Scheme("fours", (128, 1), 4, columns % 4 > 0)
     if op == SOFT_SUM:

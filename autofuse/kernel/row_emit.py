@@ -12,14 +12,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from .division import AS_ONE, MOMENTS, NORMS, SOFT, WARP, slots_of
+from .division import AS_ONE, BY_ELEMENTS, MOMENTS, NORMS, SOFT, WARP, slots_of
 from .row_exchange import State
 from .row_threads import RowThreads
 from .source import ITEMSIZE, KEPT, Source, Stage
 from .targets import F32, I1, I32, Cuda, Value, joined
 
 _INFINITY = float("inf")
-_AT_ONCE = 8  # elements of a long row that a thread loads before it takes them, one by one
+_AT_ONCE = 2 * AS_ONE  # elements that a thread loads of a long row before it takes them
 _LOWEST = -3.4028234663852886e38  # of float32
 _SMALL = (127 - 96) << 23  # the bits of 2^-96, whose remainders have 2^-143 for their last place
 # what the reduce kernel begins with: one number, or the mean, the sum of squares about it, and how
@@ -399,14 +399,21 @@ class _Reductions(RowThreads):
         return self.builder.fdiv(self.f(1.0), x)
 
     def _by_elements(self, stage: Stage) -> State:
-        """RowwiseMomentsCUDAKernel: mean, sum of squares about it, and how many, by 512 threads."""
-        nothing = [self.f(0.0)] * 3
+        """RowwiseMomentsCUDAKernel: mean, sum of squares about it, and how many, of a thread that
+        stands for `slots` of torch's."""
+        slots = max(1, BY_ELEMENTS // self.rows.threads) if self.rows.threads > WARP else 1
+
+        def take(state: State, elements: list[Any], group: int) -> State:
+            (x,), at = elements, 3 * (group % slots)
+            return [*state[:at], *self._welford(state[at : at + 3], x), *state[at + 3 :]]
+
+        nothing = [self.f(0.0)] * (3 * slots)
         if stage.walk.held:
-            take = lambda state, elements, group: self._welford(state, *elements)  # noqa: E731
             state = self.sweep(stage, nothing, take)
         else:
-            state = self.sweep_ahead(stage, nothing, self._welford, _AT_ONCE)
-        return self.block([state], [0.0] * 3, self._merge)
+            state = self.sweep_ahead(stage, nothing, take, _AT_ONCE)
+        states = [state[at : at + 3] for at in range(0, 3 * slots, 3)]
+        return self.block(states, [0.0] * 3, self._merge)
 
     def _welford(self, state: State, x: Any) -> State:
         """WelfordOps: the mean, the sum of squares about it and how many, with one more."""

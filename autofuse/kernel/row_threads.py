@@ -331,10 +331,10 @@ class RowThreads(Exchanges):
         return state
 
     def sweep_ahead(
-        self, stage: Stage, state: State, take: Callable[[State, Any], State], many: int
+        self, stage: Stage, state: State, take: Callable[[State, list[Any], int], State], many: int
     ) -> State:
-        """As `sweep` of a row that is not held, without vectors: `many` elements are loaded before
-        the first is taken, where `take` has branches that no load would be moved across."""
+        """As `sweep` of a row that is not held, without vectors, by `many`: so many are loaded
+        before the first is taken, where `take` has branches that no load would be moved across."""
         builder, word = self.builder, self.word
         places = [builder.mul(self.apart, word(k)) for k in range(many)]
 
@@ -347,8 +347,9 @@ class RowThreads(Exchanges):
                     at = builder.select(inside, at, word(0))
                 loaded += self.elements(stage.part, at, 1, -1)
                 masks.append(inside)
-            for x, inside in zip(self.target.together(loaded), masks, strict=True):
-                state = self.chosen(inside, take(state, x), state)
+            every = zip(self.target.together(loaded), masks, strict=True)
+            for k, (x, inside) in enumerate(every):
+                state = self.chosen(inside, take(state, [x], k), state)
             return state
 
         def body(column: Any, state: State) -> State:
