@@ -49,6 +49,15 @@ def test_they_are_in_the_kernel_of_the_rows(emulated, function, name, dtype):  #
             assert_same(autofuse.unwrap(got), want, None, f"{columns} {over}")
 
 
+def test_alone_they_are_torchs_kernel(emulated, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(autofuse.config, "always_fuse", False)
+    x = rows_of((6, 64), torch.bool)
+    for _ in range(5):
+        found = autofuse.materialize(autofuse.wrap(x).any(-1))
+        assert_same(autofuse.unwrap(found), x.any(-1), None)
+    assert not launched
+
+
 def test_rows_that_several_blocks_share(emulated):  # noqa: F811
     for at in (None, 0, 77_000, 149_999):
         x = torch.ones(150_000)

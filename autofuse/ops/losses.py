@@ -82,7 +82,7 @@ def _of_all(name: str, reduction: str, dims: int) -> Reduction:
     grad = "; ".join([rule, rule, *("none" for _ in read[2:])])
     return Reduction(
         name, params, "", keeps="x y", grad=grad, dims=dims, of_all=True, components=components,
-        eager=eager,
+        eager=eager, costs=len(components),
     )  # fmt: skip
 
 

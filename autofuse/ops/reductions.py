@@ -263,7 +263,8 @@ def _log_of_sum(over: Over) -> Reduction:
     )
     eager = lambda x: torch.logsumexp(x, dim, keepdim)  # noqa: E731
     return Reduction("logsumexp", "x", "", keeps="x out", grad="logsumexp_backward(g, x, out)",
-                     keepdim=keepdim, dims=dims, components=components, eager=eager)  # fmt: skip
+                     keepdim=keepdim, dims=dims, components=components, eager=eager,
+                     costs=len(components))  # fmt: skip
 
 
 def has_node(op: Reduction, kind: str) -> bool:

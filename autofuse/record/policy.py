@@ -117,8 +117,7 @@ def are_alone(nodes: list[Node]) -> bool:
     """Whether these are reductions with nothing to fuse them with, of which torch's kernels are as
     fast: those that are one."""
     return not config.always_fuse and all(
-        isinstance(node.op, Reduction)
-        and not (node.op.components or node.op.of_classes or node.op.costs > 1)
+        isinstance(node.op, Reduction) and node.op.costs == 1 and not node.op.of_classes
         for node in nodes
     )
 
@@ -190,7 +189,7 @@ def _ops_of(nodes: list[Node], first: int = 0) -> int:
     a join reads from memory is a step of its own here."""
     read = {ref for node in nodes if isinstance(node.op, JoinOp) for ref in node.args}
     return sum(
-        len(getattr(node.op, "components", ())) or _costs(node.op)
+        _costs(node.op)
         for node in nodes[first:]
         if node.base < 0 and not (node.index in read and node.op is OPS["clone"])
     )
