@@ -98,7 +98,7 @@ def assert_same(got: Any, want: Any, rtol: float | None, what: str = "") -> None
     """Equal values (bit for bit unless rtol is given), dtype, shape, strides; containers too."""
     if isinstance(want, torch.Tensor):
         assert isinstance(got, torch.Tensor), f"{what}: {type(got)} is not a tensor"
-        got = autofuse.unwrap(got)
+        got, want = autofuse.unwrap(got), autofuse.unwrap(want)
         assert got.dtype is want.dtype, f"{what}: dtype {got.dtype} is not {want.dtype}"
         assert got.shape == want.shape, f"{what}: shape {got.shape} is not {want.shape}"
         assert got.stride() == want.stride(), f"{what}: stride {got.stride()} not {want.stride()}"

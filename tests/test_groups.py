@@ -20,10 +20,10 @@ from autofuse.supply.kernels import Order
 from support import assert_same, cuda_autocast_on_cpu, needs_cuda
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# shape and groups; the last ones of warps' rows, of blocks' and of long ones
+# shape and groups; rows of warps and blocks, kept by their threads or not, and long ones
 SHAPES = [((2, 6), 2), ((3, 4, 1), 2), ((2, 6, 5), 3), ((1, 6, 4, 3), 1), ((2, 6, 1, 1), 2),
           ((2, 4, 2, 3, 2), 4), ((2, 4, 9, 31), 2), ((1, 2, 1100), 2),
-          ((1, 2, 2300), 1)]  # fmt: skip
+          ((1, 2, 150), 1), ((1, 2, 2300), 1), ((2, 4, 3, 4), 2)]  # fmt: skip
 EPS = 1e-3
 
 
@@ -153,6 +153,27 @@ def test_what_else_the_chain_has(kernels):
         made, [*doubled, want + doubled[2], want * doubled[1], *(y - 1.0 for y in others)], None
     )
     assert sum(name == "af_rows_group_norm" for name, *_ in launched) == 1
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 4), (2, 6, 4, 5), (1, 4, 4), (2, 6)], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_weights_that_are_pending(kernels, grad, shape):
+    """They are stored first: channels are read by another index than the rows."""
+    x, w, b = arguments(shape)
+    for which in ("w", "b", "both", "one twice", "held"):
+        xs = [t.clone().requires_grad_(grad) for t in (x, w, b)]
+        own, weight, bias = map(autofuse.wrap, xs)
+        h = own * 0.5
+        weight = weight + 1.0 if which != "b" else weight
+        bias = torch.relu(bias) if which in ("b", "both") else bias
+        bias = weight if which == "one twice" else bias
+        out = F.group_norm(h, 2, weight, bias, EPS) * 2.0
+        if which != "held":
+            del weight, bias
+        out = autofuse.unwrap(autofuse.materialize(out)).detach()
+        first = w + 1.0 if which != "b" else w
+        second = torch.relu(b) if which in ("b", "both") else first if which == "one twice" else b
+        assert_same(out, oracle(x * 0.5, 2, first, second)[0] * 2.0, None, which)
 
 
 def test_written_to_memory_that_is_there(kernels):
@@ -310,7 +331,7 @@ def test_spellings_are_recorded(recorded):  # noqa: F811
 @pytest.mark.parametrize("name", [
     "channels that groups do not divide", "no groups", "one weight", "another dtype",
     "too few dims", "weights of another size", "one element", "empty", "a bool", "an integer",
-    "several dtypes",
+    "several dtypes", "numbers as weights", "no flag",
 ])  # fmt: skip
 def test_others_are_eager(recorded, name):  # noqa: F811
     x, w, b = arguments((2, 6, 4, 5))
@@ -325,6 +346,8 @@ def test_others_are_eager(recorded, name):  # noqa: F811
         "empty": lambda x: F.group_norm(x[:0], 3, w, b),
         "a bool": lambda x: F.group_norm(x, True, w, b),
         "an integer": lambda x: F.group_norm(x.int(), 3),
+        "numbers as weights": lambda x: F.group_norm(x * 2.0, 3, 3.0, 4.0),
+        "no flag": lambda x: torch.group_norm(x, 3, w, b, 1e-5, None),
         "several dtypes": lambda x: F.group_norm(x.bfloat16(), 3, w, b),
     }[name]
 
@@ -341,6 +364,10 @@ def test_others_are_eager(recorded, name):  # noqa: F811
                 assert got == want
             else:
                 assert_same(got, want, None)
+        got = F.group_norm(autofuse.wrap(x) * 2.0, 3, w, b)  # as if that had not been
+        assert_same(
+            autofuse.unwrap(autofuse.materialize(got)), F.group_norm(x * 2.0, 3, w, b), None
+        )
 
 
 def test_channels_last_is_eager(recorded):  # noqa: F811

@@ -66,7 +66,7 @@ class _HungRunner(cpu.CpuRunner):
             values = {k: x if x.grad_fn is None else x.detach() for k, x in values.items()}
             bump(chain, values)
             if self.attach is not None:
-                packs = [[values[k] for k in pack] for pack, _, _ in self.memory]
+                packs = [[values[k] for k in pack] for pack, _, _ in self.memory[: len(self.made)]]
                 made = [x[0] if len(x) == 1 else torch.stack(x) for x in packs]
                 self.attach(chain.inputs, chain.consts, chain.late, *made)
         publish(chain, values)

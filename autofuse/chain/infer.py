@@ -98,6 +98,10 @@ def _reason_of_channels(op: Op, args: Sequence[Ref], views: list[Meta | type]) -
     return ""
 
 
+class Cut(str):
+    """Why another chain begins with an op: its operands are in memory there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Inferred:
     """An op after some program, as far as its operands decide."""

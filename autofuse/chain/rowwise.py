@@ -17,15 +17,14 @@ from ..dtypes import CODES
 from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM, Scheme, scheme_of
 from ..layout import Ints, along, contiguous, numel
 from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
-from ..program.program import Ref, RowsOf, Spec
+from ..program.program import CONST, Ref, RowsOf, Spec
 from ..program.walk import sources
 from ..settings.config import config
-from .infer import Inferred, referred
+from .infer import Cut, Inferred, referred
 from .meta import Meta, make_meta
 from .state import Node
 from .steps import specs_of
 
-APART = "operands for which the dimensions of a row are not one"
 MOST = 6  # reductions in a kernel, whose compile time grows with each
 
 
@@ -52,6 +51,10 @@ def infer_rows(
         cast = cast_of(op, device.type, [meta.dtype for meta in views])
     if cast is not None:
         return cast
+    if _has_numbers(op, kinds):
+        return "numbers in place of tensors"
+    if op.groups and any(0 <= ref < CONST for ref in args[1:]):
+        return Cut("operands of channels that are not in memory")
     reason = _reason(op, x, affine, device) or _ungraded(op, views, device, tip)
     if reason:
         return reason
@@ -78,8 +81,10 @@ def infer_rows(
         whole = [node for node in path if node.meta.shape == rows.shape]  # type: ignore[union-attr]
         read = [spec for node in whole for spec in _read_by(node, path, reads)]
         if not all(_lies_in(rows, spec) for spec in read):
-            return APART
-        # so that the kernel would not see which is which
+            if op.groups:  # whose rows are worth a kernel of their own
+                return Cut("rows")
+            return "operands for which the dimensions of a row are not one"
+        # so that the kernel would not see which is which, where it has numbers of rows
         seen = None if op.keepdim or op.whole else along(shape, contiguous(shape), rows.row)
         if seen is not None and seen[0] != shape:
             return "numbers of rows of the same shape as a row"
@@ -102,7 +107,9 @@ def infer_outside(
     args, kinds = referred(operands, metas, reads, numbers)
     x, *others = views = [kind for kind in kinds if isinstance(kind, Meta)]
     reason = _reason(op, x, others, device) or _ungraded(op, views, device, tip)
-    if not _has_graph(tip, [x]):
+    if _has_numbers(op, kinds):
+        reason = "numbers in place of tensors"
+    elif not _has_graph(tip, [x]):
         reason = "a loss without a gradient"
     elif tip.told:
         reason = "saved tensor hooks"
@@ -165,6 +172,14 @@ def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) ->
         if meta.shape != op.weights(x.shape) or not meta.flat or meta.dtype is not x.dtype:
             return "a weight of another shape or dtype"
     return ""
+
+
+def _has_numbers(op: Reduction, kinds: Sequence[Meta | type]) -> bool:
+    """Whether Python numbers stand where torch takes tensors alone."""
+    return any(
+        not isinstance(kind, Meta) and role in ("promote", "channel")
+        for kind, role in zip(kinds, op.roles, strict=True)
+    )
 
 
 def _has_graph(tip: Node, metas: list[Meta]) -> bool:

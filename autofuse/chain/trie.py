@@ -19,9 +19,9 @@ from ..ops.views import JoinOp, ViewOp, WriteOp
 from ..program.program import RowsOf
 from ..settings.config import config
 from ..supply.load import processors_of
-from .infer import Inferred, infer
+from .infer import Cut, Inferred, infer
 from .meta import Meta, make_meta
-from .rowwise import APART, goes_along, infer_outside, infer_rows
+from .rowwise import goes_along, infer_outside, infer_rows
 from .state import Node, Recorder
 from .steps import channels_of
 from .verified import refusal
@@ -91,8 +91,8 @@ def extend(
             op, operands, metas, tip.inputs, tip.consts, recorder.device, tip.grad_mode,
             tip.relaxed, tip.autocast,
         )  # fmt: skip
-    if found is APART and tip.index >= 0 and isinstance(op, Reduction) and op.groups:
-        return _cut(recorder, tip, op, "rows")
+    if isinstance(found, Cut):
+        return _cut(recorder, tip, op, found)
     if isinstance(found, str):
         return eager_node(recorder, tip, op, found)
     if isinstance(found, torch.dtype):

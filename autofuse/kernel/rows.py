@@ -143,14 +143,14 @@ def _of_groups(
     ]
     others = tuple(output for output in program.outputs if output not in ours)
     pieces = pointwise.make_pieces(replace(program, outputs=others), device) if others else ()
-    rows = RowsOf(shape, op.dims, 0, 0, op.groups)
-    parts, statistics = with_statistics(seen(replace(program, outputs=tuple(ours)), rows), index)
-    outputs = tuple(map(Output, statistics))
-    straight = straightened(replace(parts, outputs=outputs), rows.row)
     count, columns = op.count(shape)
     size = ITEMSIZE[spec_of(program, x).code]
     scheme = scheme_of(op.name, count, columns, size, processors)
     assert isinstance(scheme, Scheme), scheme
+    rows = RowsOf(shape, op.dims, scheme.threads, scheme.blocks, op.groups)
+    parts, statistics = with_statistics(seen(replace(program, outputs=tuple(ours)), rows), index)
+    outputs = tuple(map(Output, statistics))
+    straight = straightened(replace(parts, outputs=outputs), rows.row)
     first = RowPiece(
         straight, (shape[0], op.groups, columns), followers(straight), {index: scheme}
     ).piece()

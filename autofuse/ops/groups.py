@@ -76,6 +76,8 @@ def group_norm(
 ) -> tuple[Reduction, tuple[Any, ...]] | None:  # fmt: skip
     if type(num_groups) is not int or num_groups < 1 or type(eps) not in (float, int):
         return None
+    if type(cudnn_enabled) is not bool:
+        return None
     # with one of weight and bias alone torch's kernels have other formulas
     if (weight is None) is not (bias is None) or not is_recordable(input) or input.ndim < 2:
         return None

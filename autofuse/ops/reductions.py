@@ -84,9 +84,11 @@ class Reduction(Op):
 
     def count(self, shape: Ints) -> tuple[int, int]:
         """How many rows there are, and how many elements each of them has."""
+        if self.groups:
+            count = shape[0] * self.groups
+            return count, math.prod(shape) // count
         rows, row = self.split(shape)
-        count = shape[0] * self.groups if self.groups else math.prod(rows)
-        return count, math.prod(shape) // count if self.groups else math.prod(row)
+        return math.prod(rows), math.prod(row)
 
     def weights(self, shape: Ints) -> Ints:
         """The shape of weights, of a whole one over a first operand of `shape`."""
@@ -425,7 +427,7 @@ def layer_norm(
     # with one of weight and bias alone torch's kernel was compiled to what differs by its lanes
     if (weight is None) is not (bias is None) or not _is_last(input, normalized_shape):
         return None
-    if type(eps) not in (float, int):
+    if type(eps) not in (float, int) or type(cudnn_enable) is not bool:
         return None
     if weight is None:
         return _normed_row("layer_norm", "x eps:opmath"), (input, float(eps))
