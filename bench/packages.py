@@ -157,8 +157,9 @@ def _read_by(model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     config, decoded = model.config, torch.randint(3, 100, (2, 8))
     match model.main_input_name:
         case "pixel_values":
-            size = config.image_size if isinstance(getattr(config, "image_size", 0), int) else 64
-            return (images(2, size or 64, size or 64),), {}
+            size = getattr(config, "image_size", 64)
+            size = size if isinstance(size, int) else 64
+            return (images(2, size, size),), {}
         case "input_values":
             return (torch.randn(1, 4000),), {}
         case "input_features":
