@@ -1,6 +1,8 @@
 """group_norm: a kernel of each group's statistics, and one of what has the shape of its operand."""
 
 import math
+import os
+import random
 
 import pytest
 import row_oracle
@@ -224,6 +226,55 @@ def test_rows_of_others_beside_it(kernels):
     ).view(x.shape)
     normed = oracle(softmax(x), 2, w, b)[0]
     assert_same(out, softmax(normed * 0.5) + normed, None)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("AUTOFUSE_TEST_ORDERS", "12"))))
+def test_random_programs(kernels, seed):
+    """What is before and after, weights that are pending, values that are held or let go of."""
+    rng = random.Random(f"{os.environ.get('AUTOFUSE_TEST_SEED', '20261128')} {seed}")
+    groups, each = rng.choice([1, 2, 3]), rng.choice([1, 2, 4])
+    shape = (
+        rng.choice([1, 2, 3]),
+        groups * each,
+        *rng.choices([1, 2, 3, 4, 6], k=rng.randint(1, 3)),
+    )
+    if math.prod(shape) // shape[0] // groups < 2:
+        shape = (*shape, 5)
+    channels, ones = shape[1], (1,) * (len(shape) - 2)
+    x, w, b = arguments(shape, seed=seed)
+    y, number = arguments(shape, seed=seed + 1)[0], arguments((channels, 1), seed=seed + 2)[0]
+    columns, of_channel = y[:1, :1], number.view(channels, *ones)
+    ways = [
+        lambda h, y, c, r: h * y, lambda h, y, c, r: h + c, lambda h, y, c, r: torch.relu(h) - r,
+        lambda h, y, c, r: h * 0.5, lambda h, y, c, r: (y + r) * h,
+    ]  # fmt: skip
+    before, after = (rng.choices(ways, k=rng.randint(0, 3)) for _ in "ab")
+    doubles, held = rng.choice(["", "w", "b", "wb"]), rng.random() < 0.5
+    asks, twice = rng.random() < 0.3, rng.random() < 0.3
+
+    def program(norm, x, w, b, y, c, r):
+        w = w * 2.0 if "w" in doubles else w
+        b = b + w if "b" in doubles else b
+        h = x
+        for way in before:
+            h = way(h, y, c, r)
+        first = normed = norm(h, w, b)
+        for way in after:
+            normed = way(normed, y, c, r)
+        if twice:
+            normed = norm(normed, b, w) - first
+        return [normed, *([h, first] if held else []), *([(normed > 0).any()] if asks else [])]
+
+    own = x, w, b, y, of_channel, columns
+    want = program(lambda h, w, b: oracle(h, groups, w, b)[0], *own)
+    with torch.no_grad():
+        for _ in range(3):
+            got = program(
+                lambda h, w, b: F.group_norm(h, groups, w, b, EPS), *map(autofuse.wrap, own)
+            )
+            got = [autofuse.unwrap(autofuse.materialize(value)) for value in got]
+            assert_same(got, want, None, f"{shape} {groups}")
+    assert any("group_norm" in name for name, *_ in launched)
 
 
 # --- gradients ------------------------------------------------------------------------------------

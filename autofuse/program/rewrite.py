@@ -130,34 +130,33 @@ def seen(program: Program, rows: RowsOf) -> Program:
 
 
 def with_statistics(program: Program, index: int) -> tuple[Program, tuple[int, ...]]:
-    """`program` with all statistics of step `index`, each of which follows from that; which steps
-    these are."""
+    """`program` with all statistics of step `index`, which steps these are.
+
+    Each follows from that step, and has its dimensions: numbers of rows could be taken for a row.
+    """
     steps = list(program.steps)
-    op, out = steps[index].op, steps[index].out
+    op, common, out = steps[index].op, steps[index].common, steps[index].out
     assert isinstance(op, Reduction)
+    shape = (out.shape[0], op.groups, *(1 for _ in out.shape[2:]))
+    spec = Spec(out.code, shape, contiguous(shape))
     own = [k for k, step in enumerate(steps) if isinstance(step, Statistic) and step.of == index]
-    for k in own:
-        steps[k] = replace(steps[k], args=(index,))
-    if not own:
-        shape = (out.shape[0], op.groups)
-        spec = Spec(out.code, shape, contiguous(shape))
-        for which, statistic in enumerate(op.statistics):
+    for which, statistic in enumerate(op.statistics):
+        made = Statistic(statistic, (index,), common, spec, index, which)
+        if len(own) == which:
             own.append(len(steps))
-            steps.append(Statistic(statistic, (index,), steps[index].common, spec, index, which))
+            steps.append(made)
+        steps[own[which]] = made
     return replace(program, steps=tuple(steps)), tuple(own)
 
 
 def finishing(program: Program, index: int, statistics: Sequence[int], op: Op) -> Program:
     """`program` in which step `index` is `op`, of its tensors and of further Inputs: these are its
     statistics, which no step gives."""
-    step, inputs = program.steps[index], list(program.inputs)
+    step, known = program.steps[index], len(program.inputs)
     args = [arg for arg in step.args if arg < CONST]
-    for k in statistics:
-        spec = program.steps[k].out
-        ones = (1,) * (len(step.out.shape) - len(spec.shape))
-        args.append(~len(inputs))
-        inputs.append(Spec(spec.code, spec.shape + ones, spec.stride + ones))
+    args += [~(known + k) for k in range(len(statistics))]
+    inputs = (*program.inputs, *(program.steps[k].out for k in statistics))
     steps = list(program.steps)
     steps[index] = Pointwise(op, tuple(args), step.common, step.out)
     outputs = [output for output in program.outputs if output.step not in statistics]
-    return Program(tuple(steps), tuple(inputs), program.consts, tuple(outputs), program.relaxed)
+    return Program(tuple(steps), inputs, program.consts, tuple(outputs), program.relaxed)
