@@ -7,9 +7,11 @@ import torch
 from test_reductions import emulated, launched, recorded, recording, row, table  # noqa: F401
 
 import autofuse
+from autofuse.cli import verify
 from support import assert_same, needs_cuda
 
 DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16)
+KINDS = ("plain", "wide", "special")
 SPECIAL = (torch.nan, torch.inf, -0.0, 0.0, 1e-40)
 
 
@@ -133,6 +135,13 @@ def test_others_are_eager(recorded, function, name):  # noqa: F811
             assert_same([autofuse.unwrap(autofuse.materialize(t)) for t in got], [*want], None)
         else:
             assert got == want
+
+
+def test_they_are_compared_when_a_gpu_is_verified(emulated):  # noqa: F811
+    cases = [(rows, columns, kind, 0) for rows, columns in ((3, 7), (1, 64)) for kind in KINDS]
+    for dtype in verify.DTYPES:
+        outcome = verify.compare("any, all", dtype, cases, "cpu")
+        assert not outcome.wrong and outcome.reduced == outcome.cases == len(cases)
 
 
 @pytest.mark.cuda

@@ -336,7 +336,7 @@ def differing(got: Any, want: Any) -> int:
         return sum(differing(a, b) for a, b in zip(got, want, strict=True))
     if (got.dtype, got.shape, got.stride()) != (want.dtype, want.shape, want.stride()):
         return want.numel()
-    kind = {2: torch.int16, 4: torch.int32}[want.element_size()]
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.element_size()]
     bits = got.contiguous().view(kind) != want.contiguous().view(kind)
     return int((bits & ~(got.isnan() & want.isnan())).sum())
 
