@@ -204,6 +204,32 @@ def test_alone_it_is_these_kernels_too(kernels, monkeypatch):
             assert_same(autofuse.unwrap(out), oracle(x, 3, w, b)[0], None)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("program", ["groups", "shared rows"])
+def test_what_kernels_leave_to_each_other_is_explained(kernels, program, grad, tmp_path):
+    """Which is no step of the chain."""
+    x, w, b = (t.requires_grad_(grad) for t in arguments((2, 6, 4, 5)))
+    y = torch.linspace(-1, 1, 150_000).requires_grad_(grad)
+
+    def run():
+        if program == "groups":
+            out = torch.relu(F.group_norm(autofuse.wrap(x) * 0.5, 3, w, b, EPS)).sum()
+        else:
+            out = (autofuse.wrap(y) * 2.0).sum() + 1.0
+        autofuse.materialize(out)
+        if grad:
+            out.backward()
+
+    run()
+    launched.clear()
+    report = autofuse.explain(run)
+    names = [use.name for use in report.kernels if use.name.startswith("af_rows")]
+    assert names and {*names} <= {name for name, *_ in launched}
+    assert all(use.bytes_read > 0 or use.bytes_written > 0 for use in report.kernels[:1])
+    report.html(str(tmp_path / "report.html"))
+    assert names[0] in str(report) or names[0] in (tmp_path / "report.html").read_text()
+
+
 def test_two_of_one_chain(kernels):
     """The second begins another."""
     x, w, b = arguments((2, 6, 4, 5))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, all_recorders
 from ..fused import Site, call_fused
 from ..lines import user_position
+from ..program.program import LEFT, Ref
 from ..record.policy import gain_of
 from ..run.runner import Runner
 from ..supply.load import target_of
@@ -193,10 +194,15 @@ def _runners() -> list[Runner]:
 def _uses(runner: Runner) -> list[KernelUse]:
     """What one run of `runner` launches."""
     found = []
+
+    def metas_of(refs: Iterable[Ref]) -> list[Meta]:
+        """Of tensors; what one kernel leaves to the next is a few numbers."""
+        known = [runner.inputs[~ref] if ref < 0 else runner.steps[ref].meta
+                 for ref in refs if ref < LEFT]  # fmt: skip
+        return [meta for meta in known if meta is not None]
+
     for piece, kernel in zip(runner.pieces, runner.kernels, strict=False):
-        reads = [runner.inputs[~ref] if ref < 0 else runner.nodes[ref].meta for ref in piece.loads]
-        writes = [runner.steps[index].meta for index in piece.stores]
-        moved = [[meta for meta in metas if meta is not None] for metas in (reads, writes)]
+        moved = metas_of(piece.loads), metas_of(piece.stores)
         found.append(
             KernelUse(
                 name=kernel.source.name,
