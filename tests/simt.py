@@ -60,6 +60,11 @@ def log(x):
         return F32(np.log(np.float64(x)))
 
 
+def lg2(x):
+    with np.errstate(all="ignore"):
+        return F32(np.log2(np.float64(x)))
+
+
 def exp_parts(x):
     """Two factors of the exponential."""
     scaled = saturated(x, bits_float(0x3BBB989D), bits_float(0x3F000000))
@@ -123,6 +128,7 @@ ASSEMBLY = {
     # the last bits of these are lost to 16 bits
     "rcp.approx.ftz.f32 $0, $1;": lambda a: F32(1 / a),
     "div.full.f32 $0, $1, $2;": lambda a, b: F32(a / b),
+    "lg2.approx.f32 $0, $1;": lg2,
     "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;": bf16,
     "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda low, high: bf16(low) >> 16 | bf16(high),
     "cvt.rn.f16x2.f32 $0, $2, $1;": lambda low, high: half_bits(low) | half_bits(high) << 16,
