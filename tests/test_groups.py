@@ -380,6 +380,17 @@ def test_kernels_give_what_is_saved(kernels, affine):
         assert_same(node._saved_result2.detach(), rstd, None)
 
 
+def test_statistics_that_nobody_saves(kernels):
+    """What is computed from it under grad has no gradient."""
+    x, w, b = arguments((2, 6, 4, 5))
+    ours = [autofuse.wrap(t.clone().requires_grad_()) for t in (x, w, b)]
+    for _ in range(3):
+        launched.clear()
+        mask = autofuse.materialize(F.group_norm(ours[0] * 0.5, 3, *ours[1:], EPS) > 0)
+        assert [name for name, *_ in launched] == ["af_rows_mul_group_norm", "af_mul_group_norm_gt"]
+        assert_same(autofuse.unwrap(mask), oracle(x * 0.5, 3, w, b)[0] > 0, None)
+
+
 # --- how it is spelled, and what is eager ---------------------------------------------------------
 
 

@@ -154,8 +154,10 @@ def _of_groups(
     first = RowPiece(
         straight, (shape[0], op.groups, columns), followers(straight), {index: scheme}
     ).piece()
-    places = {k: k for k in statistics}  # where they are left, if nobody keeps them
-    if statistics[0] >= len(program.steps):
+    places = {k: k for k in statistics}
+    saved = {*statistics} & {*program.live}
+    assert len(saved) in (0, len(statistics)), "a node saves all of them"
+    if not saved:  # they are left to the next kernel alone
         places = {k: LEFT + which for which, k in enumerate(statistics)}
         first = replace(first, left=count)
     first = replace(first, stores=tuple([places[k] for k in first.stores]))
