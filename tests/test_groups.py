@@ -15,6 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import autofuse
 from autofuse.chain import rowwise
+from autofuse.cli import verify
 from autofuse.kernel.rows import make_pieces, source_of
 from autofuse.ops import reductions
 from autofuse.record import policy
@@ -389,6 +390,26 @@ def test_statistics_that_nobody_saves(kernels):
         mask = autofuse.materialize(F.group_norm(ours[0] * 0.5, 3, *ours[1:], EPS) > 0)
         assert [name for name, *_ in launched] == ["af_rows_mul_group_norm", "af_mul_group_norm_gt"]
         assert_same(autofuse.unwrap(mask), oracle(x * 0.5, 3, w, b)[0] > 0, None)
+
+
+@pytest.mark.parametrize("name", [name for name in verify.PROGRAMS if "group_norm" in name])
+def test_it_is_compared_when_a_gpu_is_verified(kernels, name, monkeypatch):
+    """Here with what the order of a CPU gives."""
+    seen = []
+
+    def differing(got, want):
+        for a, b in zip(*((t,) if torch.is_tensor(t) else t for t in (got, want)), strict=True):
+            assert (a is None) is (b is None)
+            if a is not None:
+                assert_same(a, b, 1e-3)
+                seen.append(a)
+        return 0
+
+    monkeypatch.setattr(verify, "differing", differing)
+    cases = [(5, 132, "plain", 0), (3, 7, "plain", 0), (1, 2, "plain", 1)]
+    outcome = verify.compare(name, torch.float32, cases, "cpu")
+    assert outcome.reduced == len(cases) and len(seen) >= len(cases)
+    assert sum("group_norm" in kernel for kernel, *_ in launched) >= 2 * len(cases)
 
 
 # --- how it is spelled, and what is eager ---------------------------------------------------------
