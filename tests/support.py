@@ -296,6 +296,29 @@ def _casting(name: str) -> Callable[..., Any]:
     return kernel
 
 
+def compared_about(monkeypatch: Any, rtol: float, count: int | None) -> list[torch.Tensor]:
+    """Have `verify` compare by a tolerance, as another order gives it; what it has compared.
+
+    count: of the tensors of a program, where it gives several.
+    """
+    seen: list[torch.Tensor] = []
+
+    def differing(got: Any, want: Any) -> int:
+        if count is None:
+            got, want = (got,), (want,)
+        else:
+            assert len(got) == len(want) == count
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) is (b is None)
+            if a is not None:
+                assert_same(a, b, rtol)
+                seen.append(a)
+        return 0
+
+    monkeypatch.setattr("autofuse.cli.verify.differing", differing)
+    return seen
+
+
 @contextlib.contextmanager
 def cuda_autocast_on_cpu() -> Iterator[None]:
     """Autocast casts on the CPU as it does on CUDA: in eager ops, in backward, in chains."""

@@ -22,7 +22,7 @@ from autofuse.grad import reduced
 from autofuse.kernel.cuda import compile_ptx
 from autofuse.kernel.division import NORM_SUMS, SOFT_SUM, Scheme, scheme_of
 from autofuse.kernel.rows import source_of
-from support import WIDE, assert_same, needs_cuda
+from support import WIDE, assert_same, compared_about, needs_cuda
 
 EPS = 1e-5
 # parts of a warp, several elements a thread, whole and broken groups of four, one round of a
@@ -407,18 +407,7 @@ def test_no_more_is_saved_than_eager_saves(hung, name):  # noqa: F811
 ])  # fmt: skip
 def test_gradients_are_compared_when_a_gpu_is_verified(emulated, name, monkeypatch):  # noqa: F811
     """Here with what another order gives."""
-    seen = []
-
-    def differing(got, want):
-        assert len(got) == len(want) == 4
-        for a, b in zip(got, want, strict=True):
-            assert (a is None) is (b is None)
-            if a is not None:
-                assert_same(a, b, 1e-3)
-                seen.append(a)
-        return 0
-
-    monkeypatch.setattr(verify, "differing", differing)
+    seen = compared_about(monkeypatch, 1e-3, 4)
     outcome = verify.compare(name, torch.float32, [(5, 132, "plain", 0)], "cpu")
     in_rows = any(reduction in name for reduction in ("layer", "softmax", "var", "std"))
     kernels = 1 + in_rows + ("by std" in name)  # whose mean is by fewer threads here

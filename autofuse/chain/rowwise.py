@@ -43,7 +43,7 @@ def infer_rows(
     reads, numbers = list(tip.inputs), list(tip.consts)
     args, kinds = referred(operands, metas, reads, numbers)
     views = [kind for kind in kinds if isinstance(kind, Meta)]
-    x, *affine = views
+    x = views[0]
     cast: torch.dtype | str | None = None
     if op.casts and x.dtype is not torch.float32:
         cast = torch.float32
@@ -51,13 +51,11 @@ def infer_rows(
         cast = cast_of(op, device.type, [meta.dtype for meta in views])
     if cast is not None:
         return cast
-    if _has_numbers(op, kinds):
-        return "numbers in place of tensors"
-    if op.groups and any(0 <= ref < CONST for ref in args[1:]):
-        return Cut("operands of channels that are not in memory")
-    reason = _reason(op, x, affine, device) or _ungraded(op, views, device, tip)
+    reason = _reason(op, kinds, device) or _ungraded(op, views, device, tip)
     if reason:
         return reason
+    if op.groups and any(0 <= ref < CONST for ref in args[1:]):
+        return Cut("operands of channels that are not in memory")
     found = set[tuple[int, int]]()
     for name in op.reduces:
         scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors)
@@ -106,10 +104,8 @@ def infer_outside(
     reads, numbers = list(tip.inputs), list(tip.consts)
     args, kinds = referred(operands, metas, reads, numbers)
     x, *others = views = [kind for kind in kinds if isinstance(kind, Meta)]
-    reason = _reason(op, x, others, device) or _ungraded(op, views, device, tip)
-    if _has_numbers(op, kinds):
-        reason = "numbers in place of tensors"
-    elif not _has_graph(tip, [x]):
+    reason = _reason(op, kinds, device) or _ungraded(op, views, device, tip)
+    if not _has_graph(tip, [x]):
         reason = "a loss without a gradient"
     elif tip.told:
         reason = "saved tensor hooks"
@@ -154,7 +150,11 @@ def _is_no_row(rows: RowsOf, x: Spec) -> bool:
     return seen is None or seen[0] == x.shape or numel(x.shape) == 1
 
 
-def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) -> str:
+def _reason(op: Reduction, kinds: Sequence[Meta | type], device: torch.device) -> str:
+    for kind, role in zip(kinds, op.roles, strict=True):
+        if role in ("promote", "channel") and not isinstance(kind, Meta):
+            return "numbers in place of tensors"
+    x, *affine = [kind for kind in kinds if isinstance(kind, Meta)]
     truth = op.result is torch.bool  # of which no order decides anything
     taken = x.dtype in DTYPES or (truth and x.dtype is torch.bool)
     if device.type not in DEVICES or not taken or not x.ndim:
@@ -172,14 +172,6 @@ def _reason(op: Reduction, x: Meta, affine: list[Meta], device: torch.device) ->
         if meta.shape != op.weights(x.shape) or not meta.flat or meta.dtype is not x.dtype:
             return "a weight of another shape or dtype"
     return ""
-
-
-def _has_numbers(op: Reduction, kinds: Sequence[Meta | type]) -> bool:
-    """Whether Python numbers stand where torch takes tensors alone."""
-    return any(
-        not isinstance(kind, Meta) and role in ("promote", "channel")
-        for kind, role in zip(kinds, op.roles, strict=True)
-    )
 
 
 def _has_graph(tip: Node, metas: list[Meta]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..layout import Ints
 from ..ops.groups import finished
 from ..ops.reductions import Reduction
 from ..program.program import LEFT, Output, Outside, Program, Reduced, RowsOf, Statistic
@@ -105,14 +106,7 @@ def make_pieces(
         assert isinstance(scheme, Scheme), scheme
     (blocks,) = {scheme.blocks for scheme in schemes.values()}
     following = followers(program)
-    ours = [
-        output
-        for output in program.outputs
-        if output.step in following or (blocks == 1 and steps[output.step].out.shape == shape)
-    ]
-    others = tuple(output for output in program.outputs if output not in ours)
-    pieces = pointwise.make_pieces(replace(program, outputs=others), device) if others else ()
-    row_program = replace(program, outputs=tuple(ours))
+    row_program, pieces = _parted(program, following, shape if blocks == 1 else None, device)
     outer, row = first.op.split(shape)
     shape = (*outer, columns)
     if len(row) > 1:
@@ -129,13 +123,11 @@ def make_pieces(
     return (*pieces, part, replace(end, loads=loads))
 
 
-def _of_groups(
-    program: Program, index: int, op: Reduction, device: str, processors: tuple[int, int]
-) -> tuple[Piece, ...]:
-    """Those of a program that reduces groups of channels, by `op` in step `index`: one gives
-    statistics of rows, and the next, which has all processors, what has the shape of the rows."""
-    x, *_ = program.steps[index].args
-    shape, following = spec_of(program, x).shape, followers(program)
+def _parted(
+    program: Program, following: set[int], shape: Ints | None, device: str
+) -> tuple[Program, tuple[Piece, ...]]:
+    """`program` with the outputs that are computed with its rows: those of `following`, and those
+    of `shape`; and the kernels of the others."""
     ours = [
         output
         for output in program.outputs
@@ -143,12 +135,23 @@ def _of_groups(
     ]
     others = tuple(output for output in program.outputs if output not in ours)
     pieces = pointwise.make_pieces(replace(program, outputs=others), device) if others else ()
+    return replace(program, outputs=tuple(ours)), pieces
+
+
+def _of_groups(
+    program: Program, index: int, op: Reduction, device: str, processors: tuple[int, int]
+) -> tuple[Piece, ...]:
+    """Those of a program that reduces groups of channels, by `op` in step `index`: one gives
+    statistics of rows, and the next, which has all processors, what has the shape of the rows."""
+    x, *_ = program.steps[index].args
+    shape, following = spec_of(program, x).shape, followers(program)
+    own, pieces = _parted(program, following, shape, device)
     count, columns = op.count(shape)
     size = ITEMSIZE[spec_of(program, x).code]
     scheme = scheme_of(op.name, count, columns, size, processors)
     assert isinstance(scheme, Scheme), scheme
     rows = RowsOf(shape, op.dims, scheme.threads, scheme.blocks, op.groups)
-    parts, statistics = with_statistics(seen(replace(program, outputs=tuple(ours)), rows), index)
+    parts, statistics = with_statistics(seen(own, rows), index)
     outputs = tuple(map(Output, statistics))
     straight = straightened(replace(parts, outputs=outputs), rows.row)
     first = RowPiece(
