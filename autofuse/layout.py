@@ -136,6 +136,25 @@ def grouped(shape: Ints, stride: Ints, channels: Ints, after: int) -> tuple[Ints
     )
 
 
+def turned(
+    shape: Ints, stride: Ints, ndim: int, dims: int, after: int, without: bool
+) -> tuple[Ints, Ints]:
+    """Shape and strides of a tensor that is broadcast to `ndim` dimensions, with those `dims` of
+    them last that `after` others follow.
+
+    without: whether the tensor has none for these, and repeats along them.
+    """
+    if without and len(shape) > after:
+        at = len(shape) - after
+        shape = (*shape[:at], *(1,) * dims, *shape[at:])
+        stride = (*stride[:at], *(0,) * dims, *stride[at:])
+    lead = ndim - len(shape)
+    shape, stride = (1,) * lead + shape, (0,) * lead + stride
+    last = ndim - after
+    order = (*range(last - dims), *range(last, ndim), *range(last - dims, last))
+    return tuple([shape[k] for k in order]), tuple([stride[k] for k in order])
+
+
 _MOST_TRIED = 4096  # partial sums
 
 

@@ -15,7 +15,7 @@ from autofuse.kernel.cuda import assemble, compile_ptx
 from autofuse.kernel.division import scheme_of
 from autofuse.kernel.rows import RowPlan, launch_of, make_pieces, source_of, unvectorised
 from autofuse.kernel.source import Source
-from autofuse.ops import reductions
+from autofuse.ops import norms, reductions
 from autofuse.ops.arithmetic import OPS
 from autofuse.program.program import (
     CONST,
@@ -48,7 +48,7 @@ def reduction(name, affine=False, keepdim=True):
         return reductions._moment(name, over)
     if name.endswith("_norm"):
         weights = {"layer_norm": "w b ", "rms_norm": "w "}[name] if affine else ""
-        return reductions._normed_row(name, f"x {weights}eps:opmath")
+        return norms.normed_row(name, f"x {weights}eps:opmath")
     return reductions.number_a_row(name, over)
 
 

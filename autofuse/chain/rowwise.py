@@ -56,24 +56,24 @@ def infer_rows(
         return reason
     if op.groups and any(0 <= ref < CONST for ref in args[1:]):
         return Cut("operands of channels that are not in memory")
-    found = set[tuple[int, int]]()
+    found = set[Ints]()
     for name in op.reduces:
-        scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors)
+        about = (*op.count(x.shape), x.dtype.itemsize, processors, op.apart(x.shape))
+        scheme = scheme_of(name, *about)
         if isinstance(scheme, str):
             return f"{scheme}, as {name} takes them"
-        found.add((scheme.threads, scheme.blocks))
+        found.add((scheme.threads, scheme.blocks, scheme.beside))
     if len(found) > 1:
         return "rows that torch gives other numbers of threads for each of its steps"
-    ((threads, blocks),) = found
-    rows = RowsOf(tuple(x.shape), op.dims, threads, blocks, op.groups)
+    ((threads, blocks, beside),) = found
+    rows = RowsOf(tuple(x.shape), op.dims, threads, blocks, op.groups, op.after, beside)
     # of which nothing is known before all blocks are done
     apart = len(op.reduces) > 1 or (op.name in MOMENTS and _has_graph(tip, views))
     if blocks > 1 and apart:
         return "rows that several blocks share"
     shape = rows.shape
     if not op.whole:
-        shape, row = op.split(shape)
-        shape = (*shape, *(1 for _ in row)) if op.keepdim else shape
+        shape = op.kept(shape) if op.keepdim else op.split(shape)[0]
     if op.dims > 1:
         path = tip.path()
         whole = [node for node in path if node.meta.shape == rows.shape]  # type: ignore[union-attr]
@@ -83,7 +83,8 @@ def infer_rows(
                 return Cut("rows")
             return "operands for which the dimensions of a row are not one"
         # so that the kernel would not see which is which, where it has numbers of rows
-        seen = None if op.keepdim or op.whole else along(shape, contiguous(shape), rows.row)
+        alike = not (op.keepdim or op.whole or op.after)
+        seen = along(shape, contiguous(shape), rows.row) if alike else None
         if seen is not None and seen[0] != shape:
             return "numbers of rows of the same shape as a row"
     dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
@@ -228,9 +229,14 @@ def goes_along(tip: Node, node: Node) -> bool:
             return False
         if tip.rows.blocks > 1 and node.meta.shape == shape:
             return False
+    whole = node.meta.shape == shape
+    if tip.rows.after and len(node.meta.shape) < len(shape):
+        # what was computed in between is taken for rows, as it is read with them
+        between = [path[ref].meta for ref in node.args if ref not in following and 0 <= ref < CONST]
+        rows, given = tip.rows, [(meta.shape, meta.stride) for meta in between if meta is not None]
+        return all(rows.seen(*meta) == rows.seen(*meta, numbers=True) for meta in given)
     if tip.rows.dims == 1:
         return True
-    whole = node.meta.shape == shape
     if not whole and len(node.meta.shape) == len(shape):  # numbers whose dimensions are kept
         return True
     read = _read_by(node, [*path, node], node.inputs, following)
@@ -255,8 +261,8 @@ def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
     if op.outside is not None or op.instead is not None:  # of one element of each row, mostly
         return GradientRows((), 0, 0)
-    if not op.grad or (op.name in MOMENTS and op.dims > 1):  # these would be straightened here, too
-        return None
+    if not op.grad or (op.name in MOMENTS and (op.dims > 1 or op.after)):
+        return None  # these would be straightened here, too
     if op.name in MOMENTS:
         name, sums = "mean", 1
     elif op.whole:

@@ -33,8 +33,8 @@ def _column(op: Reduction) -> Callable[[torch.Tensor], torch.Tensor]:
     if op.keepdim:
         return lambda x: x
     if op.dims == 1:
-        return partial(torch.unsqueeze, dim=-1)
-    more = (..., *(None for _ in range(op.dims)))
+        return partial(torch.unsqueeze, dim=-1 - op.after)
+    more = (..., *(None for _ in range(op.dims)), *(slice(None) for _ in range(op.after)))
     return lambda x: x[more]
 
 
@@ -121,7 +121,8 @@ def _moment_by_torch(
     if "out" in named:  # of a root: the gradient of the variance
         out = named["out"]
         g = torch.masked_fill(torch.div(g, torch.mul(out, 2)), torch.eq(out, 0), 0)
-    apart = torch.sub(x, torch.mean(x, tuple(range(-op.dims, 0)), True))
+    dims = tuple(range(x.ndim - op.after - op.dims, x.ndim - op.after))
+    apart = torch.sub(x, torch.mean(x, dims, True))
     _, columns = op.count(tuple(x.shape))
     return torch.mul(torch.mul(number(g), 2.0 / (columns - c)), apart), None
 

@@ -196,7 +196,7 @@ def _eager(s: _State) -> Any:
     x = torch.mm(s.w * 0.5, torch.t(s.v)) - 1.0
     both = torch.cat([x, x * 2.0], dim=1)
     some = torch.add(x, both[:, 2:6], alpha=2), torch.topk(both, 2), torch.chunk(x, 2)
-    return torch.mm(x, s.w), torch.sum(x, 0), torch.sum(s.plain, dim=0), *some
+    return torch.mm(x, s.w), torch.cumsum(x, 0), torch.sum(s.plain, dim=0), *some
 
 
 def _beside(s: _State) -> Any:

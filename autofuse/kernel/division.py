@@ -170,6 +170,8 @@ class Scheme:
     vec: int
     uneven: bool
     blocks: int = 1  # that share a row
+    beside: int = 1  # rows whose threads take turns in a block, where their elements are apart
+    anchored: bool = False  # whether that depends on where the rows begin
 
     @property
     def threads(self) -> int:
@@ -179,12 +181,13 @@ class Scheme:
 
 @lru_cache(maxsize=4096)
 def scheme_of(
-    op: str, rows: int, columns: int, itemsize: int, processors: tuple[int, int]
+    op: str, rows: int, columns: int, itemsize: int, processors: tuple[int, int], apart: int = 1
 ) -> Scheme | str:
-    """How torch computes `op` over contiguous rows that begin at an aligned address, or why a row
-    kernel cannot do the same.
+    """How torch computes `op` over rows that begin at an aligned address, or why a row kernel
+    cannot do the same.
 
-    processors: how many the GPU has, and how many threads each of them runs.
+    processors: how many the GPU has, and how many threads each of them runs. apart: how many
+    elements lie from one of a row to the next; so many rows begin side by side.
     """
     if columns < 2 or not rows:
         return "rows of less than two elements"
@@ -214,6 +217,10 @@ def scheme_of(
     if rows * columns * itemsize >= 1 << 31:  # it reduces parts, each divided by itself
         return "more bytes than torch's kernels count in 32 bits"
     vec = vector_of(op, itemsize)
+    if apart > 1:
+        division = division_of(rows, columns, (apart, 1), 0, itemsize, vec, *processors)
+        beside = division.step_out * division.results
+        return Scheme("reduce", division.across, 1, False, division.grid[1], beside, division.results > 1)
     division = division_of(rows, columns, (1, columns), 0, itemsize, vec, *processors)
     uneven = columns % division.vec > 0
     return Scheme("reduce", division.across, division.vec, uneven, division.grid[1])

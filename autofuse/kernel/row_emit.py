@@ -222,7 +222,8 @@ class _Reductions(RowThreads):
                 return state
             room()
             y = builder.lshr(self.thread, I32(width.bit_length() - 1))
-            return halve(state, self.tid, y, height // 2, 1, width)
+            apart = self.rows.together if self.rows.beside else width
+            return halve(state, self.tid, y, height // 2, 1, apart)
 
         return along_x(along_y(state)) if stage.kernel == "blocks" else along_y(along_x(state))
 

@@ -106,16 +106,18 @@ class Exchanges:
     def given(self, state: State) -> State:
         """What the first thread of the row has, for all of them."""
         builder, threads = self.builder, self.rows.threads
-        if threads <= WARP:
+        if threads == 1:
+            return state
+        if threads <= WARP and not self.rows.beside:
             first = builder.and_(self.lane, I32(WARP - threads))
             return [self.shuffle(0, value, first) for value in state]
         self.share(self.rows.together * len(state))
-        place = builder.mul(self.own, I32(len(state)))
+        places = [builder.add(self.own, I32(k * self.rows.together)) for k in range(len(state))]
         with builder.if_then(builder.icmp_unsigned("==", self.thread, I32(0))):
-            for k, value in enumerate(state):
-                self.put(builder.add(place, I32(k)), value)
+            for place, value in zip(places, state, strict=True):
+                self.put(place, value)
         self.sync()
-        return [self.get(builder.add(place, I32(k))) for k in range(len(state))]
+        return list(map(self.get, places))
 
     def where(self, condition: Any, state: State, make: Callable[[], State]) -> State:
         """`make()` where the condition holds, else `state`."""

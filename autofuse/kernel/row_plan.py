@@ -76,14 +76,15 @@ def spec_of(program: Program, ref: Ref) -> Spec:
 
 
 class RowPiece:
-    """The making of one row kernel; blocks: that share a row, of which each leaves its part."""
+    """The making of one row kernel; left: where each of several blocks leaves its part of a row."""
 
     def __init__(
         self, program: Program, shape: Ints, following: set[int], schemes: dict[int, Scheme],
-        blocks: int = 1,
+        left: Spec | None = None,
     ) -> None:  # fmt: skip
         self.program, self.steps, self.shape = program, program.steps, shape
-        self.schemes, self.blocks = schemes, blocks
+        self.schemes, self.left = schemes, left
+        self.blocks = 1 if left is None else left.shape[-1]
         self.args = [step.args for step in program.steps]
         # what a number of a row is computed from once its row is reduced: from statistics alone
         self.finishing = [
@@ -102,23 +103,22 @@ class RowPiece:
         self.statistics = {k: x for k, x in enumerate(self.steps) if isinstance(x, Statistic)}
         self.numbers = [  # steps that give one number a row, and follow from a reduction
             k for k in sorted((wanted & following) - self.statistics.keys())
-            if self.steps[k].out.shape != shape and blocks == 1
+            if self.steps[k].out.shape != shape and left is None
         ]  # fmt: skip
 
     def piece(self) -> Piece:
         steps, shape = self.steps, self.shape
         rows, columns = layout.numel(shape[:-1]), shape[-1]
-        (threads,) = {scheme.threads for scheme in self.schemes.values()}
+        ((threads, beside),) = {(x.threads, x.beside) for x in self.schemes.values()}
         drafts = [self._stage(index, columns) for index in self.reduced]
         whole = [k for k in self.program.live if steps[k].out.shape == shape]
         # the last stage's, whose loads are at hand, if all elements can be gone through so
         last = drafts[-1]
         walk = Walk(1, 0, False) if last.uneven else last.walk
         columns_part = self._part(whole, shape, walk) if whole else None
-        if self.blocks > 1:
-            space = (*shape[:-1], self.blocks)
-            left, values = Spec("f32", space, layout.contiguous(space)), [*range(len(self.values))]
-            stores = [(LEFT + k, left, space) for k in values]
+        if self.left is not None:
+            values = [*range(len(self.values))]
+            stores = [(LEFT + k, self.left, self.left.shape) for k in values]
         else:
             kept = [k for k in self.program.live if k not in whole]
             values = [self.values[k, 0] for k in kept]
@@ -158,7 +158,8 @@ class RowPiece:
             wide=is_wide(shape, sizes, walks, specs),
             rows=Rows(
                 threads=threads,
-                together=max(1, THREADS_PER_BLOCK // threads),
+                together=beside if beside > 1 else max(1, THREADS_PER_BLOCK // threads),
+                beside=beside > 1,
                 stages=stages,
                 walk=walk,
                 columns=columns_part,
@@ -186,7 +187,7 @@ class RowPiece:
         """
         step, scheme = self.steps[index], self.schemes[index]
         if scheme.vec == 1 or scheme.uneven or scheme.kernel == "fours":
-            return set()
+            return {ref for ref in step.args if ref < 0 and scheme.anchored}
         return {ref for ref in step.args if ref < 0}
 
     def _read(self, ref: Ref) -> Spec:

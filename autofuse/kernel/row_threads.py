@@ -56,22 +56,25 @@ class RowThreads(Exchanges):
         tid = special_register(builder, "tid.x")
         self.lane = builder.and_(tid, I32(WARP - 1))
         self.tid = tid  # in the block
-        self.thread = builder.and_(tid, I32(rows.threads - 1))  # in the row
-        own = builder.lshr(tid, I32(rows.threads.bit_length() - 1))
-        self.own = own  # row of the block
+        by = rows.together if rows.beside else rows.threads
+        of, which = builder.lshr(tid, I32(by.bit_length() - 1)), builder.and_(tid, I32(by - 1))
+        # its number in the row, and the row's in the block
+        self.thread, self.own = (of, which) if rows.beside else (which, of)
         block = self.index(special_register(builder, "ctaid.x"))
         # of the row's groups: the thread's first, and how far from there its next is
         self.first, self.apart = self.index(self.thread), word(rows.threads)
         if rows.shared:
             blocks = self.index(special_register(builder, "nctaid.x"))
-            blocks = builder.udiv(blocks, self.count)
+            count = builder.add(self.count, word(rows.together - 1))
+            count = builder.lshr(count, word(rows.together.bit_length() - 1))
+            blocks = builder.udiv(blocks, count)
             row = builder.udiv(block, blocks)
             self.turn = builder.sub(block, builder.mul(row, blocks))
             further = builder.mul(self.turn, self.apart)
             self.first = builder.add(self.first, further)
             self.apart = builder.mul(self.apart, blocks)
             block = row
-        row = builder.add(builder.mul(block, word(rows.together)), self.index(own))
+        row = builder.add(builder.mul(block, word(rows.together)), self.index(self.own))
         self.live = builder.icmp_unsigned("<", row, self.count)
         # threads of no row go along with the last one: there are barriers
         row = builder.select(self.live, row, builder.sub(self.count, word(1)))

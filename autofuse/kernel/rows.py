@@ -7,17 +7,19 @@ combines what the blocks of the first have left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ..layout import Ints
+from ..layout import Ints, contiguous
 from ..ops.groups import finished
 from ..ops.reductions import Reduction
-from ..program.program import LEFT, Output, Outside, Program, Reduced, RowsOf, Statistic
+from ..program.program import LEFT, Output, Outside, Program, Reduced, RowsOf, Spec, Statistic
 from ..program.rewrite import (
     combining,
     finishing,
     seen,
     straightened,
+    turned,
     unfolded,
     with_statistics,
     within,
@@ -58,9 +60,8 @@ def launch_of(piece: Piece) -> tuple[int, int, int]:
     plan = piece.plan
     if isinstance(plan, RowPlan):
         count = piece.numel // piece.numbers[plan.rank - 2]
-        assert not plan.rows.shared or plan.rows.together == 1, "a block has a part of one row"
-        blocks = piece.left if plan.rows.shared else -(-count // plan.rows.together)
-        return count, blocks, plan.rows.block
+        shared = piece.left // count if plan.rows.shared else 1
+        return count, -(-count // plan.rows.together) * shared, plan.rows.block
     if plan.spaced:
         columns = piece.numbers[plan.rank - 1]
         count = piece.numel // columns * pointwise.groups_of(columns, plan.lanes)
@@ -102,25 +103,42 @@ def make_pieces(
     for index in reduced:
         step = steps[index]
         size = ITEMSIZE[spec_of(program, step.args[0]).code]
-        schemes[index] = scheme = scheme_of(step.op.name, rows, columns, size, processors)
+        schemes[index] = scheme = scheme_of(
+            step.op.name, rows, columns, size, processors, first.op.apart(shape)
+        )
         assert isinstance(scheme, Scheme), scheme
-    (blocks,) = {scheme.blocks for scheme in schemes.values()}
+    ((blocks, beside),) = {(scheme.blocks, scheme.beside) for scheme in schemes.values()}
     following = followers(program)
     row_program, pieces = _parted(program, following, shape if blocks == 1 else None, device)
+    inputs: Sequence[int] = range(len(program.inputs))
     outer, row = first.op.split(shape)
+    if first.op.after:
+        seen_as = RowsOf(shape, first.op.dims, 0, blocks, after=first.op.after)
+        row_program, inputs = turned(row_program, seen_as, following)
     shape = (*outer, columns)
     if len(row) > 1:
         row_program = straightened(row_program, row)
+    known = len(inputs)
+
+    def placed(piece: Piece) -> Piece:
+        loads = [~inputs[~ref] if ~ref < known else LEFT + ~ref - known for ref in piece.loads]
+        return replace(piece, loads=tuple(loads))
+
     if blocks == 1:
-        return (*pieces, RowPiece(row_program, shape, following, schemes).piece())
-    part = RowPiece(row_program, shape, following, schemes, blocks).piece()
-    left = {index: PARTIAL.get(steps[index].op.name, 1) for index in reduced}
-    combines = combining(row_program, left, (*outer, blocks))
-    ends = {k: Scheme("blocks", scheme.across, 1, False) for k, scheme in schemes.items()}
-    end = RowPiece(combines, (*outer, blocks), following, ends).piece()
-    known = len(row_program.inputs)
-    loads = tuple([ref if ~ref < known else LEFT + ~ref - known for ref in end.loads])
-    return (*pieces, part, replace(end, loads=loads))
+        return (*pieces, placed(RowPiece(row_program, shape, following, schemes).piece()))
+    left = _left_by(outer, blocks, beside > 1)
+    part = RowPiece(row_program, shape, following, schemes, left).piece()
+    counts = {index: PARTIAL.get(steps[index].op.name, 1) for index in reduced}
+    ends = {k: replace(x, kernel="blocks", vec=1, uneven=False) for k, x in schemes.items()}
+    end = RowPiece(combining(row_program, counts, left), left.shape, following, ends).piece()
+    return (*pieces, placed(part), placed(end))
+
+
+def _left_by(outer: Ints, blocks: int, beside: bool) -> Spec:
+    """What blocks leave of rows that they share; rows that begin side by side lie so there, too."""
+    shape = (*outer, blocks)
+    first, *others = contiguous((blocks, *outer))
+    return Spec("f32", shape, (*others, first) if beside else contiguous(shape))
 
 
 def _parted(

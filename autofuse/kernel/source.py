@@ -74,7 +74,8 @@ class Rows:
     """What makes a kernel one over rows, the last axis of its loop: stages, then the stores."""
 
     threads: int  # of a row
-    together: int  # rows of a block
+    together: int  # rows of a block, whose threads...
+    beside: bool  # ...take turns, so that those of neighbouring rows are neighbours
     stages: tuple[Stage, ...]
     walk: Walk  # of what is stored
     columns: Part | None  # gives what the first stores take

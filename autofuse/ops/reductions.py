@@ -1,11 +1,12 @@
-"""Reductions over the last dimensions: what of torch is one, and its eager form.
+"""Reductions over dimensions: what of torch is one, and its eager form.
 
 A `Reduction` is an op of a chain as the rows of the table are, but reads a row of its first operand
-for each of its results (`sum`), or for each row of them (`softmax`). A row is what lies along the
-last dimension, or along several, which may be all: then the whole tensor is one row. It is spelled
-by torch functions as the rows are: a chooser names it and its operands, or None for what only eager
-PyTorch does. In which order it adds stands in `kernel.division` and `kernel.row_emit`; how it is
-differentiated, in `grad.reduced`, or by torch in `grad.nodes`.
+for each of its results (`sum`), or for each row of them (`softmax`). A row is what lies along one
+dimension, mostly the last, or along several that follow each other, which may be all: then the
+whole tensor is one row. It is spelled by torch functions as the rows are: a chooser names it and
+its operands, or None for what only eager PyTorch does. In which order it adds stands in
+`kernel.division` and `kernel.row_emit`; how it is differentiated, in `grad.reduced`, or by torch in
+`grad.nodes`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Reduction(Op):
 
     whole: whether its results are rows, of the shape of the first operand; otherwise they are one
         number a row, and keepdim says whether dimensions of size 1 stand for the row.
-    dims: how many dimensions a row lies along.
+    dims: how many dimensions a row lies along, and `after`: how many others follow them.
     of_all: whether torch was named none, and so reduces whatever there are.
     casts: whether narrower operands are cast to float32 first; None where autocast decides.
     keeps: the operands and `out` whose values autograd's node saves.
@@ -55,6 +56,7 @@ class Reduction(Op):
     whole: bool = False
     keepdim: bool = False
     dims: int = 1
+    after: int = 0
     of_all: bool = False
     casts: bool | None = None
     statistics: tuple[Reduction, ...] = ()
@@ -80,7 +82,18 @@ class Reduction(Op):
 
     def split(self, shape: Ints) -> tuple[Ints, Ints]:
         """The dimensions of a first operand of `shape`: those of rows, and those in a row."""
-        return shape[: len(shape) - self.dims], shape[len(shape) - self.dims :]
+        end = len(shape) - self.after
+        return shape[: end - self.dims] + shape[end:], shape[end - self.dims : end]
+
+    def kept(self, shape: Ints) -> Ints:
+        """The shape of numbers of rows of such an operand, with dimensions that stand for a row."""
+        end = len(shape) - self.after
+        return (*shape[: end - self.dims], *(1,) * self.dims, *shape[end:])
+
+    def apart(self, shape: Ints) -> int:
+        """How many elements lie from one of a row to the next, where such an operand is
+        contiguous."""
+        return math.prod(shape[len(shape) - self.after :])
 
     def count(self, shape: Ints) -> tuple[int, int]:
         """How many rows there are, and how many elements each of them has."""
@@ -120,32 +133,32 @@ ROW_COMPOSITES: dict[str, Callable[..., Callable[[], Any] | None]] = {}
 
 
 class Over(NamedTuple):
-    """What a reduction to one number a row is over; see `Reduction`."""
+    """What a reduction to one number a row is over: fields of `Reduction`."""
 
     dims: int = 1
     of_all: bool = False
     keepdim: bool = False
+    after: int = 0
 
     @property
     def named(self) -> int | tuple[int, ...] | None:
         """The dimensions, as torch is told of them."""
         if self.of_all:
             return None
-        return -1 if self.dims == 1 else tuple(range(-self.dims, 0))
-
+        first = -self.dims - self.after
+        return first if self.dims == 1 else tuple(range(first, -self.after))
 
 @cache
 def number_a_row(name: str, over: Over) -> Reduction:
-    function, (dims, of_all, keepdim), dim = getattr(torch, name), over, over.named
+    function, dim, keepdim = getattr(torch, name), over.named, over.keepdim
     keeps, grad = ("x out", "") if name in ("amax", "amin") else ("", f"{name}_backward(g)")
-    if not of_all:
+    if not over.of_all:
         eager = lambda x: function(x, dim, keepdim)  # noqa: E731
     elif name in NODES_OF_ALL:
         eager = lambda x: function(x)  # noqa: E731
     else:
         eager = lambda x: function(x, (), keepdim)  # noqa: E731
-    return Reduction(name, "x", "", keeps=keeps, grad=grad, keepdim=keepdim, dims=dims,
-                     of_all=of_all, eager=eager)  # fmt: skip
+    return Reduction(name, "x", "", keeps=keeps, grad=grad, eager=eager, **over._asdict())
 
 
 _NUMBERS = ("sum", "mean", "amax", "amin")
@@ -184,56 +197,21 @@ def components_of(text: str, over: Over, rows: Mapping[str, Op]) -> tuple[Compon
 @cache
 def _length(over: Over) -> Reduction:
     """The Euclidean norm of each row."""
-    (dims, of_all, keepdim), dim = over, over.named
+    dim, keepdim = over.named, over.keepdim
     eager = lambda x: torch.linalg.vector_norm(x, 2, dim, keepdim)  # noqa: E731
     return Reduction("vector_norm", "x", "", keeps="x out", grad="vector_norm_backward(g, x, out)",
-                     keepdim=keepdim, dims=dims, of_all=of_all, eager=eager)  # fmt: skip
+                     eager=eager, **over._asdict())  # fmt: skip
 
 
 @cache
 def _moment(name: str, over: Over) -> Reduction:
     """The variance of each row, or its root; c is subtracted from the number of its elements."""
-    function, (dims, of_all, keepdim), dim = getattr(torch, name), over, over.named
+    function, dim, keepdim = getattr(torch, name), over.named, over.keepdim
     keeps = {"var": "x", "std": "x out"}[name]
     eager = lambda x, c: function(x, dim, correction=c, keepdim=keepdim)  # noqa: E731
     grad = f"{name}_backward(g, {', '.join(keeps.split())}, c)"
-    return Reduction(name, "x c:opmath", "", keeps=keeps, grad=f"{grad}; none", keepdim=keepdim,
-                     dims=dims, of_all=of_all, eager=eager)  # fmt: skip
-
-
-@cache
-def _normed_row(name: str, params: str) -> Reduction:
-    eager = {
-        ("layer_norm", "x eps:opmath"):
-            lambda x, eps: torch.layer_norm(x, x.shape[-1:], None, None, eps),
-        ("layer_norm", "x w b eps:opmath"):
-            lambda x, w, b, eps: torch.layer_norm(x, x.shape[-1:], w, b, eps),
-        ("rms_norm", "x eps:opmath"): lambda x, eps: torch.rms_norm(x, x.shape[-1:], None, eps),
-        ("rms_norm", "x w eps:opmath"): lambda x, w, eps: torch.rms_norm(x, x.shape[-1:], w, eps),
-    }[name, params]  # fmt: skip
-    statistics = tuple(
-        Reduction(f"{what}_of_{name}", params, "", keepdim=True, eager=_statistic(name, params, k))
-        for k, what in enumerate({"layer_norm": ("mean", "rstd"), "rms_norm": ("rstd",)}[name], 1)
-    )
-    keeps = params.removesuffix(" eps:opmath")
-    x, *affine = keeps.split()
-    read = [x, "rstd", *affine, "eps"] if name == "rms_norm" else [x, "mean", "rstd", *affine]
-    grad = f"{name}_backward(g, {', '.join(read)});" * (1 + len(affine)) + "none"
-    return Reduction(
-        name, params, "", keeps=keeps, grad=grad, whole=True, eager=eager, statistics=statistics
-    )
-
-
-def _statistic(name: str, params: str, which: int) -> Callable[..., torch.Tensor]:
-    """What gives one of the results of torch's op for a norm."""
-    absent = [None] * (("w" not in params) + (name == "layer_norm" and "b" not in params))
-
-    def eager(x: Any, *more: Any) -> torch.Tensor:
-        *affine, eps = more
-        op = getattr(torch.ops.aten, NODES[name])
-        return op(x, x.shape[-1:], *affine, *absent, eps)[which]
-
-    return eager
+    return Reduction(name, "x c:opmath", "", keeps=keeps, grad=f"{grad}; none", eager=eager,
+                     **over._asdict())  # fmt: skip
 
 
 _SOFT = ("softmax", "log_softmax")
@@ -258,15 +236,15 @@ _FINITE = Op("finite", "x", "0 if abs(x) == inf else x")
 @cache
 def _log_of_sum(over: Over) -> Reduction:
     """The logarithm of the sum of a row's exponentials."""
-    (dims, _, keepdim), dim = over, over.named
+    dim, keepdim = over.named, over.keepdim
     assert dim is not None
     components = components_of(
         "m = finite(amax(x)); add(log(sum(exp(sub(x, m)))), m)", over, {"finite": _FINITE}
     )
     eager = lambda x: torch.logsumexp(x, dim, keepdim)  # noqa: E731
     return Reduction("logsumexp", "x", "", keeps="x out", grad="logsumexp_backward(g, x, out)",
-                     keepdim=keepdim, dims=dims, components=components, eager=eager,
-                     costs=len(components))  # fmt: skip
+                     components=components, eager=eager, costs=len(components),
+                     **over._asdict())  # fmt: skip
 
 
 def has_node(op: Reduction, kind: str) -> bool:
@@ -299,22 +277,21 @@ def is_recordable(x: Any, *others: torch.dtype) -> bool:
 
 def is_row_wise(x: Any, dim: Any) -> bool:
     """Whether `dim` is the last one of a tensor that may be recorded; one in a list counts too."""
-    return _dims_of(x, dim) == 1
+    return _dims_of(x, dim) == (1, 0)
 
 
-def _dims_of(x: Any, dim: Any, *others: torch.dtype) -> int:
-    """How many dimensions of a tensor that may be recorded `dim` names, if they are its last ones;
-    else 0."""
-    if not is_recordable(x, *others):
-        return 0
-    ndim = x.ndim
-    if type(dim) is int:
-        return int(dim in (-1, ndim - 1))
-    if type(dim) not in (tuple, list) or not all(type(d) is int for d in dim):
-        return 0
-    named = {d + ndim if d < 0 else d for d in dim}
-    is_last = 0 < len(dim) <= ndim and named == set(range(ndim - len(dim), ndim))
-    return len(dim) if is_last else 0
+def _dims_of(x: Any, dim: Any, *others: torch.dtype) -> tuple[int, int]:
+    """How many dimensions of a tensor that may be recorded `dim` names, if they follow each other,
+    else 0; and how many there are after them."""
+    named = [dim] if type(dim) is int else dim
+    if not is_recordable(x, *others) or type(named) not in (tuple, list) or not named:
+        return 0, 0
+    if not all(type(d) is int and -x.ndim <= d < x.ndim for d in named):
+        return 0, 0
+    places = {d % x.ndim for d in named}
+    first, last = min(places), max(places)
+    follow = len(places) == len(named) == last + 1 - first
+    return len(named) * follow, x.ndim - 1 - last
 
 
 ABSENT: Any = object()  # stands for an argument that was not given
@@ -325,8 +302,9 @@ def over_of(x: Any, dim: Any, keepdim: Any, *others: torch.dtype) -> Over | None
     if type(keepdim) is not bool:
         return None
     of_all = dim is ABSENT
-    dims = x.ndim * is_recordable(x, *others) if of_all else _dims_of(x, dim, *others)
-    return Over(dims, of_all, keepdim) if dims else None
+    every = x.ndim * is_recordable(x, *others)
+    dims, after = (every, 0) if of_all else _dims_of(x, dim, *others)
+    return Over(dims, of_all, keepdim, after) if dims else None
 
 
 def _plain(name: str) -> None:
@@ -376,7 +354,7 @@ def _second_moment(name: str) -> None:
             correction = 1
         # of a row of no more elements torch warns; how many several dimensions have is no part of
         # what machine code knows a call by, but rows of less than two are refused
-        fewest = input.shape[-1] if over.dims == 1 else 2
+        fewest = input.shape[-1] if (over.dims, over.after) == (1, 0) else 2
         if type(correction) not in (int, float) or not 0 <= correction < fewest:
             return None
         return _moment(name, over), (input, float(correction))
@@ -412,40 +390,6 @@ def logsumexp(
     return None if over is None else (_log_of_sum(over), (input,))
 
 
-def _is_last(x: Any, shape: Any) -> bool:
-    """Whether `shape`, as torch takes it, is that of a row."""
-    if not isinstance(shape, (tuple, list)) or len(shape) != 1 or type(shape[0]) is not int:
-        return False
-    return is_row_wise(x, -1) and shape[0] == x.shape[-1]
-
-
-@_reduced()
-def layer_norm(
-    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> tuple[Reduction, tuple[Any, ...]] | None:  # fmt: skip
-    # with one of weight and bias alone torch's kernel was compiled to what differs by its lanes
-    if (weight is None) is not (bias is None) or not _is_last(input, normalized_shape):
-        return None
-    if type(eps) not in (float, int) or type(cudnn_enable) is not bool:
-        return None
-    if weight is None:
-        return _normed_row("layer_norm", "x eps:opmath"), (input, float(eps))
-    return _normed_row("layer_norm", "x w b eps:opmath"), (input, weight, bias, float(eps))
-
-
-@_reduced()
-def rms_norm(
-    input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
-) -> tuple[Reduction, tuple[Any, ...]] | None:
-    if not _is_last(input, normalized_shape) or (eps is not None and type(eps) not in (float, int)):
-        return None
-    eps = torch.finfo(torch.float32).eps if eps is None else float(eps)  # of the type it adds in
-    if weight is None:
-        return _normed_row("rms_norm", "x eps:opmath"), (input, eps)
-    return _normed_row("rms_norm", "x w eps:opmath"), (input, weight, eps)
-
-
 @_reduced()
 def linalg_vector_norm(
     x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
@@ -461,7 +405,7 @@ def linalg_norm(
     A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> tuple[Reduction, tuple[Any, ...]] | None:
     # with an order, the one of two dimensions, or of all where there are two, is of matrices
-    if not is_row_wise(A, dim) and not (ord is None and dim is None):
+    if type(dim) is not int and not is_row_wise(A, dim) and not (ord is None and dim is None):
         return None
     return linalg_vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
 

@@ -1,7 +1,7 @@
 """`all` and `any`: of which no order decides the bits.
 
-As reductions of the truth of elements in float32, over the last dimensions or all. What makes a
-mask and asks whether it holds anywhere, as `torch.isnan(x).any()`, stores no mask.
+As reductions of the truth of elements in float32, over dimensions that follow each other or all.
+What makes a mask and asks whether it holds anywhere, as `torch.isnan(x).any()`, stores no mask.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _EXTREMES = {"all": "amin", "any": "amax"}
 
 @cache
 def _truth(name: str, over: Over) -> Reduction:
-    function, (dims, of_all, keepdim), dim = getattr(torch, name), over, over.named
-    eager = (lambda x: function(x)) if of_all else (lambda x: function(x, dim, keepdim))
+    function, dim, keepdim = getattr(torch, name), over.named, over.keepdim
+    eager = (lambda x: function(x)) if over.of_all else (lambda x: function(x, dim, keepdim))
     components = components_of(
         f"holds({_EXTREMES[name]}(truth(x)))", over, {"truth": _TRUTH, "holds": _HOLDS}
     )
-    return Reduction(name, "x", "", result=torch.bool, keepdim=keepdim, dims=dims, of_all=of_all,
-                     components=components, eager=eager)  # fmt: skip
+    return Reduction(name, "x", "", result=torch.bool, components=components, eager=eager,
+                     **over._asdict())  # fmt: skip
 
 
 def _plain(name: str) -> None:

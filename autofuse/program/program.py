@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..layout import Ints, contiguous, grouped
+from ..layout import Ints, contiguous, grouped, turned
 from ..ops.reductions import Reduction
 from ..ops.row import Op
 
@@ -114,13 +114,20 @@ class RowsOf(NamedTuple):
     """The rows that reductions of one chain are over."""
 
     shape: Ints  # of all of them
-    dims: int  # how many of these, the last ones, a row lies along
+    dims: int  # how many of these a row lies along
     threads: int  # of each
     blocks: int  # ...and blocks of so many threads, where several share it
     groups: int = 0  # of channels, which are then two dimensions of `seen`
+    after: int = 0  # how many dimensions follow those of a row; in `seen` they are in front of it
+    beside: int = 1  # rows whose threads take turns in a block
 
-    def seen(self, shape: Ints, stride: Ints) -> tuple[Ints, Ints]:
-        """A tensor that is read with the rows, as they lie along its last dimensions."""
+    def seen(self, shape: Ints, stride: Ints, numbers: bool = False) -> tuple[Ints, Ints]:
+        """A tensor that is read with the rows, as they lie along its last dimensions.
+
+        numbers: whether with what has the dimensions of numbers of rows, and none of a row.
+        """
+        if self.after:
+            return turned(shape, stride, len(self.shape), self.dims, self.after, numbers)
         if not self.groups:
             return shape, stride
         channels = self.groups, self.shape[1] // self.groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from ..dtypes import CODES
@@ -63,8 +63,7 @@ def _components(step: Reduced, whole: Spec, start: int) -> list[Step]:
     op = step.op
     assert isinstance(op, Reduction)
     operands = dict(zip(op.names, step.args, strict=True))
-    rows, row = op.split(whole.shape)
-    number = (*rows, *(1 for _ in row))
+    number = op.kept(whole.shape)
     found: list[Step] = []
     numbers: set[int] = set()  # of rows
 
@@ -101,17 +100,17 @@ def straightened(program: Program, row: Ints) -> Program:
     )
 
 
-def combining(program: Program, left: Mapping[int, int], shape: Ints) -> Program:
+def combining(program: Program, left: Mapping[int, int], spec: Spec) -> Program:
     """`program` whose reductions are of what blocks have left of rows that they share.
 
     left: how many numbers each block leaves for a reduction, by its step; each of these is a
-    further Input, of `shape`, along whose last dimension the blocks lie.
+    further Input, of `spec`, along whose last dimension the blocks lie.
     """
     steps, inputs = list(program.steps), list(program.inputs)
     for index, count in left.items():
         step = steps[index]
         numbers = tuple([~(len(inputs) + k) for k in range(count)])
-        inputs += [Spec("f32", shape, contiguous(shape))] * count
+        inputs += [spec] * count
         steps[index] = replace(step, args=(*numbers, *[arg for arg in step.args if arg >= CONST]))
     return replace(program, steps=tuple(steps), inputs=tuple(inputs))
 
@@ -127,6 +126,38 @@ def seen(program: Program, rows: RowsOf) -> Program:
         for step in program.steps
     ]
     return replace(program, steps=tuple(steps), inputs=tuple(map(spec, program.inputs)))
+
+
+def turned(program: Program, rows: RowsOf, following: Container[int]) -> tuple[Program, Ints]:
+    """`program` as it is read with `rows` that other dimensions follow, with these in front; and
+    which Input of it each Input is.
+
+    following: steps that are reductions, or follow from one. What is read with numbers of rows that
+    have no dimensions for these may be read otherwise with rows: then it is two Inputs.
+    """
+    steps, inputs, places = list[Step](), list[Spec](), list[int]()
+
+    def is_number(index: int) -> bool:
+        return index in following and len(program.steps[index].out.shape) < len(rows.shape)
+
+    def moved(ref: Ref, numbers: bool) -> Ref:
+        if ref >= 0:
+            return ref
+        known = program.inputs[~ref]
+        spec = Spec(known.code, *rows.seen(known.shape, known.stride, numbers))
+        for k, (place, other) in enumerate(zip(places, inputs, strict=True)):
+            if place == ~ref and other == spec:
+                return ~k
+        places.append(~ref)
+        inputs.append(spec)
+        return ~(len(inputs) - 1)
+
+    for index, step in enumerate(program.steps):
+        numbers = is_number(index) and not isinstance(step, Reduced)
+        args = tuple([moved(ref, numbers) for ref in step.args])
+        shape, stride = rows.seen(step.out.shape, step.out.stride, is_number(index))
+        steps.append(replace(step, args=args, out=Spec(step.out.code, shape, stride)))
+    return replace(program, steps=tuple(steps), inputs=tuple(inputs)), tuple(places)
 
 
 def with_statistics(program: Program, index: int) -> tuple[Program, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from ..kernel.text import calls_functions
 from ..ops.reductions import Reduction
 from ..ops.row import OPS, Op
 from ..ops.views import JoinOp
+from ..program.program import CONST
 from ..run.runner import Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
@@ -110,7 +111,7 @@ def is_short(nodes: list[Node], results: Sequence[int], device_type: str) -> boo
     """Whether the chain of `nodes` costs less as the ops it is; results: of which steps."""
     if config.always_fuse:
         return False
-    return _gain(nodes, results, device_type, _OP_US[device_type]) < 0
+    return _gain(nodes, results, device_type, _OP_US[device_type]) <= 0
 
 
 def are_alone(nodes: list[Node]) -> bool:
@@ -170,18 +171,35 @@ def gain_of(nodes: list[Node], results: Sequence[int]) -> float:
 
 
 def _gain(nodes: list[Node], results: Sequence[int], device_type: str, op_us: float) -> float:
-    gain = (op_us - _RECORDED_US) * _ops_of(nodes) - FLUSH_US[device_type]
+    ops = _ops_of(nodes)
+    eager, fused = op_us * ops, _RECORDED_US * ops + FLUSH_US[device_type]
     stored = [node for node in nodes if node.index in results and node.base < 0]
     if len(stored) > 1:
-        gain -= _RESULT_US[device_type] * (len(stored) - 1)
+        fused += _RESULT_US[device_type] * (len(stored) - 1)
     shapes = set()
     for node in stored:  # a join is as many as its parts have
         parts = [nodes[ref] for ref in node.args] if isinstance(node.op, JoinOp) else [node]
         shapes.update(part.meta.shape for part in parts)  # type: ignore[union-attr]
     rows = nodes[-1].rows
     combines = rows is not None and (rows.blocks > 1 or rows.groups > 0)  # in a kernel of its own
-    gain -= _SHAPE_US[device_type] * (max(len(shapes) - 1, 0) + combines)
-    return gain + _work(nodes) / 2 if device_type == "cpu" else gain
+    fused += _SHAPE_US[device_type] * (max(len(shapes) - 1, 0) + combines)
+    if device_type == "cpu":
+        return eager + _work(nodes) / 2 - fused
+    every, once = _traffic(nodes, stored)
+    return max(eager, us_moved(every, device_type)) - max(fused, us_moved(once, device_type))
+
+
+def _traffic(nodes: list[Node], stored: Sequence[Node]) -> tuple[int, int]:
+    """Bytes that eager ops move, and those of a kernel that goes through what it needs once."""
+    inputs, every = nodes[-1].inputs, 0
+    for node in nodes:
+        if node.base < 0 and node.meta is not None:
+            every += node.meta.nbytes
+            for ref in node.args:
+                meta = nodes[ref].meta if 0 <= ref < CONST else inputs[~ref] if ref < 0 else None
+                every += 0 if meta is None else meta.nbytes
+    once = sum(meta.nbytes for meta in inputs)
+    return every, once + sum(node.meta.nbytes for node in stored if node.meta is not None)
 
 
 def _ops_of(nodes: list[Node], first: int = 0) -> int:
