@@ -220,7 +220,9 @@ def scheme_of(
     if apart > 1:
         division = division_of(rows, columns, (apart, 1), 0, itemsize, vec, *processors)
         beside = division.step_out * division.results
-        return Scheme("reduce", division.across, 1, False, division.grid[1], beside, division.results > 1)
+        return Scheme(
+            "reduce", division.across, 1, False, division.grid[1], beside, division.results > 1
+        )
     division = division_of(rows, columns, (1, columns), 0, itemsize, vec, *processors)
     uneven = columns % division.vec > 0
     return Scheme("reduce", division.across, division.vec, uneven, division.grid[1])

@@ -129,7 +129,10 @@ def make_pieces(
     left = _left_by(outer, blocks, beside > 1)
     part = RowPiece(row_program, shape, following, schemes, left).piece()
     counts = {index: PARTIAL.get(steps[index].op.name, 1) for index in reduced}
-    ends = {k: replace(x, kernel="blocks", vec=1, uneven=False) for k, x in schemes.items()}
+    ends = {
+        k: replace(x, kernel="blocks", vec=1, uneven=False, anchored=False)
+        for k, x in schemes.items()
+    }
     end = RowPiece(combining(row_program, counts, left), left.shape, following, ends).piece()
     return (*pieces, placed(part), placed(end))
 

@@ -148,6 +148,7 @@ class Over(NamedTuple):
         first = -self.dims - self.after
         return first if self.dims == 1 else tuple(range(first, -self.after))
 
+
 @cache
 def number_a_row(name: str, over: Over) -> Reduction:
     function, dim, keepdim = getattr(torch, name), over.named, over.keepdim
