@@ -17,7 +17,7 @@ from test_reductions import H200, bits, emulated, launched, recorded, recording 
 import autofuse
 from autofuse.cli import verify
 from autofuse.kernel.division import scheme_of
-from support import assert_same, needs_cuda
+from support import assert_same, compared_about, needs_cuda
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # of shapes and dimensions: threads along results and along rows, of one, two and four results
@@ -194,6 +194,20 @@ def test_what_torch_makes_of_them(kernels, name):  # noqa: F811
         got, names = run(COMPOSED[name], x)
         assert len(names) == 1
         assert_same(got, COMPOSED[name](x), 1e-5 if got.is_floating_point() else None)
+
+
+COMPARED = [name for name in verify.PROGRAMS if "columns" in name and "batch_norm" not in name]
+
+
+@pytest.mark.parametrize("name", [*COMPARED, "norm of channels"])
+def test_they_are_compared_when_a_gpu_is_verified(kernels, name, monkeypatch):  # noqa: F811
+    """Here with what the order of a CPU gives."""
+    several = {"d": 4, "numbers": 4, "extrema": 3}
+    seen = compared_about(monkeypatch, 1e-3, several.get(name.split()[0]))
+    cases = [(5, 132, "plain", 0), (3, 7, "plain", 0), (2, 2, "plain", 1)]
+    outcome = verify.compare(name, torch.float32, cases, "cpu")
+    assert outcome.reduced == len(cases) and len(seen) >= len(cases), outcome.left
+    assert len(launched) >= len(cases)
 
 
 # --- recorded, run as eager ops -------------------------------------------------------------------

@@ -95,6 +95,27 @@ def _two_dims(v: Values) -> Any:
     return h.mean((1, 2)) * 2.0, h - h.amax((-2, -1), keepdim=True)
 
 
+def _columns(v: Values) -> Any:
+    """Of the rows' dimension, and of the columns' as a view has them."""
+    rows, columns = v.x.shape
+    x, y = v.x.reshape(columns, rows), v.y.reshape(columns, rows)
+    return (v.x * v.y).sum(0) * v.w, (v.x - v.y).mean(0, keepdim=True), (x * y).std(0), x * y - 1.0
+
+
+def _extrema_of_columns(v: Values) -> Any:
+    x, y = (t.reshape(t.shape[::-1]) for t in (v.x, v.y))
+    return (x * y).amin(0), (x + y).amax(0, keepdim=True) - x, (v.x * v.y).any(0)
+
+
+def _norm_of_channels(v: Values) -> Any:
+    """As ConvNeXt has it, of [N, C, L]."""
+    columns = v.x.shape[1]
+    shape = (columns // 4, 4) if columns % 4 == 0 else (columns, 1)
+    h = v.x.unflatten(1, shape) + v.y.unflatten(1, shape)
+    h = h - h.mean(1, keepdim=True)
+    return h / torch.sqrt(h.pow(2).mean(1, keepdim=True) + 1e-6)
+
+
 def _standardized(v: Values) -> Any:
     h = v.x - v.y
     return (h - h.mean()) / (h.std() + 1e-8)
@@ -196,6 +217,9 @@ DIFFERENTIATED: dict[str, Callable[[Values], Any]] = {
     "h - mean(h = x * y), of all": lambda v: (lambda h: h - h.mean())(v.x * v.y),
     "x / norm(x + y), of all": lambda v: v.x / (v.x + v.y).norm(),
     "x - logsumexp(x * y)": lambda v: v.x - torch.logsumexp(v.x * v.y, -1, True),
+    "x - mean(x * y) of columns": lambda v: v.x - (v.x * v.y).mean(0) * 2.0,
+    "normalize(x * y) of columns": lambda v: F.normalize(v.x * v.y, dim=0) * v.w,
+    "x * std(x + y) of columns": lambda v: v.x * (v.x + v.y).std(0, keepdim=True, correction=0),
     "x * mse_loss(x * y, y)": lambda v: v.x * F.mse_loss(v.x * v.y, v.y),
     "x * smooth_l1_loss(x * y, x)": lambda v: (
         v.x * F.smooth_l1_loss(v.x * v.y, v.x, reduction="sum", beta=0.5)
@@ -256,6 +280,9 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "loss of logits(x * y, y)": lambda v: F.binary_cross_entropy_with_logits(v.x * v.y, v.y) * 2.0,
     "relu(group_norm(x * y)) + y": _groups,
     "group_norm(x + y), no weights": lambda v: F.group_norm(v.x + v.y, 1) * 2.0,
+    "numbers of columns": _columns,
+    "extrema of columns": _extrema_of_columns,
+    "norm of channels": _norm_of_channels,
     "any, all": lambda v: ((v.x > v.y).any(-1), torch.isfinite(v.x * v.y).all()),
     "batch_norm of columns": _channels,
     "batch_norm of images": _images,

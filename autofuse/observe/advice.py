@@ -208,7 +208,7 @@ def _unverified(report: Findings, kind: str) -> Iterable[Advice]:
     ended = [name for name in ended if name in REDUCTIONS or name in ROW_COMPOSITES]
     for reason in refusals() if ended else ():
         yield Advice(
-            f"reductions ended chains ({listed(ended)}), which those over the last dimension need "
+            f"reductions ended chains ({listed(ended)}), which those of contiguous tensors need "
             f"not: {reason}"
         )
 

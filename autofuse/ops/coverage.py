@@ -91,7 +91,8 @@ EAGER_REDUCTIONS: dict[str, str] = {
 }  # fmt: skip
 CHANNELS = "fused in evaluation, without a gradient, on CUDA, where verified; else eager"
 GROUPS = "fused for contiguous tensors on CUDA, where verified"
-LAST = "fused over the last dimensions of contiguous tensors, or all, on CUDA, where verified"
+LAST = "fused over the last dimension of contiguous tensors on CUDA, where verified"
+OVER = "fused over dimensions that follow each other of contiguous tensors on CUDA, where verified"
 
 
 def look_up(name: str) -> tuple[str, str] | None:
@@ -99,9 +100,10 @@ def look_up(name: str) -> tuple[str, str] | None:
     is none, among the pointwise ones, those that autofuse fuses besides, and reductions."""
     bare = name.rpartition(".")[2]
     own = dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused") | {
-        LOGITS: LAST, "batch_norm": CHANNELS,
+        LOGITS: OVER, "batch_norm": CHANNELS,
     }  # fmt: skip
-    reduced = dict.fromkeys((*REDUCTIONS, *ROW_COMPOSITES), LAST) | {"group_norm": GROUPS}
+    last = dict.fromkeys(("softmax", "log_softmax", "layer_norm", "rms_norm"), LAST)
+    reduced = dict.fromkeys((*REDUCTIONS, *ROW_COMPOSITES), OVER) | last | {"group_norm": GROUPS}
     for table in (coverage(), own, reduced, EAGER_REDUCTIONS):
         for known in (bare, f"special_{bare}", f"linalg_{bare}", _base(bare)):
             if known in table:
