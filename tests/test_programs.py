@@ -21,17 +21,32 @@ POINTWISE = [
     "torch.where({a} > {b}, {a}, {b})", "{a}.abs() + 0.5",
 ]  # fmt: skip
 NUMBERS = [
-    "{a}.sum(-1, keepdim=True)", "{a}.mean(-1, keepdim=True)", "{a}.amax(-1, keepdim=True)",
-    "({a} * {b}).sum(-1, keepdim=True)", "{a}.norm(dim=-1, keepdim=True)",
-    "({a} > 0).any(-1, keepdim=True) * 1.0", "{a}.logsumexp(-1, keepdim=True)",
-    "{a}.var(-1, keepdim=True, correction=0)", "{a}.mean((1, 2), keepdim=True)", "{a}.sum()",
-    "{a}.amax()", "{a}.sum((-2, -1), keepdim=True) * 0.1", "F.mse_loss({a}, {d})",
+    "{a}.sum(-1, keepdim=True)",
+    "{a}.mean(-1, keepdim=True)",
+    "{a}.amax(-1, keepdim=True)",
+    "({a} * {b}).sum(-1, keepdim=True)",
+    "{a}.norm(dim=-1, keepdim=True)",
+    "({a} > 0).any(-1, keepdim=True) * 1.0",
+    "{a}.logsumexp(-1, keepdim=True)",
+    "{a}.var(-1, keepdim=True, correction=0)",
+    "{a}.mean((1, 2), keepdim=True)",
+    "{a}.sum()",
+    "{a}.amax()",
+    "{a}.sum((-2, -1), keepdim=True) * 0.1",
+    "F.mse_loss({a}, {d})",
+]
+COLUMNS = [
+    "{a}.sum(1, keepdim=True)", "({a} * {b}).mean(0, keepdim=True)", "{a}.sum(1).unsqueeze(1)",
+    "{a}.amax((0, 1), keepdim=True)", "{a}.mean(0) * r", "{a}.sum((0, 1)) * 0.1 + r",
+    "({a} + {b}).std(1, keepdim=True, correction=0)", "{a}.logsumexp(1, keepdim=True)",
+    "({a} > 0).all(0, keepdim=True) * 1.0", "{a}.mean(0) * {a}.amax(0)", "{a}.norm(dim=1)[:, None]",
 ]  # fmt: skip
 ROWS = [
     "F.softmax({a} * 0.5, -1)", "F.layer_norm({a}, {a}.shape[-1:])", "F.log_softmax({a}, -1)",
     "F.layer_norm({a}, {a}.shape[-1:], r, r)", "F.rms_norm({a}, {a}.shape[-1:], r)",
     "F.group_norm({a}, {g})", "F.group_norm({a}, {g}, n, n)",
-    "F.group_norm({a}, {g}, n * 2.0, n + 1.0)",
+    "F.group_norm({a}, {g}, n * 2.0, n + 1.0)", "F.normalize({a}, dim=1)",
+    "{a} - {a}.mean(1, keepdim=True)", "{a}.exp() / {a}.exp().sum(1, keepdim=True)",
 ]  # fmt: skip
 VIEWS = [
     "{a}[:, :1] * {a}", "torch.cat([{a}, {d}], 1)[:, :{B}]", "{a}[:, :, :1] + {a}",
@@ -47,7 +62,8 @@ def drawn(rng):
     whole, numbers, lines, kept = ["x", "y"], ["c"], [], []
     for k in range(rng.randint(2, 9)):
         forms, into = rng.choice(
-            [(POINTWISE, whole)] * 3 + [(NUMBERS, numbers), (ROWS, whole), (VIEWS, whole)]
+            [(POINTWISE, whole)] * 4
+            + [(NUMBERS, numbers), (COLUMNS, numbers), (ROWS, whole), (VIEWS, whole)]
         )
         names = {
             "a": rng.choice(whole), "b": rng.choice([*whole, "r", *numbers[-3:]]),
