@@ -184,6 +184,29 @@ def softmax(row, log_of=False):
     return np.array([F32(exp(F32(x - m)) / s) for x in row])
 
 
+def softmax_of_columns(row, threads, log_of=False):
+    """Of elements that are apart, by so many threads; of a block's y."""
+    larger, plus = (lambda a, b: b if a < b else a), (lambda a, b: F32(a + b))
+    m = _along_y([_most(row[t::threads]) for t in range(threads)], larger)
+    totals = []
+    for t in range(threads):
+        s = ZERO
+        for x in row[t::threads]:
+            s = fma(*exp_parts(F32(x - m)), s)
+        totals.append(s)
+    s = _along_y(totals, plus)
+    if log_of:
+        return np.array([F32(F32(x - m) - log(s)) for x in row])
+    return np.array([F32(exp(F32(x - m)) / s) for x in row])
+
+
+def _most(values):
+    m = np.finfo(F32).min
+    for x in values:
+        m = fmax(m, x)
+    return m
+
+
 def _welford(row, vec):
     """(mean, sum of squares about it, count) of layer_norm's two kernels."""
     if vec == 1:

@@ -16,7 +16,7 @@ from test_reductions import H200, bits, emulated, launched, recorded, recording 
 
 import autofuse
 from autofuse.cli import verify
-from autofuse.kernel.division import scheme_of
+from autofuse.kernel.division import scheme_of, softmax_threads_apart
 from support import assert_same, compared_about, needs_cuda
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,6 +91,29 @@ def test_its_order_is_torchs(kernels, shape, dim, keepdim):  # noqa: F811
             got, names = run(lambda x, y: reduced(name, x * y, dim, keepdim) * 2.0, x, y)  # noqa: B023
             assert names == [f"af_rows_mul_{name}_mul"]
             assert_same(got, want, None, f"{name} {dtype}")
+
+
+SOFT = [((2, 5, 6), 1), ((3, 40, 7), 1), ((70, 3), 0), ((1, 130, 2, 3), 1), ((2, 33, 130), -2)]
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(("shape", "dim"), SOFT, ids=str)
+@torch.no_grad()
+def test_softmax_of_columns(kernels, shape, dim, name):  # noqa: F811
+    """By one thread a row or several, which keep it in registers or not."""
+    for dtype in DTYPES:
+        x, y = values(shape, dtype), values(shape, dtype, 1)
+        h = (x * 0.5).float().movedim(dim, -1)
+        apart = math.prod(shape[dim % len(shape) + 1 :])
+        threads = softmax_threads_apart(h.shape[-1], apart)
+        rows = h.reshape(-1, h.shape[-1]).numpy()
+        log = name == "log_softmax"
+        want = bits([row_oracle.softmax_of_columns(r, threads, log) for r in rows])
+        want = want.view(h.shape).movedim(-1, dim).to(dtype) * y
+        for _ in range(2):
+            got, names = run(lambda x, y: getattr(torch, name)(x * 0.5, dim) * y, x, y)  # noqa: B023
+            assert names == [f"af_rows_mul_{name}_mul"]
+            assert_same(got, want.contiguous(), None, str(dtype))
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "var", "amax"])
@@ -243,7 +266,7 @@ def test_gradients_are_eagers(recorded, name):  # noqa: F811
 
 EAGER = {
     "dims apart": lambda x: x.sum((0, 2)), "apart, with the last": lambda x: x.mean((0, -1)),
-    "transposed": lambda x: x.transpose(0, 1).sum(0), "softmax": lambda x: torch.softmax(x, 0),
+    "transposed": lambda x: x.transpose(0, 1).sum(0),
     "strided": lambda x: x[:, ::2].sum(1), "correction": lambda x: x.var(1, correction=2),
     "norm of matrices": lambda x: torch.linalg.norm(x, dim=(0, 1)),
 }  # fmt: skip

@@ -261,7 +261,7 @@ def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
     if op.outside is not None or op.instead is not None:  # of one element of each row, mostly
         return GradientRows((), 0, 0)
-    if not op.grad or (op.name in MOMENTS and (op.dims > 1 or op.after)):
+    if not op.grad or (op.after and op.whole) or (op.name in MOMENTS and (op.dims > 1 or op.after)):
         return None  # these would be straightened here, too
     if op.name in MOMENTS:
         name, sums = "mean", 1

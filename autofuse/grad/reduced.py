@@ -64,7 +64,7 @@ def by_torch(
         norm = _norm_by_torch(op.name, needs, shape[-1])
         return partial(_rms_norm_by_torch, norm, names, needs) if "eps" in names else norm
     backward = getattr(torch.ops.aten, f"_{op.name}_backward_data").default
-    return lambda g, out: (backward(g, out, -1, out.dtype),)
+    return lambda g, out: (backward(g, out, -1 - op.after, out.dtype),)
 
 
 def _length_by_torch(g: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ PARTIAL = {"mean": 2, **dict.fromkeys(MOMENTS, 3)}
 _THREADS = 512  # of a block of the reduce kernel, at most
 _VECTORISED = 128  # elements of a reduction from which its kernel reads vectors
 _SOFTMAX_THREADS = 1024  # of a block of a softmax kernel that gives a row one...
+_BESIDE = 256  # threads of a block of ours where its rows lie side by side
 AS_ONE = 4  # ...of which one of ours does what so many do: more rows are in work at a time
 BY_ELEMENTS = 512  # of the norms' kernels that take elements one by one; of groups' from...
 _FEWEST_BY_BLOCK = 512  # ...so many elements on, and one of ours is AS_ONE up to
@@ -130,6 +131,16 @@ def softmax_threads(columns: int) -> int:
     return min(WARP, 1 << (columns - 1).bit_length())
 
 
+def softmax_threads_apart(columns: int, apart: int) -> int:
+    """Threads that torch's softmax gives a row whose elements are so far apart."""
+    together, threads = min(apart, _SOFTMAX_THREADS), 1
+    if together <= 64 <= columns:
+        while together * threads <= _SOFTMAX_THREADS and threads <= columns:
+            threads *= 2
+        threads //= 2
+    return threads
+
+
 def softmax_kernel(columns: int, itemsize: int) -> str:
     """Which of torch's softmax kernels takes contiguous rows: by a warp ("warp"), by a block that
     keeps them in registers ("block"), or one whose order depends on addresses ("").
@@ -207,6 +218,9 @@ def scheme_of(
         return Scheme("fours", (128, 1), 4, columns % 4 > 0)
     if op == SOFT_SUM:
         return softmax_sum_scheme(columns, itemsize)
+    if op in SOFT and apart > 1:
+        threads = softmax_threads_apart(columns, apart)
+        return Scheme("columns", (1, threads), 1, False, beside=max(2, _BESIDE // threads))
     if op in SOFT:
         kernel = softmax_kernel(columns, itemsize)
         if not kernel:

@@ -173,11 +173,13 @@ class _Reductions(RowThreads):
         behind = builder.and_(builder.icmp_unsigned("<", column, self.columns), ours)
         return one(state, behind, column)
 
-    def _across(self, stage: Stage, state: State) -> State:
+    def _across(
+        self, stage: Stage, state: State, combine: Callable[[State, State], State] | None = None
+    ) -> State:
         """The first thread of the row gets what all have: along x, then along y; of blocks along y
         first."""
         op, (width, height), block = stage.op, stage.across, self.rows.block
-        builder, combine = self.builder, partial(self._combine, op)
+        builder, combine = self.builder, combine or partial(self._combine, op)
         x = builder.and_(self.thread, I32(width - 1))
 
         def put(place: Any, state: State) -> None:
@@ -228,10 +230,12 @@ class _Reductions(RowThreads):
         return along_x(along_y(state)) if stage.kernel == "blocks" else along_y(along_x(state))
 
     def _softmax(self, stage: Stage) -> State:
-        """SoftMax.cu: PersistentSoftmax.cuh for a warp, cunn_SoftMaxForwardReg for a block."""
+        """SoftMax.cu: PersistentSoftmax.cuh for a warp, cunn_SoftMaxForwardReg for a block, and
+        cunn_SpatialSoftMaxForward for columns."""
         builder = self.builder
         by_warp, log = stage.kernel == "warp", stage.op == "log_softmax"
-        slots = 1 if by_warp else AS_ONE
+        slots = AS_ONE if stage.kernel == "block" else 1
+        at_once = 1 if by_warp else AS_ONE
 
         def larger(a: Any, b: Any) -> Any:
             return builder.select(builder.fcmp_ordered("<", a, b), b, a)
@@ -248,12 +252,8 @@ class _Reductions(RowThreads):
             return [value if k == group % slots else old for k, old in enumerate(state)]
 
         least = self.f(-_INFINITY if by_warp else _LOWEST)
-        state = self.sweep(stage, [least] * slots, most, slots)
-        if by_warp:
-            (best,) = self._exchanged(state, larger)
-        else:
-            states = [[value] for value in state]
-            (best,) = self.block(states, [_LOWEST], lambda a, b: [larger(a[0], b[0])])
+        state = self.sweep(stage, [least] * slots, most, at_once)
+        best = self._of_all(stage, state, larger, _LOWEST)
 
         shares = self.found[KEPT + 2 * self.stage + 1] = []  # exponentials at first
 
@@ -270,15 +270,22 @@ class _Reductions(RowThreads):
             return replaced(state, group, self.do("fma", power, fraction, total))
 
         plus = lambda a, b: self.do("add", a, b)  # noqa: E731
-        state = self.sweep(stage, [self.f(0.0)] * slots, add, slots)
-        if by_warp:
-            (total,) = self._exchanged(state, plus)
-        else:
-            states = [[value] for value in state]
-            (total,) = self.block(states, [0.0], lambda a, b: [plus(a[0], b[0])])
+        state = self.sweep(stage, [self.f(0.0)] * slots, add, at_once)
+        total = self._of_all(stage, state, plus, 0.0)
         if shares:
             shares[:] = self._shares(shares, total)
         return [best, self.do("log", total) if log else total]
+
+    def _of_all(
+        self, stage: Stage, state: State, combine: Callable[[Any, Any], Any], nothing: float
+    ) -> Any:
+        """What all threads of the row have, for each of them, as torch's kernel combines it."""
+        if stage.kernel == "warp":
+            return self._exchanged(state, combine)[0]
+        both = lambda a, b: [combine(a[0], b[0])]  # noqa: E731
+        if stage.kernel == "columns":
+            return self.given(self._across(stage, state, both))[0]
+        return self.block([[value] for value in state], [nothing], both)[0]
 
     def _shares(self, values: list[Value], total: Any) -> list[Value]:
         """Quotients of values from 0 to 1 and their total, at least 1 or NaN, as IEEE rounds them.

@@ -38,6 +38,7 @@ _HELD = 64  # registers for what a thread keeps of all operands of a stage
 _AHEAD = 32  # ...and for what it loads ahead
 _STATEMENTS = 1024  # of element functions in a row of a kernel: its compile time
 _PASSING = 8  # elements that a thread has at most of a row that it goes through once
+_UNROLLED = 32  # exponentials of a thread that stand in a kernel one by one
 _HELD_BY_MANY = 24  # the same as _HELD where the block is so large that a thread has 64 registers
 
 
@@ -248,6 +249,7 @@ class RowPiece:
             walk = self._walk(scheme.vec, columns, scheme.threads, part)
             # no row of groups is stored, so nothing of it is needed twice
             passing = op.name == "group_norm" and walk.held > _PASSING
+            passing = passing or (scheme.kernel == "columns" and walk.held > _UNROLLED)
             if scheme.uneven or of_blocks or self.blocks > 1 or passing:
                 walk = Walk(scheme.vec, 0, False)
         self.walks.append(walk)

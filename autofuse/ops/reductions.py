@@ -225,10 +225,11 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 
 @cache
-def soft_row(name: str, casts: bool | None = None) -> Reduction:
-    function = getattr(torch, name)
-    grad, eager = f"{name}_backward(g, out)", lambda x: function(x, -1)
-    return Reduction(name, "x", "", keeps="out", grad=grad, whole=True, casts=casts, eager=eager)
+def soft_row(name: str, casts: bool | None = None, after: int = 0) -> Reduction:
+    function, dim = getattr(torch, name), -1 - after
+    grad, eager = f"{name}_backward(g, out)", lambda x: function(x, dim)
+    return Reduction(name, "x", "", keeps="out", grad=grad, whole=True, casts=casts, eager=eager,
+                     after=after)  # fmt: skip
 
 
 _FINITE = Op("finite", "x", "0 if abs(x) == inf else x")
@@ -371,12 +372,15 @@ def _soft(name: str) -> None:
         input: Any, dim: Any = None, *more: Any, dtype: Any = None, _stacklevel: int = 3
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
         # more: a dtype, or in torch.nn.functional a number that only its warning reads
-        if more or type(dim) is not int or not is_row_wise(input, dim):
+        if more or type(dim) is not int:
+            return None
+        dims, after = _dims_of(input, dim)
+        if not dims:
             return None
         if dtype is not None and (dtype is not torch.float32 or not _is_wide(input.dtype)):
             return None
         casts = True if dtype is not None and input.dtype is not dtype else None
-        return soft_row(name, casts), (input,)
+        return soft_row(name, casts, after), (input,)
 
 
 for _name in _SOFT:
