@@ -219,6 +219,21 @@ def test_what_torch_makes_of_them(kernels, name):  # noqa: F811
         assert_same(got, COMPOSED[name](x), 1e-5 if got.is_floating_point() else None)
 
 
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_gradients_of_softmax_are_one_kernel(kernels, name):  # noqa: F811
+    for shape, dim in SOFT:
+        x, y, g = (values(shape, seed=k) for k in range(3))
+        program = lambda x, y: getattr(torch, name)(x * 0.5, dim) * y  # noqa: B023, E731
+        leaf = x.clone().requires_grad_()
+        (want,) = torch.autograd.grad(program(leaf, y), leaf, g)
+        out = autofuse.unwrap(autofuse.materialize(program(autofuse.wrap(leaf), y)))
+        launched.clear()
+        (got,) = torch.autograd.grad(out, leaf, g)
+        ((kernel, _, threads),) = launched
+        assert f"softmax_sum_{name}_backward" in kernel and threads <= 1024
+        assert_same(got, want, 1e-5)
+
+
 COMPARED = [name for name in verify.PROGRAMS if "columns" in name and "batch_norm" not in name]
 
 
@@ -315,6 +330,9 @@ def test_bits_on_cuda(always, dtype, kind):
             want = reduced(name, x * y, dim, keepdim) * 2.0
             assert got.stride() == want.stride()
             assert verify.differing(got, want) == 0, f"{shape} {dim} {name}"
+        for soft in (torch.softmax, torch.log_softmax) if isinstance(dim, int) else ():
+            got = autofuse.unwrap(autofuse.materialize(soft(autofuse.wrap(x) * y, dim) * y))
+            assert verify.differing(got, soft(x * y, dim) * y) == 0, f"{shape} {dim} {soft}"
         h = autofuse.wrap(x) * y
         got = autofuse.unwrap(autofuse.materialize(h - h.mean(dim, keepdim=True)))
         assert verify.differing(got, x * y - (x * y).mean(dim, keepdim=True)) == 0, f"{shape} {dim}"

@@ -8,7 +8,7 @@ program is in another chain, which begins with its values. So are those that a b
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -248,12 +248,13 @@ class GradientRows:
     """Over which rows the backward of reductions adds, and how often."""
 
     shape: Ints
-    threads: int  # of each row, which lies along the last dimension
+    threads: int  # of each row, which lies along one dimension
     sums: int  # 0 where a number of a row is spread over it
+    after: int = 0  # dimensions that follow that one
 
     def goes_with(self, other: GradientRows) -> bool:
         """Whether one kernel can do both."""
-        same = (self.shape, self.threads) == (other.shape, other.threads)
+        same = self == replace(other, sums=self.sums)
         return same and self.sums + other.sums <= MOST
 
 
@@ -261,7 +262,7 @@ def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
     if op.outside is not None or op.instead is not None:  # of one element of each row, mostly
         return GradientRows((), 0, 0)
-    if not op.grad or (op.after and op.whole) or (op.name in MOMENTS and (op.dims > 1 or op.after)):
+    if not op.grad or (op.name in MOMENTS and (op.dims > 1 or op.after)):
         return None  # these would be straightened here, too
     if op.name in MOMENTS:
         name, sums = "mean", 1
@@ -269,7 +270,8 @@ def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
         name, sums = (NORM_SUMS[0], len(op.statistics)) if op.statistics else (SOFT_SUM, 1)
     else:
         return GradientRows((), 0, 0)
-    scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, (1, 1))  # of no moment here
+    about = (*op.count(x.shape), x.dtype.itemsize, (1, 1), op.apart(x.shape))  # (1, 1): no matter
+    scheme = scheme_of(name, *about)
     if not isinstance(scheme, Scheme):
         return None
-    return GradientRows(tuple(x.shape), scheme.threads, sums)
+    return GradientRows(tuple(x.shape), scheme.threads, sums, op.after)

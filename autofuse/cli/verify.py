@@ -95,15 +95,24 @@ def _two_dims(v: Values) -> Any:
     return h.mean((1, 2)) * 2.0, h - h.amax((-2, -1), keepdim=True)
 
 
+def _turned(v: Values) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and y as [N, M], of as many columns as they have rows."""
+    x, y = (t.reshape(t.shape[::-1]) for t in (v.x, v.y))
+    return x, y
+
+
+def _logarithms_of_columns(v: Values) -> torch.Tensor:
+    x, y = _turned(v)
+    return torch.log_softmax(x * y, 0) * y
+
+
 def _columns(v: Values) -> Any:
-    """Of the rows' dimension, and of the columns' as a view has them."""
-    rows, columns = v.x.shape
-    x, y = v.x.reshape(columns, rows), v.y.reshape(columns, rows)
+    x, y = _turned(v)
     return (v.x * v.y).sum(0) * v.w, (v.x - v.y).mean(0, keepdim=True), (x * y).std(0), x * y - 1.0
 
 
 def _extrema_of_columns(v: Values) -> Any:
-    x, y = (t.reshape(t.shape[::-1]) for t in (v.x, v.y))
+    x, y = _turned(v)
     return (x * y).amin(0), (x + y).amax(0, keepdim=True) - x, (v.x * v.y).any(0)
 
 
@@ -217,6 +226,8 @@ DIFFERENTIATED: dict[str, Callable[[Values], Any]] = {
     "h - mean(h = x * y), of all": lambda v: (lambda h: h - h.mean())(v.x * v.y),
     "x / norm(x + y), of all": lambda v: v.x / (v.x + v.y).norm(),
     "x - logsumexp(x * y)": lambda v: v.x - torch.logsumexp(v.x * v.y, -1, True),
+    "softmax(x * y) of columns": lambda v: torch.softmax(v.x * v.y, 0) * v.y,
+    "log_softmax of columns": lambda v: _logarithms_of_columns(v).view(v.x.shape),
     "x - mean(x * y) of columns": lambda v: v.x - (v.x * v.y).mean(0) * 2.0,
     "normalize(x * y) of columns": lambda v: F.normalize(v.x * v.y, dim=0) * v.w,
     "x * std(x + y) of columns": lambda v: v.x * (v.x + v.y).std(0, keepdim=True, correction=0),
@@ -280,6 +291,8 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "loss of logits(x * y, y)": lambda v: F.binary_cross_entropy_with_logits(v.x * v.y, v.y) * 2.0,
     "relu(group_norm(x * y)) + y": _groups,
     "group_norm(x + y), no weights": lambda v: F.group_norm(v.x + v.y, 1) * 2.0,
+    "softmax(x + y) of columns": lambda v: torch.softmax(v.x + v.y, 0) * 2.0,
+    "log_softmax of columns": _logarithms_of_columns,
     "numbers of columns": _columns,
     "extrema of columns": _extrema_of_columns,
     "norm of channels": _norm_of_channels,

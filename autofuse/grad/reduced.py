@@ -209,15 +209,15 @@ class OneOfRow:
     meta: Meta
 
 
-def _sum(name: str, params: str) -> Reduction:
-    return Reduction(name, params, "", result=torch.float32, keepdim=True)
+@cache
+def _sum(name: str, params: str, after: int = 0) -> Reduction:
+    return Reduction(name, params, "", result=torch.float32, keepdim=True, after=after)
 
 
 def _row(name: str, params: str, expr: str, **columns: Any) -> Op:
     return Op(name, params, expr, contiguous="cuda cpu", **columns)
 
 
-_SOFT_SUM = _sum(SOFT_SUM, "x")
 _NORM_SUM, _NORM_DOT = map(_sum, NORM_SUMS, ("x", "x r"))
 _OF_SOFT = {
     "softmax": _row("softmax_backward", "g out s", "fma(-out, s, g)"),
@@ -306,7 +306,7 @@ def on_tape(
         return tuple(found)
     if op.name == "softmax":
         g = tape.apply(OPS["mul"], (g, values["out"]))
-    total = tape.apply(_SOFT_SUM, (g,))
+    total = tape.apply(_sum(SOFT_SUM, "x", op.after), (g,))
     return (tape.apply(_OF_SOFT[op.name], (g, values["out"], total)),)
 
 

@@ -132,7 +132,7 @@ def softmax_threads(columns: int) -> int:
 
 
 def softmax_threads_apart(columns: int, apart: int) -> int:
-    """Threads that torch's softmax gives a row whose elements are so far apart."""
+    """Threads that torch's softmax and its backward give a row whose elements are so far apart."""
     together, threads = min(apart, _SOFTMAX_THREADS), 1
     if together <= 64 <= columns:
         while together * threads <= _SOFTMAX_THREADS and threads <= columns:
@@ -216,11 +216,11 @@ def scheme_of(
         return Scheme(kernel, (threads, 1), 1, False)
     if op in NORM_SUMS:  # by vectors or by elements, in the same order
         return Scheme("fours", (128, 1), 4, columns % 4 > 0)
-    if op == SOFT_SUM:
-        return softmax_sum_scheme(columns, itemsize)
-    if op in SOFT and apart > 1:
+    if op in (*SOFT, SOFT_SUM) and apart > 1:
         threads = softmax_threads_apart(columns, apart)
         return Scheme("columns", (1, threads), 1, False, beside=max(2, _BESIDE // threads))
+    if op == SOFT_SUM:
+        return softmax_sum_scheme(columns, itemsize)
     if op in SOFT:
         kernel = softmax_kernel(columns, itemsize)
         if not kernel:

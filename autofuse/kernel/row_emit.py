@@ -447,8 +447,9 @@ class _Reductions(RowThreads):
         ]
 
     def _sum_of_gradients(self, stage: Stage) -> State:
-        """The backward of both: softmax_warp_backward and cunn_SoftMaxBackwardSmem, and the two
-        sums of layer_norm_grad_input_kernel, which its vectorised form adds alike."""
+        """The backward of both: softmax_warp_backward, cunn_SoftMaxBackwardSmem and, of columns,
+        cunn_SpatialSoftMaxBackward; and the two sums of layer_norm_grad_input_kernel, which its
+        vectorised form adds alike."""
         factor = None
         if stage.factor >= 0:
             (bits,) = self._load(stage.factor, self.word(0), 1)
@@ -464,12 +465,10 @@ class _Reductions(RowThreads):
             return [total]
 
         plus = lambda a, b: self.do("add", a, b)  # noqa: E731
-        state = self.sweep(stage, [self.f(0.0)], take)
+        state = self.sweep(stage, [self.f(0.0)], take, AS_ONE if stage.kernel == "columns" else 1)
         if stage.uneven:
             state = self._behind(stage, state, take)
-        if stage.kernel == "warp":
-            return self._exchanged(state, plus)
-        return self.block([state], [0.0], lambda a, b: [plus(a[0], b[0])])
+        return [self._of_all(stage, state, plus, 0.0)]
 
     def _behind(
         self, stage: Stage, state: State, take: Callable[[State, list[Any], int], State]
