@@ -342,6 +342,36 @@ def groups(device: str, numel: int, rounds: int) -> None:
             row(f"silu(group_norm(x)) of {list(shape)} {str(dtype)[6:]}", series)
 
 
+def _norm_of_channels(x: torch.Tensor) -> torch.Tensor:
+    apart = x - x.mean(1, keepdim=True)
+    return apart / torch.sqrt(apart.pow(2).mean(1, keepdim=True) + 1e-6)
+
+
+def columns(device: str, numel: int, rounds: int) -> None:
+    """Reductions over a dimension that others follow: of `numel` / 8 elements, of which most have
+    few rows and some, of a gradient of a bias, many; and of a small one."""
+    iterations, batch = 20 if device == "cuda" else 1, max(1, numel >> 19)
+    tokens, images, few = (batch // 4 or 1, 512, 512), (batch // 4 or 1, 256, 32, 32), (64, 32, 64)
+    programs = {
+        f"(x * w).sum(1) of {list(tokens)}": (tokens, lambda x, w: (x * w).sum(1)),
+        f"(x * w).sum(0) of {[tokens[0] * 512, 512]}":
+            ((tokens[0] * 512, 512), lambda x, w: (x * w).sum(0)),
+        f"LayerNorm of channels of {list(images)}": (images, lambda x, w: _norm_of_channels(x * w)),
+        f"softmax(x * w, 1) of {list(images)}": (images, lambda x, w: torch.softmax(x * w, 1)),
+        f"(x * w).sum(1) of {list(few)}": (few, lambda x, w: (x * w).sum(1)),
+    }  # fmt: skip
+    for name, (shape, program) in programs.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            x, w = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+            ours = autofuse.wrap(x)
+            series = interleaved(
+                {"eager": lambda f=program, x=x, w=w: f(x, w),
+                 "fused": lambda f=program, x=ours, w=w: autofuse.materialize(f(x, w))},
+                device, rounds, iterations,
+            )  # fmt: skip
+            row(f"{name} {str(dtype)[6:]}", series)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -366,6 +396,7 @@ def main() -> None:
     odd_rows(args.device, args.large, args.rounds)
     images(args.device, args.large, args.rounds)
     groups(args.device, args.large, args.rounds)
+    columns(args.device, args.large, args.rounds)
 
 
 if __name__ == "__main__":

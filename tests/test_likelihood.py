@@ -299,6 +299,19 @@ def test_small_ones_stay_eager(recorded, monkeypatch):  # noqa: F811
     assert not policy.takes_classes(4 * 5 * 39)
 
 
+def test_of_logarithms_over_another_dimension_it_is_torchs(kernels):
+    """Whose gradient has more than one element a row."""
+    x = LOGITS.clone().requires_grad_()
+    found = []
+    for wrap in (False, True, True):
+        h = autofuse.wrap(x) * 1.5 if wrap else x * 1.5
+        loss = F.nll_loss(F.log_softmax(h, 0), CLASSES)
+        assert not autofuse.is_pending(loss)
+        found.append(torch.autograd.grad(autofuse.unwrap(loss), x)[0])
+    for grad in found[1:]:
+        assert_same(grad, found[0], 1e-5)
+
+
 @pytest.mark.parametrize("name", ["cross_entropy", "of rows that torch reduces", "layer_norm"])
 def test_reports(kernels, name, tmp_path):
     """Of what nodes save besides values of ops, as the number of classes that count."""

@@ -46,6 +46,7 @@ ROWS = [
     "F.layer_norm({a}, {a}.shape[-1:], r, r)", "F.rms_norm({a}, {a}.shape[-1:], r)",
     "F.group_norm({a}, {g})", "F.group_norm({a}, {g}, n, n)",
     "F.group_norm({a}, {g}, n * 2.0, n + 1.0)", "F.normalize({a}, dim=1)",
+    "F.log_softmax({a}, 0)", "F.softmax({a} * 0.5, 1)",
     "{a} - {a}.mean(1, keepdim=True)", "{a}.exp() / {a}.exp().sum(1, keepdim=True)",
 ]  # fmt: skip
 VIEWS = [

@@ -124,8 +124,11 @@ def infer_outside(
 def _reason_of_loss(op: Reduction, args: list[Ref], x: Meta, classes: Meta, tip: Node) -> str:
     """Why a loss of classes is eager; empty if it is not."""
     first, second = args
-    if first < 0 or tip.path()[first].op.name != "log_softmax" or second >= 0:  # type: ignore[union-attr]
+    if first < 0 or second >= 0:
         return "a loss of what is in memory"
+    soft = tip.path()[first].op
+    if not isinstance(soft, Reduction) or soft.name != "log_softmax" or soft.after:
+        return "a loss of what is no logarithm over its classes"
     if classes.dtype is not torch.int64 or classes.shape != x.shape[:1] or not classes.flat:
         return "classes of another kind"
     return "" if op.casts is (tip.autocast and x.dtype is not torch.float32) else "autocast"

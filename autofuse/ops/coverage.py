@@ -102,7 +102,7 @@ def look_up(name: str) -> tuple[str, str] | None:
     own = dict.fromkeys((*PLAIN, *SPELLINGS, *COMPOSITES), "fused") | {
         LOGITS: OVER, "batch_norm": CHANNELS,
     }  # fmt: skip
-    last = dict.fromkeys(("softmax", "log_softmax", "layer_norm", "rms_norm"), LAST)
+    last = dict.fromkeys(("layer_norm", "rms_norm"), LAST)
     reduced = dict.fromkeys((*REDUCTIONS, *ROW_COMPOSITES), OVER) | last | {"group_norm": GROUPS}
     for table in (coverage(), own, reduced, EAGER_REDUCTIONS):
         for known in (bare, f"special_{bare}", f"linalg_{bare}", _base(bare)):
