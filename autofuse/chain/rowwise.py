@@ -233,7 +233,8 @@ def goes_along(tip: Node, node: Node) -> bool:
         if tip.rows.blocks > 1 and node.meta.shape == shape:
             return False
     whole = node.meta.shape == shape
-    if tip.rows.after and len(node.meta.shape) < len(shape):
+    follows = not following.isdisjoint(node.args)
+    if follows and tip.rows.after and len(node.meta.shape) < len(shape):
         # what was computed in between is taken for rows, as it is read with them
         between = [path[ref].meta for ref in node.args if ref not in following and 0 <= ref < CONST]
         rows, given = tip.rows, [(meta.shape, meta.stride) for meta in between if meta is not None]

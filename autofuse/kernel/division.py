@@ -25,11 +25,11 @@ PARTIAL = {"mean": 2, **dict.fromkeys(MOMENTS, 3)}
 _THREADS = 512  # of a block of the reduce kernel, at most
 _VECTORISED = 128  # elements of a reduction from which its kernel reads vectors
 _SOFTMAX_THREADS = 1024  # of a block of a softmax kernel that gives a row one...
-_BESIDE = 256  # threads of a block of ours where its rows lie side by side
 AS_ONE = 4  # ...of which one of ours does what so many do: more rows are in work at a time
 BY_ELEMENTS = 512  # of the norms' kernels that take elements one by one; of groups' from...
 _FEWEST_BY_BLOCK = 512  # ...so many elements on, and one of ours is AS_ONE up to
 _MOST_AS_ONE = 4096
+_BESIDE = 256  # threads of a block of ours where rows of softmax lie side by side
 
 
 @dataclass(frozen=True, slots=True)

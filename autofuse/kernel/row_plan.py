@@ -3,8 +3,8 @@
 Pure, as `plan` is. A row kernel goes through each row once for each reduction (a Stage), with the
 pointwise ops before it at its loads, and once more for what is stored; the threads that share a row
 stand in one block, and a row is what all its reductions are over: the last dimension of one shape,
-or several of them, straightened to one. Where several blocks share a row, each leaves what it has
-found of its part of it.
+as `program.rewrite` has made it of several, or of those that others follow. Where several blocks
+share a row, each leaves what it has found of its part of it.
 """
 
 from __future__ import annotations

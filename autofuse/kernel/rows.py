@@ -107,14 +107,14 @@ def make_pieces(
             step.op.name, rows, columns, size, processors, first.op.apart(shape)
         )
         assert isinstance(scheme, Scheme), scheme
-    ((blocks, beside),) = {(scheme.blocks, scheme.beside) for scheme in schemes.values()}
+    ((threads, blocks, beside),) = {(x.threads, x.blocks, x.beside) for x in schemes.values()}
     following = followers(program)
     row_program, pieces = _parted(program, following, shape if blocks == 1 else None, device)
     inputs: Sequence[int] = range(len(program.inputs))
     outer, row = first.op.split(shape)
     if first.op.after:
-        seen_as = RowsOf(shape, first.op.dims, 0, blocks, after=first.op.after)
-        row_program, inputs = turned(row_program, seen_as, following)
+        rows_of = RowsOf(shape, first.op.dims, threads, blocks, 0, first.op.after, beside)
+        row_program, inputs = turned(row_program, rows_of, following)
     shape = (*outer, columns)
     if len(row) > 1:
         row_program = straightened(row_program, row)

@@ -20,13 +20,11 @@ from ..grad.backward import MANY_SWEEPS
 from ..grad.segments import Outline
 from ..kernel.text import calls_functions
 from ..ops.reductions import Reduction
-from ..ops.row import OPS, Op
-from ..ops.views import JoinOp
-from ..program.program import CONST
 from ..run.runner import Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
 from .contest import Contest, clock_of
+from .costs import ops_of, shapes_of, stored_of, traffic
 
 # What chains cost the host, in us: on one NVIDIA H200 machine (bench/overhead.py), where the device
 # has its own time, and on a CPU, one thread. A flush, which runs one kernel, an eager op (on a CPU
@@ -172,51 +170,25 @@ def gain_of(nodes: list[Node], results: Sequence[int]) -> float:
     return max(gain, _OP_US[device_type]) if nodes[-1].holds_grad else gain
 
 
-def _gain(nodes: list[Node], results: Sequence[int], device_type: str, op_us: float) -> float:
-    ops = _ops_of(nodes)
-    eager, fused = op_us * ops, _RECORDED_US * ops + FLUSH_US[device_type]
-    stored = [node for node in nodes if node.index in results and node.base < 0]
-    if len(stored) > 1:
-        fused += _RESULT_US[device_type] * (len(stored) - 1)
-    shapes = set()
-    for node in stored:  # a join is as many as its parts have
-        parts = [nodes[ref] for ref in node.args] if isinstance(node.op, JoinOp) else [node]
-        shapes.update(part.meta.shape for part in parts)  # type: ignore[union-attr]
+def _host(
+    nodes: list[Node], results: Sequence[int], device_type: str, op_us: float
+) -> tuple[float, float]:
+    """us of the host for the ops of these on their own, and for their kernels."""
+    ops, stored = ops_of(nodes), stored_of(nodes, results)
+    fused = _RECORDED_US * ops + FLUSH_US[device_type]
+    fused += _RESULT_US[device_type] * max(len(stored) - 1, 0)
     rows = nodes[-1].rows
     combines = rows is not None and (rows.blocks > 1 or rows.groups > 0)  # in a kernel of its own
-    fused += _SHAPE_US[device_type] * (max(len(shapes) - 1, 0) + combines)
+    more = max(len(shapes_of(nodes, stored)) - 1, 0) + combines
+    return op_us * ops, fused + _SHAPE_US[device_type] * more
+
+
+def _gain(nodes: list[Node], results: Sequence[int], device_type: str, op_us: float) -> float:
+    eager, fused = _host(nodes, results, device_type, op_us)
     if device_type == "cpu":
         return eager + _work(nodes) / 2 - fused
-    every, once = _traffic(nodes, stored)
+    every, once = traffic(nodes, results)
     return max(eager, us_moved(every, device_type)) - max(fused, us_moved(once, device_type))
-
-
-def _traffic(nodes: list[Node], stored: Sequence[Node]) -> tuple[int, int]:
-    """Bytes that eager ops move, and those of a kernel that goes through what it needs once."""
-    inputs, every = nodes[-1].inputs, 0
-    for node in nodes:
-        if node.base < 0 and node.meta is not None:
-            every += node.meta.nbytes
-            for ref in node.args:
-                meta = nodes[ref].meta if 0 <= ref < CONST else inputs[~ref] if ref < 0 else None
-                every += 0 if meta is None else meta.nbytes
-    once = sum(meta.nbytes for meta in inputs)
-    return every, once + sum(node.meta.nbytes for node in stored if node.meta is not None)
-
-
-def _ops_of(nodes: list[Node], first: int = 0) -> int:
-    """How many ops of eager's these are from `first` on: views cost the same either way, and what
-    a join reads from memory is a step of its own here."""
-    read = {ref for node in nodes if isinstance(node.op, JoinOp) for ref in node.args}
-    return sum(
-        _costs(node.op)
-        for node in nodes[first:]
-        if node.base < 0 and not (node.index in read and node.op is OPS["clone"])
-    )
-
-
-def _costs(op: object) -> int:
-    return op.costs if isinstance(op, Op) else 1
 
 
 def _work(nodes: list[Node]) -> float:
@@ -247,8 +219,9 @@ def gain_at_start(runner: Runner) -> float:
         costs = _GRAD_US[device_type]
         host = min(runner.margin, costs.op + costs.gradient - costs.recorded)
     else:
-        gain = _gain(nodes, runner.made, device_type, _OP_US[device_type])
-        host = min(max(gain, 0.0), us_recorded(1, device_type))
+        eager, fused = _host(nodes, runner.made, device_type, _OP_US[device_type])
+        work = _work(nodes) / 2 if device_type == "cpu" else 0.0
+        host = min(max(eager + work - fused, 0.0), us_recorded(1, device_type))
     if device_type == "cpu":
         return host + _work([first]) / 2
     return host + us_moved(2 * first.meta.nbytes, device_type)
@@ -413,7 +386,7 @@ def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
         return math.inf
     device_type = nodes[0].recorder.device.type
     costs = _GRAD_US[device_type]
-    eager = costs.op * _ops_of(nodes, first)
+    eager = costs.op * ops_of(nodes, first)
     fused = costs.flush + costs.recorded * len(nodes[first:])
     # under `create_graph` torch's ops run backward either way, ours by rules that Python applies
     swept = nodes[-1].swept >= MANY_SWEEPS

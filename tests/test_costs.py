@@ -1,0 +1,60 @@
+"""Costs: the ops and the bytes of chains, as policy counts them."""
+
+import pytest
+import torch
+from test_columns import values
+from test_reductions import recorded, recording  # noqa: F401
+
+import autofuse
+from autofuse.record import costs, ways
+
+N = 4 * 131072 * 4  # bytes of a tensor here
+
+
+@pytest.fixture
+def counted(recorded, monkeypatch):  # noqa: F811
+    """(ops, bytes of eager ops, bytes of kernels) of the chains that are met."""
+    found = []
+
+    def is_short(nodes, results, device_type):
+        found.append((costs.ops_of(nodes), *costs.traffic(nodes, results)))
+        return False
+
+    monkeypatch.setattr(ways, "is_short", is_short)
+    return found
+
+
+def run(program, *args):
+    with torch.no_grad():
+        made = program(*map(autofuse.wrap, args))
+        for one in made if isinstance(made, tuple) else (made,):
+            autofuse.materialize(one)
+
+
+ROW = 4 * 4  # bytes of a result of four columns
+CHAINS = {
+    "one kernel": (lambda x, y: torch.tanh(x * y) + 1.0, (3, 7 * N, 3 * N)),
+    "numbers of columns that blocks share": (
+        lambda x, y: (x * y).sum(0), (2, 4 * N + ROW, 2 * N + ROW)
+    ),
+    "and the columns": (lambda x, y: (h := x * y, h.sum(0)), (2, 4 * N + ROW, 5 * N + ROW)),
+    "a join of what is in memory": (lambda x, y: torch.cat([x * 2.0, y]), (2, 6 * N, 4 * N)),
+    "views": (lambda x, y: (x * y).t() * 2.0, (2, 5 * N, 3 * N)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_are_counted(counted, name):
+    program, want = CHAINS[name]
+    run(program, values((131072, 4)), values((131072, 4), seed=1))
+    assert counted == [want]
+
+
+def test_rows_of_one_block_are_in_one_kernel_with_their_numbers(counted):
+    x, y = values((64, 8, 256)), values((64, 8, 256), seed=1)
+    size, row = 4 * x.numel(), 4 * 64 * 256
+    run(lambda x, y: (h := x * y, h - h.mean(1, keepdim=True)), x, y)
+    assert counted == [(3, 6 * size + 2 * row, 4 * size)]
+    counted.clear()
+    run(lambda x, y: torch.group_norm(x * y, 4) * 2.0, x, y)
+    assert counted[0][2] == 5 * size
