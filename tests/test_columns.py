@@ -219,6 +219,18 @@ def test_what_torch_makes_of_them(kernels, name):  # noqa: F811
         assert_same(got, COMPOSED[name](x), 1e-5 if got.is_floating_point() else None)
 
 
+def test_few_rows_of_softmax_have_many_processors():
+    """Its order is one thread's, or that of so many; what else is in a block is of no moment."""
+    for rows, columns, apart in ((2048, 512, 1024), (195, 64, 65), (10**6, 20, 4096), (4, 2000, 2)):
+        scheme = scheme_of("softmax", rows, columns, 4, H200, apart)
+        assert scheme.threads == softmax_threads_apart(columns, apart)
+        block = scheme.threads * scheme.beside
+        assert block <= max(256, 2 * scheme.threads) and block & (block - 1) == 0
+        blocks = -(-rows // scheme.beside)
+        assert blocks >= H200[0] or block <= max(32, 2 * scheme.threads)
+    assert scheme_of("softmax", 10**6, 20, 4, H200, 4096).beside == 256
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_gradients_of_softmax_are_one_kernel(kernels, name):  # noqa: F811
     for shape, dim in SOFT:

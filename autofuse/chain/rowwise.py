@@ -274,8 +274,8 @@ def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
         name, sums = (NORM_SUMS[0], len(op.statistics)) if op.statistics else (SOFT_SUM, 1)
     else:
         return GradientRows((), 0, 0)
-    about = (*op.count(x.shape), x.dtype.itemsize, (1, 1), op.apart(x.shape))  # (1, 1): no matter
-    scheme = scheme_of(name, *about)
+    processors = (1, 1)  # of no moment here
+    scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors, op.apart(x.shape))
     if not isinstance(scheme, Scheme):
         return None
     return GradientRows(tuple(x.shape), scheme.threads, sums, op.after)

@@ -218,7 +218,10 @@ def scheme_of(
         return Scheme("fours", (128, 1), 4, columns % 4 > 0)
     if op in (*SOFT, SOFT_SUM) and apart > 1:
         threads = softmax_threads_apart(columns, apart)
-        return Scheme("columns", (1, threads), 1, False, beside=max(2, _BESIDE // threads))
+        beside = max(2, _BESIDE // threads)
+        while beside * threads > WARP and beside > 2 and rows // beside < processors[0]:
+            beside //= 2  # no order depends on it, and few rows have more processors so
+        return Scheme("columns", (1, threads), 1, False, beside=beside)
     if op == SOFT_SUM:
         return softmax_sum_scheme(columns, itemsize)
     if op in SOFT:
