@@ -16,7 +16,7 @@ from test_reductions import H200, bits, emulated, launched, recorded, recording 
 
 import autofuse
 from autofuse.cli import verify
-from autofuse.kernel.division import scheme_of, softmax_threads_apart
+from autofuse.kernel.division import scheme_of, spatial_softmax_threads
 from support import assert_same, compared_about, needs_cuda
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,7 +105,7 @@ def test_softmax_of_columns(kernels, shape, dim, name):  # noqa: F811
         x, y = values(shape, dtype), values(shape, dtype, 1)
         h = (x * 0.5).float().movedim(dim, -1)
         apart = math.prod(shape[dim % len(shape) + 1 :])
-        threads = softmax_threads_apart(h.shape[-1], apart)
+        threads = spatial_softmax_threads(h.shape[-1], apart)
         rows = h.reshape(-1, h.shape[-1]).numpy()
         log = name == "log_softmax"
         want = bits([row_oracle.softmax_of_columns(r, threads, log) for r in rows])
@@ -223,12 +223,12 @@ def test_few_rows_of_softmax_have_many_processors():
     """Its order is one thread's, or that of so many; what else is in a block is of no moment."""
     for rows, columns, apart in ((2048, 512, 1024), (195, 64, 65), (10**6, 20, 4096), (4, 2000, 2)):
         scheme = scheme_of("softmax", rows, columns, 4, H200, apart)
-        assert scheme.threads == softmax_threads_apart(columns, apart)
-        block = scheme.threads * scheme.beside
+        assert scheme.threads == spatial_softmax_threads(columns, apart)
+        block = scheme.threads * scheme.interleaved
         assert block <= max(256, 2 * scheme.threads) and block & (block - 1) == 0
-        blocks = -(-rows // scheme.beside)
+        blocks = -(-rows // scheme.interleaved)
         assert blocks >= H200[0] or block <= max(32, 2 * scheme.threads)
-    assert scheme_of("softmax", 10**6, 20, 4, H200, 4096).beside == 256
+    assert scheme_of("softmax", 10**6, 20, 4, H200, 4096).interleaved == 256
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])

@@ -58,15 +58,15 @@ def infer_rows(
         return Cut("operands of channels that are not in memory")
     found = set[Ints]()
     for name in op.reduces:
-        about = (*op.count(x.shape), x.dtype.itemsize, processors, op.apart(x.shape))
+        about = (*op.count(x.shape), x.dtype.itemsize, processors, op.stride(x.shape))
         scheme = scheme_of(name, *about)
         if isinstance(scheme, str):
             return f"{scheme}, as {name} takes them"
-        found.add((scheme.threads, scheme.blocks, scheme.beside))
+        found.add((scheme.threads, scheme.blocks, scheme.interleaved))
     if len(found) > 1:
         return "rows that torch gives other numbers of threads for each of its steps"
-    ((threads, blocks, beside),) = found
-    rows = RowsOf(tuple(x.shape), op.dims, threads, blocks, op.groups, op.after, beside)
+    ((threads, blocks, interleaved),) = found
+    rows = RowsOf(tuple(x.shape), op.dims, threads, blocks, op.groups, op.after, interleaved)
     # of which nothing is known before all blocks are done
     apart = len(op.reduces) > 1 or (op.name in MOMENTS and _has_graph(tip, views))
     if blocks > 1 and apart:
@@ -275,7 +275,7 @@ def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     else:
         return GradientRows((), 0, 0)
     processors = (1, 1)  # of no moment here
-    scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors, op.apart(x.shape))
+    scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors, op.stride(x.shape))
     if not isinstance(scheme, Scheme):
         return None
     return GradientRows(tuple(x.shape), scheme.threads, sums, op.after)

@@ -29,7 +29,7 @@ AS_ONE = 4  # ...of which one of ours does what so many do: more rows are in wor
 BY_ELEMENTS = 512  # of the norms' kernels that take elements one by one; of groups' from...
 _FEWEST_BY_BLOCK = 512  # ...so many elements on, and one of ours is AS_ONE up to
 _MOST_AS_ONE = 4096
-_BESIDE = 256  # threads of a block of ours where rows of softmax lie side by side
+_INTERLEAVED = 256  # threads of a block of ours whose rows of softmax are interleaved
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +131,9 @@ def softmax_threads(columns: int) -> int:
     return min(WARP, 1 << (columns - 1).bit_length())
 
 
-def softmax_threads_apart(columns: int, apart: int) -> int:
-    """Threads that torch's softmax and its backward give a row whose elements are so far apart."""
-    together, threads = min(apart, _SOFTMAX_THREADS), 1
+def spatial_softmax_threads(columns: int, stride: int) -> int:
+    """Threads that torch's softmax and its backward give a row of that stride."""
+    together, threads = min(stride, _SOFTMAX_THREADS), 1
     if together <= 64 <= columns:
         while together * threads <= _SOFTMAX_THREADS and threads <= columns:
             threads *= 2
@@ -181,7 +181,7 @@ class Scheme:
     vec: int
     uneven: bool
     blocks: int = 1  # that share a row
-    beside: int = 1  # rows whose threads take turns in a block, where their elements are apart
+    interleaved: int = 1  # rows whose threads take turns in a block
     anchored: bool = False  # whether that depends on where the rows begin
 
     @property
@@ -192,13 +192,13 @@ class Scheme:
 
 @lru_cache(maxsize=4096)
 def scheme_of(
-    op: str, rows: int, columns: int, itemsize: int, processors: tuple[int, int], apart: int = 1
+    op: str, rows: int, columns: int, itemsize: int, processors: tuple[int, int], stride: int = 1
 ) -> Scheme | str:
     """How torch computes `op` over rows that begin at an aligned address, or why a row kernel
     cannot do the same.
 
-    processors: how many the GPU has, and how many threads each of them runs. apart: how many
-    elements lie from one of a row to the next; so many rows begin side by side.
+    processors: how many the GPU has, and how many threads each of them runs. stride: how many
+    elements lie from one of a row to the next; so many rows begin next to each other.
     """
     if columns < 2 or not rows:
         return "rows of less than two elements"
@@ -216,12 +216,14 @@ def scheme_of(
         return Scheme(kernel, (threads, 1), 1, False)
     if op in NORM_SUMS:  # by vectors or by elements, in the same order
         return Scheme("fours", (128, 1), 4, columns % 4 > 0)
-    if op in (*SOFT, SOFT_SUM) and apart > 1:
-        threads = softmax_threads_apart(columns, apart)
-        beside = max(2, _BESIDE // threads)
-        while beside * threads > WARP and beside > 2 and rows // beside < processors[0]:
-            beside //= 2  # no order depends on it, and few rows have more processors so
-        return Scheme("columns", (1, threads), 1, False, beside=beside)
+    if op in (*SOFT, SOFT_SUM) and stride > 1:
+        threads = spatial_softmax_threads(columns, stride)
+        interleaved = max(2, _INTERLEAVED // threads)
+        while (
+            interleaved * threads > WARP and interleaved > 2 and rows // interleaved < processors[0]
+        ):
+            interleaved //= 2  # no order depends on it, and few rows have more processors so
+        return Scheme("spatial", (1, threads), 1, False, interleaved=interleaved)
     if op == SOFT_SUM:
         return softmax_sum_scheme(columns, itemsize)
     if op in SOFT:
@@ -234,11 +236,11 @@ def scheme_of(
     if rows * columns * itemsize >= 1 << 31:  # it reduces parts, each divided by itself
         return "more bytes than torch's kernels count in 32 bits"
     vec = vector_of(op, itemsize)
-    if apart > 1:
-        division = division_of(rows, columns, (apart, 1), 0, itemsize, vec, *processors)
-        beside = division.step_out * division.results
+    if stride > 1:
+        division = division_of(rows, columns, (stride, 1), 0, itemsize, vec, *processors)
+        interleaved = division.step_out * division.results
         return Scheme(
-            "reduce", division.across, 1, False, division.grid[1], beside, division.results > 1
+            "reduce", division.across, 1, False, division.grid[1], interleaved, division.results > 1
         )
     division = division_of(rows, columns, (1, columns), 0, itemsize, vec, *processors)
     uneven = columns % division.vec > 0

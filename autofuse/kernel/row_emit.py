@@ -224,14 +224,14 @@ class _Reductions(RowThreads):
                 return state
             room()
             y = builder.lshr(self.thread, I32(width.bit_length() - 1))
-            apart = self.rows.together if self.rows.beside else width
+            apart = self.rows.together if self.rows.interleaved else width
             return halve(state, self.tid, y, height // 2, 1, apart)
 
         return along_x(along_y(state)) if stage.kernel == "blocks" else along_y(along_x(state))
 
     def _softmax(self, stage: Stage) -> State:
         """SoftMax.cu: PersistentSoftmax.cuh for a warp, cunn_SoftMaxForwardReg for a block, and
-        cunn_SpatialSoftMaxForward for columns."""
+        cunn_SpatialSoftMaxForward for interleaved rows."""
         builder = self.builder
         by_warp, log = stage.kernel == "warp", stage.op == "log_softmax"
         slots = AS_ONE if stage.kernel == "block" else 1
@@ -283,7 +283,7 @@ class _Reductions(RowThreads):
         if stage.kernel == "warp":
             return self._exchanged(state, combine)[0]
         both = lambda a, b: [combine(a[0], b[0])]  # noqa: E731
-        if stage.kernel == "columns":
+        if stage.kernel == "spatial":
             return self.given(self._across(stage, state, both))[0]
         return self.block([[value] for value in state], [nothing], both)[0]
 
@@ -447,7 +447,7 @@ class _Reductions(RowThreads):
         ]
 
     def _sum_of_gradients(self, stage: Stage) -> State:
-        """The backward of both: softmax_warp_backward, cunn_SoftMaxBackwardSmem and, of columns,
+        """The backward of both: softmax_warp_backward, cunn_SoftMaxBackwardSmem and
         cunn_SpatialSoftMaxBackward; and the two sums of layer_norm_grad_input_kernel, which its
         vectorised form adds alike."""
         factor = None
@@ -465,7 +465,7 @@ class _Reductions(RowThreads):
             return [total]
 
         plus = lambda a, b: self.do("add", a, b)  # noqa: E731
-        state = self.sweep(stage, [self.f(0.0)], take, AS_ONE if stage.kernel == "columns" else 1)
+        state = self.sweep(stage, [self.f(0.0)], take, AS_ONE if stage.kernel == "spatial" else 1)
         if stage.uneven:
             state = self._behind(stage, state, take)
         return [self._of_all(stage, state, plus, 0.0)]

@@ -108,7 +108,7 @@ class Exchanges:
         builder, threads = self.builder, self.rows.threads
         if threads == 1:
             return state
-        if threads <= WARP and not self.rows.beside:
+        if threads <= WARP and not self.rows.interleaved:
             first = builder.and_(self.lane, I32(WARP - threads))
             return [self.shuffle(0, value, first) for value in state]
         self.share(self.rows.together * len(state))

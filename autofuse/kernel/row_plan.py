@@ -110,7 +110,7 @@ class RowPiece:
     def piece(self) -> Piece:
         steps, shape = self.steps, self.shape
         rows, columns = layout.numel(shape[:-1]), shape[-1]
-        ((threads, beside),) = {(x.threads, x.beside) for x in self.schemes.values()}
+        ((threads, interleaved),) = {(x.threads, x.interleaved) for x in self.schemes.values()}
         drafts = [self._stage(index, columns) for index in self.reduced]
         whole = [k for k in self.program.live if steps[k].out.shape == shape]
         # the last stage's, whose loads are at hand, if all elements can be gone through so
@@ -159,8 +159,8 @@ class RowPiece:
             wide=is_wide(shape, sizes, walks, specs),
             rows=Rows(
                 threads=threads,
-                together=beside if beside > 1 else max(1, THREADS_PER_BLOCK // threads),
-                beside=beside > 1,
+                together=interleaved if interleaved > 1 else max(1, THREADS_PER_BLOCK // threads),
+                interleaved=interleaved > 1,
                 stages=stages,
                 walk=walk,
                 columns=columns_part,
@@ -249,7 +249,7 @@ class RowPiece:
             walk = self._walk(scheme.vec, columns, scheme.threads, part)
             # no row of groups is stored, so nothing of it is needed twice
             passing = op.name == "group_norm" and walk.held > _PASSING
-            passing = passing or (scheme.kernel == "columns" and walk.held > _UNROLLED)
+            passing = passing or (scheme.kernel == "spatial" and walk.held > _UNROLLED)
             if scheme.uneven or of_blocks or self.blocks > 1 or passing:
                 walk = Walk(scheme.vec, 0, False)
         self.walks.append(walk)

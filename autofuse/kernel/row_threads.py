@@ -56,10 +56,10 @@ class RowThreads(Exchanges):
         tid = special_register(builder, "tid.x")
         self.lane = builder.and_(tid, I32(WARP - 1))
         self.tid = tid  # in the block
-        by = rows.together if rows.beside else rows.threads
+        by = rows.together if rows.interleaved else rows.threads
         of, which = builder.lshr(tid, I32(by.bit_length() - 1)), builder.and_(tid, I32(by - 1))
         # its number in the row, and the row's in the block
-        self.thread, self.own = (of, which) if rows.beside else (which, of)
+        self.thread, self.own = (of, which) if rows.interleaved else (which, of)
         block = self.index(special_register(builder, "ctaid.x"))
         # of the row's groups: the thread's first, and how far from there its next is
         self.first, self.apart = self.index(self.thread), word(rows.threads)

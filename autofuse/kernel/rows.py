@@ -104,16 +104,18 @@ def make_pieces(
         step = steps[index]
         size = ITEMSIZE[spec_of(program, step.args[0]).code]
         schemes[index] = scheme = scheme_of(
-            step.op.name, rows, columns, size, processors, first.op.apart(shape)
+            step.op.name, rows, columns, size, processors, first.op.stride(shape)
         )
         assert isinstance(scheme, Scheme), scheme
-    ((threads, blocks, beside),) = {(x.threads, x.blocks, x.beside) for x in schemes.values()}
+    ((threads, blocks, interleaved),) = {
+        (x.threads, x.blocks, x.interleaved) for x in schemes.values()
+    }
     following = followers(program)
     row_program, pieces = _parted(program, following, shape if blocks == 1 else None, device)
     inputs: Sequence[int] = range(len(program.inputs))
     outer, row = first.op.split(shape)
     if first.op.after:
-        rows_of = RowsOf(shape, first.op.dims, threads, blocks, 0, first.op.after, beside)
+        rows_of = RowsOf(shape, first.op.dims, threads, blocks, 0, first.op.after, interleaved)
         row_program, inputs = turned(row_program, rows_of, following)
     shape = (*outer, columns)
     if len(row) > 1:
@@ -126,7 +128,7 @@ def make_pieces(
 
     if blocks == 1:
         return (*pieces, placed(RowPiece(row_program, shape, following, schemes).piece()))
-    left = _left_by(outer, blocks, beside > 1)
+    left = _left_by(outer, blocks, interleaved > 1)
     part = RowPiece(row_program, shape, following, schemes, left).piece()
     counts = {index: PARTIAL.get(steps[index].op.name, 1) for index in reduced}
     ends = {
@@ -137,11 +139,11 @@ def make_pieces(
     return (*pieces, placed(part), placed(end))
 
 
-def _left_by(outer: Ints, blocks: int, beside: bool) -> Spec:
-    """What blocks leave of rows that they share; rows that begin side by side lie so there, too."""
+def _left_by(outer: Ints, blocks: int, interleaved: bool) -> Spec:
+    """What blocks leave of rows that they share; those that are interleaved are so there, too."""
     shape = (*outer, blocks)
     first, *others = contiguous((blocks, *outer))
-    return Spec("f32", shape, (*others, first) if beside else contiguous(shape))
+    return Spec("f32", shape, (*others, first) if interleaved else contiguous(shape))
 
 
 def _parted(

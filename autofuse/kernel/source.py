@@ -75,7 +75,7 @@ class Rows:
 
     threads: int  # of a row
     together: int  # rows of a block, whose threads...
-    beside: bool  # ...take turns, so that those of neighbouring rows are neighbours
+    interleaved: bool  # ...take turns, so that those of neighbouring rows are neighbours
     stages: tuple[Stage, ...]
     walk: Walk  # of what is stored
     columns: Part | None  # gives what the first stores take

@@ -90,7 +90,7 @@ class Reduction(Op):
         end = len(shape) - self.after
         return (*shape[: end - self.dims], *(1,) * self.dims, *shape[end:])
 
-    def apart(self, shape: Ints) -> int:
+    def stride(self, shape: Ints) -> int:
         """How many elements lie from one of a row to the next, where such an operand is
         contiguous."""
         return math.prod(shape[len(shape) - self.after :])

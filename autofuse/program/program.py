@@ -119,7 +119,7 @@ class RowsOf(NamedTuple):
     blocks: int  # ...and blocks of so many threads, where several share it
     groups: int = 0  # of channels, which are then two dimensions of `seen`
     after: int = 0  # how many dimensions follow those of a row; in `seen` they are in front of it
-    beside: int = 1  # rows whose threads take turns in a block
+    interleaved: int = 1  # rows whose threads take turns in a block
 
     def seen(self, shape: Ints, stride: Ints, numbers: bool = False) -> tuple[Ints, Ints]:
         """A tensor that is read with the rows, as they lie along its last dimensions.

@@ -142,10 +142,10 @@ def is_narrow(node: Node, processors: int) -> bool:
     for what is stored.
     """
     assert node.rows is not None
-    shape, row, beside = node.rows.shape, node.rows.row, node.rows.beside
+    shape, row, each = node.rows.shape, node.rows.row, node.rows.interleaved
     rows, path = math.prod(shape) // math.prod(row), node.path()
-    beside = min(beside, rows)
-    rows = -(-rows // beside)  # or blocks of rows that lie side by side
+    each = min(each, rows)
+    rows = -(-rows // each)  # or blocks of interleaved ones
     if rows >= processors or node.rows.blocks > 1 or config.always_fuse:
         return False
     apart = node.rows.groups > 0  # what follows is in a kernel of its own
@@ -158,7 +158,7 @@ def is_narrow(node: Node, processors: int) -> bool:
             passes += len(known.op.reduces)
         elif known.meta.shape == shape:
             ops += _FUNCTION if calls_functions(known.op, known.common) else 1
-    here = _ALONE_US * math.prod(row) * beside * ops * passes
+    here = _ALONE_US * math.prod(row) * each * ops * passes
     return here * (1 - rows / processors) > _IDLE_US
 
 
