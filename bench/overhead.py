@@ -17,7 +17,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -296,10 +296,23 @@ def odd_rows(device: str, numel: int, rounds: int) -> None:
             row(f"3 ops on {str(dtype)[6:]} {where}, {rate:.3f} TB/s", series)
 
 
+def beside_eager(
+    name: str, program: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], device: str,
+    rounds: int,
+) -> None:  # fmt: skip
+    """`program` of plain tensors and of wrapped ones, in turns, as a row."""
+    wrapped = list(map(autofuse.wrap, tensors))
+    series = interleaved(
+        {"eager": lambda: program(*tensors),
+         "fused": lambda: autofuse.materialize(program(*wrapped))},
+        device, rounds, 20 if device == "cuda" else 1,
+    )  # fmt: skip
+    row(name, series)
+
+
 @torch.no_grad()
 def images(device: str, numel: int, rounds: int) -> None:
     """What stands between convolutions in evaluation, and copies into another layout."""
-    iterations = 20 if device == "cuda" else 1
     for dtype, layout in (
         (torch.float32, torch.contiguous_format), (torch.float32, torch.channels_last),
         (torch.bfloat16, torch.contiguous_format), (torch.bfloat16, torch.channels_last),
@@ -315,31 +328,20 @@ def images(device: str, numel: int, rounds: int) -> None:
             ),
         }
         for name, program in programs.items():
-            u, v = autofuse.wrap(x), autofuse.wrap(y)
-            series = interleaved(
-                {"eager": lambda f=program, x=x, y=y: f(x, y),
-                 "fused": lambda f=program, u=u, v=v: autofuse.materialize(f(u, v))},
-                device, rounds, iterations,
-            )  # fmt: skip
-            row(f"{name} of {str(dtype)[6:]}, {str(layout)[6:]}", series)
+            name = f"{name} of {str(dtype)[6:]}, {str(layout)[6:]}"
+            beside_eager(name, program, (x, y), device, rounds)
 
 
 @torch.no_grad()
 def groups(device: str, numel: int, rounds: int) -> None:
     """What a diffusion model has before its convolutions: of a small image, and of `numel` / 2."""
-    iterations = 20 if device == "cuda" else 1
     side = max(1, math.isqrt(numel // 256))
     for shape in ((2, 320, 64, 64), (1, 128, side, side)):
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(shape, device=device).to(dtype)
             norm = torch.nn.GroupNorm(32, shape[1]).to(device, dtype)
-            w = autofuse.wrap(x)
-            series = interleaved(
-                {"eager": lambda norm=norm, x=x: F.silu(norm(x)),
-                 "fused": lambda norm=norm, w=w: autofuse.materialize(F.silu(norm(w)))},
-                device, rounds, iterations,
-            )  # fmt: skip
-            row(f"silu(group_norm(x)) of {list(shape)} {str(dtype)[6:]}", series)
+            name = f"silu(group_norm(x)) of {list(shape)} {str(dtype)[6:]}"
+            beside_eager(name, lambda x, norm=norm: F.silu(norm(x)), (x,), device, rounds)
 
 
 def _norm_of_channels(x: torch.Tensor) -> torch.Tensor:
@@ -350,7 +352,7 @@ def _norm_of_channels(x: torch.Tensor) -> torch.Tensor:
 def columns(device: str, numel: int, rounds: int) -> None:
     """Reductions over a dimension that others follow: of `numel` / 8 elements, of which most have
     few rows and some, of a gradient of a bias, many; and of a small one."""
-    iterations, batch = 20 if device == "cuda" else 1, max(1, numel >> 19)
+    batch = max(1, numel >> 19)
     tokens, images, few = (batch // 4 or 1, 512, 512), (batch // 4 or 1, 256, 32, 32), (64, 32, 64)
     programs = {
         f"(x * w).sum(1) of {list(tokens)}": (tokens, lambda x, w: (x * w).sum(1)),
@@ -363,13 +365,7 @@ def columns(device: str, numel: int, rounds: int) -> None:
     for name, (shape, program) in programs.items():
         for dtype in (torch.float32, torch.bfloat16):
             x, w = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
-            ours = autofuse.wrap(x)
-            series = interleaved(
-                {"eager": lambda f=program, x=x, w=w: f(x, w),
-                 "fused": lambda f=program, x=ours, w=w: autofuse.materialize(f(x, w))},
-                device, rounds, iterations,
-            )  # fmt: skip
-            row(f"{name} {str(dtype)[6:]}", series)
+            beside_eager(f"{name} {str(dtype)[6:]}", program, (x, w), device, rounds)
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ def _moment_by_torch(
     if "out" in named:  # of a root: the gradient of the variance
         out = named["out"]
         g = torch.masked_fill(torch.div(g, torch.mul(out, 2)), torch.eq(out, 0), 0)
-    dims = tuple(range(x.ndim - op.after - op.dims, x.ndim - op.after))
+    dims = Over(op.dims, after=op.after).named
     apart = torch.sub(x, torch.mean(x, dims, True))
     _, columns = op.count(tuple(x.shape))
     return torch.mul(torch.mul(number(g), 2.0 / (columns - c)), apart), None
