@@ -6,6 +6,8 @@ Pure integer arithmetic on tuples; strides are in elements. Knows nothing of tor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
 
 Ints = tuple[int, ...]
 
@@ -103,22 +105,6 @@ def is_injective(shape: Ints, stride: Ints) -> bool:
     return True
 
 
-def along(shape: Ints, stride: Ints, row: Ints) -> tuple[Ints, Ints] | None:
-    """Shape and strides of a tensor whose last dimensions, as many as `row` has, are made one.
-
-    None if that cannot be: they have to be those of `row` in its order, or all of size 1, along
-    which it repeats. A tensor of fewer dimensions has the last ones of size 1, or is none of these.
-    """
-    lead = max(0, len(shape) - len(row))
-    own, steps = shape[lead:], stride[lead:]
-    if all(n == 1 for n in own):
-        return (shape[:lead] + (1,), stride[:lead] + (0,)) if own else (shape, stride)
-    if own != row:
-        return None
-    sizes, (_, merged) = collapse(row, [contiguous(row), steps])
-    return (shape[:lead] + sizes, stride[:lead] + merged) if len(sizes) == 1 else None
-
-
 def grouped(shape: Ints, stride: Ints, channels: Ints, after: int) -> tuple[Ints, Ints]:
     """Shape and strides of a tensor whose dimension of channels, which `after` others follow, is
     made two: groups, and channels of a group, as many as `channels` says.
@@ -136,23 +122,61 @@ def grouped(shape: Ints, stride: Ints, channels: Ints, after: int) -> tuple[Ints
     )
 
 
-def turned(
-    shape: Ints, stride: Ints, ndim: int, dims: int, after: int, without: bool
-) -> tuple[Ints, Ints]:
-    """Shape and strides of a tensor that is broadcast to `ndim` dimensions, with those `dims` of
-    them last that `after` others follow.
+def turned(shape: Ints, stride: Ints, order: Ints, dims: int, without: bool) -> tuple[Ints, Ints]:
+    """Shape and strides of a tensor that is broadcast to as many dimensions as `order` has, with
+    these in that order.
 
-    without: whether the tensor has none for these, and repeats along them.
+    without: whether the tensor has none for the last `dims` of it, and repeats along them.
     """
-    if without and len(shape) > after:
-        at = len(shape) - after
-        shape = (*shape[:at], *(1,) * dims, *shape[at:])
-        stride = (*stride[:at], *(0,) * dims, *stride[at:])
-    lead = ndim - len(shape)
-    shape, stride = (1,) * lead + shape, (0,) * lead + stride
-    last = ndim - after
-    order = (*range(last - dims), *range(last, ndim), *range(last - dims, last))
-    return tuple([shape[k] for k in order]), tuple([stride[k] for k in order])
+    axes = sorted(order[: len(order) - dims]) if without else range(len(order))
+    if len(shape) > len(axes):
+        axes = range(len(order))
+    own = dict(zip(axes[len(axes) - len(shape) :], zip(shape, stride, strict=True), strict=True))
+    found = [own.get(axis, (1, 0)) for axis in order]
+    return tuple([n for n, _ in found]), tuple([s for _, s in found])
+
+
+class Iteration(NamedTuple):
+    """How TensorIterator goes through what it reduces; strides in elements.
+
+    Dimensions that it walks as one are one, and those of one element none.
+    """
+
+    row: Ints  # strides of the dimensions of a row, the innermost first
+    kept: Ints  # ...and of the others
+    size: int  # of the innermost one of these, 1 if there are none
+
+
+@lru_cache(maxsize=4096)
+def iteration(shape: Ints, stride: Ints, axes: Ints) -> Iteration:
+    """That of a tensor over `axes`, whose result is contiguous.
+
+    Source: at::TensorIteratorBase::{reorder_dimensions, coalesce_dimensions}.
+    """
+    places = {axis % len(shape) for axis in axes}
+    result = contiguous(tuple([1 if k in places else n for k, n in enumerate(shape)]))
+    large = [k for k, n in enumerate(shape) if n != 1]
+
+    def merged(axes: Iterable[int], result: Ints) -> list[tuple[int, int, int]]:
+        found: list[tuple[int, int, int]] = []
+        for out, own, size in sorted([(result[k], stride[k], shape[k]) for k in axes]):
+            if found and tuple([s * found[-1][2] for s in found[-1][:2]]) == (out, own):
+                *strides, inner = found.pop()
+                out, own, size = *strides, inner * size
+            found.append((out, own, size))
+        return found
+
+    row = merged([k for k in large if k in places], (0,) * len(shape))
+    kept = merged([k for k in large if k not in places], result)
+    size = kept[0][2] if kept else 1
+    return Iteration(tuple([s for _, s, _ in row]), tuple([s for _, s, _ in kept]), size)
+
+
+@lru_cache(maxsize=4096)
+def order_of(shape: Ints, stride: Ints, axes: Ints) -> Ints:
+    """The dimensions of a tensor as they lie in memory, those of `axes` behind the others."""
+    places = {axis % len(shape) for axis in axes}
+    return tuple(sorted(range(len(shape)), key=lambda k: (k in places, -stride[k], k)))
 
 
 _MOST_TRIED = 4096  # partial sums

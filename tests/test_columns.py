@@ -17,6 +17,7 @@ from test_reductions import H200, bits, emulated, launched, recorded, recording 
 import autofuse
 from autofuse.cli import verify
 from autofuse.kernel.division import scheme_of, spatial_softmax_threads
+from autofuse.layout import iteration
 from support import assert_same, compared_about, needs_cuda
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,19 +50,26 @@ def oracle(name, x, dim, keepdim=False):
     """In torch's order, as torch rounds it."""
     dims = [d % x.ndim for d in (dim if isinstance(dim, tuple) else (dim,))]
     others = [d for d in range(x.ndim) if d not in dims]
-    rows = (
-        x.float().permute(*others, *sorted(dims)).reshape(-1, math.prod(x.shape[d] for d in dims))
-    )
-    apart = math.prod(x.shape[max(dims) + 1 :])
-    scheme = scheme_of(name, *rows.shape, x.dtype.itemsize, H200, apart)
+    inner = sorted(dims, key=lambda d: -x.stride(d))  # as they lie in memory
+    rows = x.float().permute(*others, *inner).reshape(-1, math.prod(x.shape[d] for d in dims))
+    through = iteration(tuple(x.shape), x.stride(), tuple(dims))
+    scheme = scheme_of(name, *rows.shape, x.dtype.itemsize, H200, through)
+    begins = torch.arange(1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
+    begins = begins.as_strided(x.shape, x.stride()).permute(*others, *inner)
+    begins = begins.reshape(rows.shape)[:, 0]  # of memory that is aligned where `x` begins
     found = [
         row_oracle.reduced(
-            name, r, k * len(r), len(rows), scheme.across, scheme.vec, 1, scheme.blocks
+            name, r, begin, len(rows), scheme.across, scheme.vec, 1, scheme.blocks
         )
-        for k, r in enumerate(rows.numpy())
+        for r, begin in zip(rows.numpy(), begins.tolist(), strict=True)
     ]
     shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
     return bits(found).view(shape).to(x.dtype)
+
+
+def interleaved(columns, apart):
+    """How torch goes through `apart` rows that lie side by side."""
+    return iteration((columns, apart), (apart, 1), (0,))
 
 
 def run(program, *args):
@@ -121,7 +129,10 @@ def test_softmax_of_columns(kernels, shape, dim, name):  # noqa: F811
 @torch.no_grad()
 def test_rows_that_several_blocks_share_are_two_kernels(kernels, shape, name):  # noqa: F811
     x = values(shape)
-    assert scheme_of(name, shape[1], shape[0], 4, H200, shape[1]).blocks > 1
+    assert (
+        scheme_of(name, shape[1], shape[0], 4, H200, iteration(shape, (shape[1], 1), (0,))).blocks
+        > 1
+    )
     got, names = run(lambda x: reduced(name, x * 0.5, 0) * 2.0, x)
     assert names == [f"af_rows_mul_{name}_mul", f"af_rows_{name}_mul"]
     assert_same(got, oracle(name, x * 0.5, 0) * 2.0, None)
@@ -222,13 +233,13 @@ def test_what_torch_makes_of_them(kernels, name):  # noqa: F811
 def test_few_rows_of_softmax_have_many_processors():
     """Its order is one thread's, or that of so many; what else is in a block is of no moment."""
     for rows, columns, apart in ((2048, 512, 1024), (195, 64, 65), (10**6, 20, 4096), (4, 2000, 2)):
-        scheme = scheme_of("softmax", rows, columns, 4, H200, apart)
+        scheme = scheme_of("softmax", rows, columns, 4, H200, interleaved(columns, apart))
         assert scheme.threads == spatial_softmax_threads(columns, apart)
         block = scheme.threads * scheme.interleaved
         assert block <= max(256, 2 * scheme.threads) and block & (block - 1) == 0
         blocks = -(-rows // scheme.interleaved)
         assert blocks >= H200[0] or block <= max(32, 2 * scheme.threads)
-    assert scheme_of("softmax", 10**6, 20, 4, H200, 4096).interleaved == 256
+    assert scheme_of("softmax", 10**6, 20, 4, H200, interleaved(20, 4096)).interleaved == 256
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
@@ -292,9 +303,8 @@ def test_gradients_are_eagers(recorded, name):  # noqa: F811
 
 
 EAGER = {
-    "dims apart": lambda x: x.sum((0, 2)), "apart, with the last": lambda x: x.mean((0, -1)),
-    "transposed": lambda x: x.transpose(0, 1).sum(0),
-    "strided": lambda x: x[:, ::2].sum(1), "correction": lambda x: x.var(1, correction=2),
+    "softmax of transposed": lambda x: x.transpose(0, 1).softmax(0),
+    "expanded": lambda x: x[:1].expand(5, 4, 5).sum(1), "correction": lambda x: x.var(1, correction=2),
     "norm of matrices": lambda x: torch.linalg.norm(x, dim=(0, 1)),
 }  # fmt: skip
 

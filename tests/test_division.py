@@ -9,12 +9,14 @@ from autofuse.kernel.division import (
     softmax_threads,
     vector_of,
 )
+from autofuse.layout import iteration
 
 H200 = (132, 2048)  # processors, threads of each
 
 
 def rows(results, elements, itemsize=4, vec=4, gpu=H200):
-    return division_of(results, elements, (1, elements), 0, itemsize, vec, *gpu)
+    through = iteration((results, elements), (elements, 1), (-1,))
+    return division_of(results, elements, through, 0, itemsize, vec, *gpu)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,8 @@ def test_16_bit_sums_read_eight_elements_and_extrema_four():
 
 def test_columns_are_made_up_to_four_at_a_time():
     def columns(address, results):
-        return division_of(results, 512, (results, 1), address, 4, 4, *H200).results
+        through = iteration((512, results), (results, 1), (0,))
+        return division_of(results, 512, through, address, 4, 4, *H200).results
 
     assert columns(0, 1024) == 4
     assert columns(8, 1024) == 2 and columns(4, 1024) == 1  # by where the input begins

@@ -7,23 +7,20 @@ program is in another chain, which begins with its values. So are those that a b
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from ..dtypes import CODES
 from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM, Scheme, scheme_of
-from ..layout import Ints, along, contiguous, numel
+from ..layout import Ints, contiguous, is_dense, is_injective, iteration, order_of
 from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
-from ..program.program import CONST, Ref, RowsOf, Spec
-from ..program.walk import sources
+from ..program.program import CONST, Ref, RowsOf
 from ..settings.config import config
 from .infer import Cut, Inferred, referred
 from .meta import Meta, make_meta
 from .state import Node
-from .steps import specs_of
 
 MOST = 6  # reductions in a kernel, whose compile time grows with each
 
@@ -57,16 +54,17 @@ def infer_rows(
     if op.groups and any(0 <= ref < CONST for ref in args[1:]):
         return Cut("operands of channels that are not in memory")
     found = set[Ints]()
+    through = iteration(x.shape, x.stride, op.axes) if not op.groups else None
     for name in op.reduces:
-        about = (*op.count(x.shape), x.dtype.itemsize, processors, op.stride(x.shape))
-        scheme = scheme_of(name, *about)
+        scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors, through)
         if isinstance(scheme, str):
             return f"{scheme}, as {name} takes them"
         found.add((scheme.threads, scheme.blocks, scheme.interleaved))
     if len(found) > 1:
         return "rows that torch gives other numbers of threads for each of its steps"
     ((threads, blocks, interleaved),) = found
-    rows = RowsOf(tuple(x.shape), op.dims, threads, blocks, op.groups, op.after, interleaved)
+    order = order_of(x.shape, x.stride, op.axes) if not op.groups else tuple(range(x.ndim))
+    rows = RowsOf(tuple(x.shape), order, len(op.axes), threads, blocks, op.groups, interleaved)
     # of which nothing is known before all blocks are done
     apart = len(op.reduces) > 1 or (op.name in MOMENTS and _has_graph(tip, views))
     if blocks > 1 and apart:
@@ -74,19 +72,6 @@ def infer_rows(
     shape = rows.shape
     if not op.whole:
         shape = op.kept(shape) if op.keepdim else op.split(shape)[0]
-    if op.dims > 1:
-        path = tip.path()
-        whole = [node for node in path if node.meta.shape == rows.shape]  # type: ignore[union-attr]
-        read = [spec for node in whole for spec in _read_by(node, path, reads)]
-        if not all(_lies_in(rows, spec) for spec in read):
-            if op.groups:  # whose rows are worth a kernel of their own
-                return Cut("rows")
-            return "operands for which the dimensions of a row are not one"
-        # so that the kernel would not see which is which, where it has numbers of rows
-        alike = not (op.keepdim or op.whole or op.after)
-        seen = along(shape, contiguous(shape), rows.row) if alike else None
-        if seen is not None and seen[0] != shape:
-            return "numbers of rows of the same shape as a row"
     dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
     graph = dtype.is_floating_point and _has_graph(tip, views)
     meta = make_meta(dtype, shape, contiguous(shape), device, graph)
@@ -127,31 +112,11 @@ def _reason_of_loss(op: Reduction, args: list[Ref], x: Meta, classes: Meta, tip:
     if first < 0 or second >= 0:
         return "a loss of what is in memory"
     soft = tip.path()[first].op
-    if not isinstance(soft, Reduction) or soft.name != "log_softmax" or soft.after:
+    if not isinstance(soft, Reduction) or soft.name != "log_softmax" or not soft.is_plain:
         return "a loss of what is no logarithm over its classes"
     if classes.dtype is not torch.int64 or classes.shape != x.shape[:1] or not classes.flat:
         return "classes of another kind"
     return "" if op.casts is (tip.autocast and x.dtype is not torch.float32) else "autocast"
-
-
-def _read_by(
-    node: Node, path: list[Node], inputs: Sequence[Meta], given: Container[Ref] = ()
-) -> list[Spec]:
-    """The Inputs that a step is computed from, or that is done from the values of `given`."""
-    refs = sources([known.args for known in path], node.index, given)
-    specs = specs_of(path, inputs)
-    return [specs[~ref] for ref in refs if ref < 0]
-
-
-def _lies_in(rows: RowsOf, x: Spec) -> bool:
-    """Whether `x` can be read with the dimensions of a row as one."""
-    return along(*rows.seen(x.shape, x.stride), rows.row) is not None
-
-
-def _is_no_row(rows: RowsOf, x: Spec) -> bool:
-    """Whether `x`, which meets numbers of rows, is not taken for rows by its shape."""
-    seen = along(x.shape, x.stride, rows.row)
-    return seen is None or seen[0] == x.shape or numel(x.shape) == 1
 
 
 def _reason(op: Reduction, kinds: Sequence[Meta | type], device: torch.device) -> str:
@@ -165,7 +130,7 @@ def _reason(op: Reduction, kinds: Sequence[Meta | type], device: torch.device) -
         return "a reduction of another kind"
     if any(meta.device is not device for meta in (x, *affine)):
         return "operands on several devices"
-    if not x.flat or 0 in x.shape:
+    if 0 in x.shape or not (x.flat or _is_walked(op, x)):
         return "rows that are not contiguous"
     if op.groups and x.shape[1] % op.groups:
         return "channels that groups do not divide"
@@ -176,6 +141,14 @@ def _reason(op: Reduction, kinds: Sequence[Meta | type], device: torch.device) -
         if meta.shape != op.weights(x.shape) or not meta.flat or meta.dtype is not x.dtype:
             return "a weight of another shape or dtype"
     return ""
+
+
+def _is_walked(op: Reduction, x: Meta) -> bool:
+    """Whether torch reduces a tensor as it lies in memory; others it copies first."""
+    if op.whole or op.outside is not None or not is_injective(x.shape, x.stride):
+        return False
+    # of several ops the second has what the first one leaves
+    return not op.components or (len(op.roles) == 1 and is_dense(x.shape, x.stride))
 
 
 def _has_graph(tip: Node, metas: list[Meta]) -> bool:
@@ -232,19 +205,13 @@ def goes_along(tip: Node, node: Node) -> bool:
             return False
         if tip.rows.blocks > 1 and node.meta.shape == shape:
             return False
-    whole = node.meta.shape == shape
     follows = not following.isdisjoint(node.args)
-    if follows and tip.rows.after and len(node.meta.shape) < len(shape):
+    if follows and not tip.rows.plain and len(node.meta.shape) < len(shape):
         # what was computed in between is taken for rows, as it is read with them
         between = [path[ref].meta for ref in node.args if ref not in following and 0 <= ref < CONST]
         rows, given = tip.rows, [(meta.shape, meta.stride) for meta in between if meta is not None]
         return all(rows.seen(*meta) == rows.seen(*meta, numbers=True) for meta in given)
-    if tip.rows.dims == 1:
-        return True
-    if not whole and len(node.meta.shape) == len(shape):  # numbers whose dimensions are kept
-        return True
-    read = _read_by(node, [*path, node], node.inputs, following)
-    return all(map(partial(_lies_in if whole else _is_no_row, tip.rows), read))
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +219,9 @@ class GradientRows:
     """Over which rows the backward of reductions adds, and how often."""
 
     shape: Ints
-    threads: int  # of each row, which lies along one dimension
+    threads: int  # of each row
     sums: int  # 0 where a number of a row is spread over it
-    after: int = 0  # dimensions that follow that one
+    axes: Ints = (-1,)  # that a row lies along
 
     def goes_with(self, other: GradientRows) -> bool:
         """Whether one kernel can do both."""
@@ -266,8 +233,8 @@ def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
     if op.outside is not None or op.instead is not None:  # of one element of each row, mostly
         return GradientRows((), 0, 0)
-    if not op.grad or (op.name in MOMENTS and (op.dims > 1 or op.after)):
-        return None  # these would be straightened here, too
+    if not op.grad or (op.name in MOMENTS and not (op.is_plain and x.flat)):
+        return None  # torch's node takes the mean
     if op.name in MOMENTS:
         name, sums = "mean", 1
     elif op.whole:
@@ -275,7 +242,8 @@ def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     else:
         return GradientRows((), 0, 0)
     processors = (1, 1)  # of no moment here
-    scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors, op.stride(x.shape))
+    through = iteration(x.shape, x.stride, op.axes)
+    scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors, through)
     if not isinstance(scheme, Scheme):
         return None
-    return GradientRows(tuple(x.shape), scheme.threads, sums, op.after)
+    return GradientRows(tuple(x.shape), scheme.threads, sums, op.axes)

@@ -32,10 +32,10 @@ def _column(op: Reduction) -> Callable[[torch.Tensor], torch.Tensor]:
     """What gives numbers of rows the dimensions that rows have."""
     if op.keepdim:
         return lambda x: x
-    if op.dims == 1:
-        return partial(torch.unsqueeze, dim=-1 - op.after)
-    more = (..., *(None for _ in range(op.dims)), *(slice(None) for _ in range(op.after)))
-    return lambda x: x[more]
+    if len(op.axes) == 1:
+        return partial(torch.unsqueeze, dim=op.axes[0])
+    dims = [None if axis in op.axes else slice(None) for axis in range(op.axes[0], 0)]
+    return lambda x: x[(..., *dims)]
 
 
 def by_torch(
@@ -64,7 +64,7 @@ def by_torch(
         norm = _norm_by_torch(op.name, needs, shape[-1])
         return partial(_rms_norm_by_torch, norm, names, needs) if "eps" in names else norm
     backward = getattr(torch.ops.aten, f"_{op.name}_backward_data").default
-    return lambda g, out: (backward(g, out, -1 - op.after, out.dtype),)
+    return lambda g, out: (backward(g, out, op.axes[0], out.dtype),)
 
 
 def _length_by_torch(g: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -121,8 +121,7 @@ def _moment_by_torch(
     if "out" in named:  # of a root: the gradient of the variance
         out = named["out"]
         g = torch.masked_fill(torch.div(g, torch.mul(out, 2)), torch.eq(out, 0), 0)
-    dims = Over(op.dims, after=op.after).named
-    apart = torch.sub(x, torch.mean(x, dims, True))
+    apart = torch.sub(x, torch.mean(x, op.axes, True))
     _, columns = op.count(tuple(x.shape))
     return torch.mul(torch.mul(number(g), 2.0 / (columns - c)), apart), None
 
@@ -210,8 +209,8 @@ class OneOfRow:
 
 
 @cache
-def _sum(name: str, params: str, after: int = 0) -> Reduction:
-    return Reduction(name, params, "", result=torch.float32, keepdim=True, after=after)
+def _sum(name: str, params: str, axes: tuple[int, ...] = (-1,)) -> Reduction:
+    return Reduction(name, params, "", result=torch.float32, keepdim=True, axes=axes)
 
 
 def _row(name: str, params: str, expr: str, **columns: Any) -> Op:
@@ -306,7 +305,7 @@ def on_tape(
         return tuple(found)
     if op.name == "softmax":
         g = tape.apply(OPS["mul"], (g, values["out"]))
-    total = tape.apply(_sum(SOFT_SUM, "x", op.after), (g,))
+    total = tape.apply(_sum(SOFT_SUM, "x", op.axes), (g,))
     return (tape.apply(_OF_SOFT[op.name], (g, values["out"], total)),)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..layout import Iteration, iteration
 from .source import WARP, Ints
 
 NORMS = ("layer_norm", "rms_norm", "group_norm")
@@ -66,7 +67,7 @@ def vector_of(op: str, itemsize: int) -> int:
 def division_of(
     results: int,
     elements: int,
-    strides: tuple[int, int],
+    through: Iteration,
     address: int,
     itemsize: int,
     vec: int,
@@ -75,22 +76,21 @@ def division_of(
 ) -> Division:
     """How torch divides `results` reductions of `elements` each.
 
-    strides: between the elements of one reduction, and between reductions, in elements. address:
-    where the input begins, in bytes. vec: `vector_of` the op. Both kinds of dimension have been
-    coalesced to one.
+    through: how it goes through them. address: where the input begins, in bytes. vec: `vector_of`
+    the op.
     """
-    inner, outer = strides
-    fastest = results == 1 or (elements > 1 and inner < outer)
-    stride = inner if fastest else outer
+    fastest = is_along(through)
+    stride = through.row[0] if fastest else through.kept[0]
     first, second = (elements, results) if fastest else (results, elements)
     vectorised, together = False, 1
     if stride == 1:
-        if fastest and first >= _VECTORISED:
+        if fastest and first >= _VECTORISED and len(through.row) == 1:
             vectorised = True
             first //= vec
         elif not fastest:
             together = 4
-            while any(number % together for number in (address // itemsize, results, inner)):
+            bounds = (address // itemsize, through.size, *through.row, *through.kept[1:])
+            while any(number % together for number in bounds):
                 together //= 2
             first //= together
     most = _THREADS // together
@@ -119,6 +119,11 @@ def division_of(
         (width, height), (blocks, shared), vec if vectorised else 1, together,
         tuple(inputs), tuple(outputs), step_in, step_out,
     )  # fmt: skip
+
+
+def is_along(through: Iteration) -> bool:
+    """Whether neighbouring threads of torch's reduce kernel take elements of one row."""
+    return not through.kept or bool(through.row) and through.row[0] < through.kept[0]
 
 
 def _threads(count: int, most: int) -> int:
@@ -192,14 +197,18 @@ class Scheme:
 
 @lru_cache(maxsize=4096)
 def scheme_of(
-    op: str, rows: int, columns: int, itemsize: int, processors: tuple[int, int], stride: int = 1
-) -> Scheme | str:
+    op: str, rows: int, columns: int, itemsize: int, processors: tuple[int, int],
+    through: Iteration | None = None,
+) -> Scheme | str:  # fmt: skip
     """How torch computes `op` over rows that begin at an aligned address, or why a row kernel
     cannot do the same.
 
-    processors: how many the GPU has, and how many threads each of them runs. stride: how many
-    elements lie from one of a row to the next; so many rows begin next to each other.
+    processors: how many the GPU has, and how many threads each of them runs. through: how torch
+    goes through them; if it is not said, along the last of two contiguous dimensions.
     """
+    if through is None:
+        through = iteration((rows, columns), (columns, 1), (-1,))
+    stride = through.row[0] if through.row else 1  # from one element of a row to the next
     if columns < 2 or not rows:
         return "rows of less than two elements"
     if rows * columns >= 1 << 31:
@@ -236,12 +245,11 @@ def scheme_of(
     if rows * columns * itemsize >= 1 << 31:  # it reduces parts, each divided by itself
         return "more bytes than torch's kernels count in 32 bits"
     vec = vector_of(op, itemsize)
-    if stride > 1:
-        division = division_of(rows, columns, (stride, 1), 0, itemsize, vec, *processors)
+    division = division_of(rows, columns, through, 0, itemsize, vec, *processors)
+    if not is_along(through):
         interleaved = division.step_out * division.results
         return Scheme(
             "reduce", division.across, 1, False, division.grid[1], interleaved, division.results > 1
         )
-    division = division_of(rows, columns, (1, columns), 0, itemsize, vec, *processors)
-    uneven = columns % division.vec > 0
+    uneven = any(number % division.vec for number in (columns, *through.kept))
     return Scheme("reduce", division.across, division.vec, uneven, division.grid[1])

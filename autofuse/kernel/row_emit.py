@@ -139,11 +139,11 @@ class _Reductions(RowThreads):
         slot = len(state) // vec
         ours = builder.icmp_unsigned("==", self.turn, word(0))  # others have what is between
         begin = builder.mul(self.row, self.columns)
-        if stage.origin >= 0:
+        if stage.origin >= 0:  # of memory that may have space between its rows
             size = ITEMSIZE[self.source.loads[stage.origin].code]
             address = self.pointers[stage.origin]
             elements = builder.lshr(address, address.type(size.bit_length() - 1))
-            begin = builder.add(begin, self.cut(elements))
+            begin = builder.add(self.offsets[stage.origin], self.cut(elements))
         shift = builder.and_(begin, word(vec - 1))
         shifted = builder.icmp_unsigned("!=", shift, word(0))
         head = builder.and_(

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .. import layout
-from ..layout import Ints
+from ..layout import Ints, numel
 from ..program.program import CONST, LEFT, Program, Reduced, Ref, Spec, Statistic
 from ..program.walk import needed
 from . import plan as pointwise
@@ -77,13 +77,18 @@ def spec_of(program: Program, ref: Ref) -> Spec:
 
 
 class RowPiece:
-    """The making of one row kernel; left: where each of several blocks leaves its part of a row."""
+    """The making of one row kernel.
+
+    dims: along how many of the last dimensions of `shape` a row lies. left: where each of several
+    blocks leaves its part of a row.
+    """
 
     def __init__(
         self, program: Program, shape: Ints, following: set[int], schemes: dict[int, Scheme],
-        left: Spec | None = None,
+        dims: int = 1, left: Spec | None = None,
     ) -> None:  # fmt: skip
         self.program, self.steps, self.shape = program, program.steps, shape
+        self.outer, self.row = shape[: len(shape) - dims], shape[len(shape) - dims :]
         self.schemes, self.left = schemes, left
         self.blocks = 1 if left is None else left.shape[-1]
         self.args = [step.args for step in program.steps]
@@ -109,7 +114,7 @@ class RowPiece:
 
     def piece(self) -> Piece:
         steps, shape = self.steps, self.shape
-        rows, columns = layout.numel(shape[:-1]), shape[-1]
+        rows, columns = numel(self.outer), numel(self.row)
         ((threads, interleaved),) = {(x.threads, x.interleaved) for x in self.schemes.values()}
         drafts = [self._stage(index, columns) for index in self.reduced]
         whole = [k for k in self.program.live if steps[k].out.shape == shape]
@@ -127,19 +132,29 @@ class RowPiece:
             stores += [(k, steps[k].out, steps[k].out.shape) for k in kept]
         sizes, walks = self._walks([*self.loads, *((spec, space) for _, spec, space in stores)])
         specs = [self._read(ref) for ref, _ in self.loads] + [spec for _, spec, _ in stores]
+        wide = is_wide(shape, sizes, walks, specs)
+        folded = tuple([
+            spec is not self.left and self._is_folded(walk)
+            for spec, walk in zip(specs, walks, strict=True)
+        ])  # fmt: skip
+        walks = [x if own else self._unfolded(x) for own, x in zip(folded, walks, strict=True)]
         operands = [
             Operand(spec.code, axes_of(walk)) for spec, walk in zip(specs, walks, strict=True)
         ]
         vec = max(scheme.vec for scheme in self.schemes.values())
         # vectors begin where they would in contiguous rows: there those of an operand have to
-        flat = layout.contiguous(sizes)
+        flat, dims = layout.contiguous(sizes), len(self.row)
         ragged = any(x.uneven and x.kernel == "fours" for x in self.schemes.values())
+        whole_vectors = self.row[-1] % vec == 0 and not any(x.uneven for x in self.schemes.values())
         aligned = tuple(
             operand.axes[-1] == UNIT
             and vec > 1
             and not ragged  # whose vectors begin where rows do
-            and all((a - b) % vec == 0 for a, b in zip(walk[:-1], flat[:-1], strict=True))
-            for operand, walk in zip(operands, walks, strict=True)
+            and (whole_vectors or not own)
+            and all(
+                (a - b) % vec == 0 for a, b in zip(walk[: -1 if own else -dims], flat, strict=False)
+            )
+            for operand, walk, own in zip(operands, walks, folded, strict=True)
         )
         anchors = set().union(*map(self._anchors, self.reduced))
         stages = tuple(drafts)
@@ -156,11 +171,14 @@ class RowPiece:
             ),
             anchored=tuple(ref in anchors for ref, _ in self.loads),
             rank=len(sizes),
-            wide=is_wide(shape, sizes, walks, specs),
+            wide=wide,
             rows=Rows(
                 threads=threads,
                 together=interleaved if interleaved > 1 else max(1, THREADS_PER_BLOCK // threads),
                 interleaved=interleaved > 1,
+                dims=dims,
+                folded=folded,
+                whole_vectors=whole_vectors,
                 stages=stages,
                 walk=walk,
                 columns=columns_part,
@@ -176,7 +194,7 @@ class RowPiece:
             consts=tuple(self.consts),
             offsets=(0,) * (len(self.loads) + len(stores)),
             stores=tuple(k for k, _, _ in stores),
-            numel=layout.numel(shape),
+            numel=numel(shape),
             numbers=(*sizes[1:], *strides_of(walks, operands)),
             left=rows * self.blocks if self.blocks > 1 else 0,
         )
@@ -196,17 +214,30 @@ class RowPiece:
 
     def _walks(self, operands: list[tuple[Ref | Spec, Ints]]) -> tuple[Ints, list[Ints]]:
         """Sizes of the loop, and the strides of operands along it, each given with its shape."""
-        shape, walks = self.shape, []
+        shape, outer, walks = self.shape, len(self.outer), []
+        nowhere = (0,) * len(self.row)
         for what, space in operands:
             spec = what if isinstance(what, Spec) else self._read(what)
             walk = layout.expand(spec.shape, spec.stride, space)
-            walks.append(walk if len(space) == len(shape) else (*walk, 0))
-            if space != shape and len(space) == len(shape) and space[-1] == 1:
-                walks[-1] = (*walk[:-1], 0)
-        order = layout.contiguous(shape[:-1])
-        sizes, merged = layout.collapse(shape[:-1], [order, *(walk[:-1] for walk in walks)])
-        outer = merged[1:]
-        return (*sizes, shape[-1]), [(*a, b[-1]) for a, b in zip(outer, walks, strict=True)]
+            if spec is self.left:  # along blocks
+                walks.append(walk[:outer] + nowhere[1:] + walk[-1:])
+                continue
+            number = len(space) < len(shape) or (space != shape and numel(space[outer:]) == 1)
+            walks.append(walk[:outer] + nowhere if number else walk)
+        order = layout.contiguous(self.outer)
+        sizes, (_, *merged) = layout.collapse(self.outer, [order, *[w[:outer] for w in walks]])
+        return sizes + self.row, [a + w[outer:] for a, w in zip(merged, walks, strict=True)]
+
+    def _is_folded(self, walk: Ints) -> bool:
+        """Whether an operand does not go along the dimensions of a row as along one."""
+        own = walk[len(walk) - len(self.row) :]
+        return any(own) and any(
+            a != b * own[-1] for a, b in zip(own, layout.contiguous(self.row), strict=True)
+        )
+
+    def _unfolded(self, walk: Ints) -> Ints:
+        """The strides of one that does: along the last of them."""
+        return (*walk[: len(walk) - len(self.row)], *(0 for _ in self.row[1:]), walk[-1])
 
     def _walk(self, vec: int, columns: int, threads: int, part: Part | None) -> Walk:
         """How a thread of a row goes through what `part` reads."""

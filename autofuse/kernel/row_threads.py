@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -35,7 +36,9 @@ class RowThreads(Exchanges):
         self.pointers, rest = params[:cut], params[cut:]
         self.consts, rest = rest[: layout.consts], rest[layout.consts :]
         self.count, *rest = rest
-        *self.inner, self.columns = rest[: source.rank - 1]
+        sizes, dims = rest[: source.rank - 1], self.rows.dims
+        self.inner, self.row_sizes = sizes[: len(sizes) - dims], sizes[len(sizes) - dims :]
+        self.columns = reduce(builder.mul, self.row_sizes)
         self.strides = rest[source.rank - 1 :]
         tree = ast.parse(source.text)
         functions = [part for part in tree.body if isinstance(part, ast.FunctionDef)]
@@ -109,7 +112,7 @@ class RowThreads(Exchanges):
 
     def offsets(self, row: Any) -> list[Any]:
         """Of each operand, where the row begins, in elements; and its strides along columns."""
-        builder = self.builder
+        builder, dims = self.builder, self.rows.dims
         walks = []
         for size in reversed(self.inner):
             quotient = builder.udiv(row, size)
@@ -118,15 +121,17 @@ class RowThreads(Exchanges):
         walks.append(row)
         walks.reverse()
         strides, offsets = iter(self.strides), []
-        self.steps = []  # along columns
+        self.steps = []  # along the dimensions of a row
         for operand in (*self.source.loads, *self.source.stores):
             offset = self.word(0)
-            for how, walk in zip(operand.axes[:-1], walks, strict=True):
+            for how, walk in zip(operand.axes[:-dims], walks, strict=True):
                 if how != BROADCAST:
                     offset = builder.add(offset, builder.mul(walk, next(strides)))
-            how = operand.axes[-1]
             self.steps.append(
-                next(strides) if how not in (BROADCAST, UNIT) else self.word(int(how == UNIT))
+                [
+                    next(strides) if how not in (BROADCAST, UNIT) else self.word(int(how == UNIT))
+                    for how in operand.axes[-dims:]
+                ]
             )
             offsets.append(offset)
         return offsets
@@ -136,13 +141,33 @@ class RowThreads(Exchanges):
     def _operand(self, place: int) -> Operand:
         return (*self.source.loads, *self.source.stores)[place]
 
-    def _at(self, place: int, column: Any) -> Any:
-        """Where an operand has its element of `column`."""
+    def _at(self, place: int, column: Any, further: int = 0) -> Any:
+        """Where an operand has its element of `column`, or `further` neighbours behind that."""
         builder, kind = self.builder, STORED[self._operand(place).code]
-        moved = builder.mul(column, self.steps[place])
-        offset = builder.add(self.offsets[place], moved)
+        *outer, step = self.steps[place]
+        offset = self.offsets[place]
+        if self.rows.folded[place]:
+            beside = self.word(further)
+            if not self.rows.whole_vectors:
+                column, beside = builder.add(column, beside), self.word(0)
+            for size, own in zip(self.row_sizes[:0:-1], reversed([*outer, step][1:]), strict=True):
+                quotient = builder.udiv(column, size)
+                digit = builder.sub(column, builder.mul(quotient, size))
+                digit = builder.add(digit, beside) if own is step else digit
+                offset = builder.add(offset, builder.mul(digit, own))
+                column = quotient
+            column, step = column, outer[0]
+        elif further:
+            column = builder.add(column, self.word(further))
+        offset = builder.add(offset, builder.mul(column, step))
         base = builder.inttoptr(self.pointers[place], self.target.pointer_to(kind))
         return builder.gep(base, [offset])
+
+    def _repeats(self, place: int) -> bool:
+        """Whether an operand has one element for all that a thread takes of a row at once."""
+        if self._operand(place).axes[-1] != BROADCAST:
+            return False
+        return self.rows.whole_vectors or not self.rows.folded[place]
 
     def _moves(self, place: int, vec: int) -> bool:
         """Whether `vec` neighbours of an operand are moved as vectors."""
@@ -152,17 +177,15 @@ class RowThreads(Exchanges):
     def _load(self, place: int, column: Any, vec: int) -> list[Any]:
         """`vec` neighbours from `column` on: the bits of each, or words that hold several."""
         builder, operand = self.builder, self._operand(place)
-        if operand.axes[-1] == BROADCAST:
-            return [builder.load(self._at(place, self.word(0)))] * vec
+        if self._repeats(place):
+            return [builder.load(self._at(place, column))] * vec
         if not self._moves(place, vec):
-            return [
-                builder.load(self._at(place, builder.add(column, self.word(k)))) for k in range(vec)
-            ]
+            return [builder.load(self._at(place, column, k)) for k in range(vec)]
         kind = STORED[operand.code]
         each, narrow = self._vector(kind, vec)
         bits: list[Any] = []
         for first in range(0, vec, each):
-            at = self._at(place, builder.add(column, self.word(first)))
+            at = self._at(place, column, first)
             size = each * kind.width // 8 if narrow else each * ITEMSIZE[operand.code]
             vector = ir.VectorType(I32, size // 4) if narrow else ir.VectorType(kind, each)
             packed = builder.load(builder.bitcast(at, self.target.pointer_to(vector)), align=size)
@@ -173,7 +196,7 @@ class RowThreads(Exchanges):
         builder, operand = self.builder, self._operand(place)
         if not self._moves(place, len(values)):
             for k, value in enumerate(values):
-                builder.store(value, self._at(place, builder.add(column, self.word(k))))
+                builder.store(value, self._at(place, column, k))
             return
         kind = STORED[operand.code]
         each, narrow = self._vector(kind, len(values))
@@ -184,7 +207,7 @@ class RowThreads(Exchanges):
             vector = ir.Constant(ir.VectorType(part[0].type, len(part)), ir.Undefined)
             for k, value in enumerate(part):
                 vector = builder.insert_element(vector, value, I32(k))
-            at = self._at(place, builder.add(column, self.word(first)))
+            at = self._at(place, column, first)
             at = builder.bitcast(at, self.target.pointer_to(vector.type))
             builder.store(vector, at, align=size)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..layout import Ints, contiguous
+from ..layout import Ints, contiguous, iteration, numel, order_of
 from ..ops.groups import finished
 from ..ops.reductions import Reduction
 from ..program.program import LEFT, Output, Outside, Program, Reduced, RowsOf, Spec, Statistic
@@ -59,7 +59,8 @@ def launch_of(piece: Piece) -> tuple[int, int, int]:
     """What a kernel counts (elements, groups of lanes or rows), its blocks, and threads of each."""
     plan = piece.plan
     if isinstance(plan, RowPlan):
-        count = piece.numel // piece.numbers[plan.rank - 2]
+        end = plan.rank - 1
+        count = piece.numel // numel(piece.numbers[end - plan.rows.dims : end])
         shared = piece.left // count if plan.rows.shared else 1
         return count, -(-count // plan.rows.together) * shared, plan.rows.block
     if plan.spaced:
@@ -97,15 +98,17 @@ def make_pieces(
     first = steps[reduced[0]]
     if isinstance(first.op, Reduction) and first.op.groups:
         return _of_groups(program, reduced[0], first.op, device, processors)
-    shape = spec_of(program, first.args[0]).shape
+    whole, axes = spec_of(program, first.args[0]), first.op.axes
+    shape = whole.shape
     rows, columns = first.op.count(shape)
     schemes = {}
     for index in reduced:
         step = steps[index]
-        size = ITEMSIZE[spec_of(program, step.args[0]).code]
+        x = spec_of(program, step.args[0])
         schemes[index] = scheme = scheme_of(
-            step.op.name, rows, columns, size, processors, first.op.stride(shape)
-        )
+            step.op.name, rows, columns, ITEMSIZE[x.code], processors,
+            iteration(shape, x.stride, axes),
+        )  # fmt: skip
         assert isinstance(scheme, Scheme), scheme
     ((threads, blocks, interleaved),) = {
         (x.threads, x.blocks, x.interleaved) for x in schemes.values()
@@ -113,13 +116,13 @@ def make_pieces(
     following = followers(program)
     row_program, pieces = _parted(program, following, shape if blocks == 1 else None, device)
     inputs: Sequence[int] = range(len(program.inputs))
-    outer, row = first.op.split(shape)
-    if first.op.after:
-        rows_of = RowsOf(shape, first.op.dims, threads, blocks, 0, first.op.after, interleaved)
+    order, dims = order_of(shape, whole.stride, axes), 1
+    rows_of = RowsOf(shape, order, len(axes), threads, blocks, 0, interleaved)
+    if not rows_of.plain:
         row_program, inputs = turned(row_program, rows_of, following)
-    shape = (*outer, columns)
-    if len(row) > 1:
-        row_program = straightened(row_program, row)
+        shape = tuple([shape[k] for k in order])
+        row_program, row = straightened(row_program, shape, len(axes))
+        shape, dims = shape[: -len(axes)] + row, len(row)
     known = len(inputs)
 
     def placed(piece: Piece) -> Piece:
@@ -127,15 +130,16 @@ def make_pieces(
         return replace(piece, loads=tuple(loads))
 
     if blocks == 1:
-        return (*pieces, placed(RowPiece(row_program, shape, following, schemes).piece()))
-    left = _left_by(outer, blocks, interleaved > 1)
-    part = RowPiece(row_program, shape, following, schemes, left).piece()
+        return (*pieces, placed(RowPiece(row_program, shape, following, schemes, dims).piece()))
+    left = _left_by(shape[:-dims], blocks, interleaved > 1)
+    part = RowPiece(row_program, shape, following, schemes, dims, left).piece()
     counts = {index: PARTIAL.get(steps[index].op.name, 1) for index in reduced}
     ends = {
         k: replace(x, kernel="blocks", vec=1, uneven=False, anchored=False)
         for k, x in schemes.items()
     }
-    end = RowPiece(combining(row_program, counts, left), left.shape, following, ends).piece()
+    ending = combining(row_program, counts, left, dims)
+    end = RowPiece(ending, left.shape, following, ends).piece()
     return (*pieces, placed(part), placed(end))
 
 
@@ -173,13 +177,13 @@ def _of_groups(
     size = ITEMSIZE[spec_of(program, x).code]
     scheme = scheme_of(op.name, count, columns, size, processors)
     assert isinstance(scheme, Scheme), scheme
-    rows = RowsOf(shape, op.dims, scheme.threads, scheme.blocks, op.groups)
+    order, dims = tuple(range(len(shape))), len(op.axes)
+    rows = RowsOf(shape, order, dims, scheme.threads, scheme.blocks, op.groups)
     parts, statistics = with_statistics(seen(own, rows), index)
     outputs = tuple(map(Output, statistics))
-    straight = straightened(replace(parts, outputs=outputs), rows.row)
-    first = RowPiece(
-        straight, (shape[0], op.groups, columns), followers(straight), {index: scheme}
-    ).piece()
+    outer = (shape[0], op.groups)
+    straight, row = straightened(replace(parts, outputs=outputs), outer + rows.row, dims)
+    first = RowPiece(straight, outer + row, followers(straight), {index: scheme}, len(row)).piece()
     places = {k: k for k in statistics}
     saved = {*statistics} & {*program.live}
     assert len(saved) in (0, len(statistics)), "a node saves all of them"

@@ -71,11 +71,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What makes a kernel one over rows, the last axis of its loop: stages, then the stores."""
+    """What makes a kernel one over rows, the last axes of its loop: stages, then the stores."""
 
     threads: int  # of a row
     together: int  # rows of a block, whose threads...
     interleaved: bool  # ...take turns, so that those of neighbouring rows are neighbours
+    dims: int  # axes of the loop that a row lies along, the last ones
+    folded: tuple[bool, ...]  # of each operand: whether it goes along these, not along one
+    whole_vectors: bool  # whether neighbours that a thread takes at once lie along the last of them
     stages: tuple[Stage, ...]
     walk: Walk  # of what is stored
     columns: Part | None  # gives what the first stores take
@@ -108,6 +111,7 @@ class Rows:
             **fields, "stages": tuple(stages), "walk": Walk(**fields["walk"]),
             "columns": None if columns is None else part(columns),
             "values": tuple(fields["values"]), "aligned": tuple(fields["aligned"]),
+            "folded": tuple(fields["folded"]),
         })  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..layout import Ints
-from .reductions import NODES, REDUCTIONS, Reduction, is_recordable
+from .reductions import NODES, REDUCTIONS, Reduction, every_axis, is_recordable
 from .row import Op, registrar
 
 NODES["group_norm"] = "native_group_norm"
@@ -64,8 +64,8 @@ def _group_norm(groups: int, ndim: int, affine: bool) -> Reduction:
         return torch.group_norm(x, groups, w, b, eps)
 
     return Reduction(
-        "group_norm", params, "", keeps="x w b" if affine else "x", whole=True, dims=ndim - 1,
-        groups=groups, statistics=statistics, eager=eager, costs=_COSTS,
+        "group_norm", params, "", keeps="x w b" if affine else "x", whole=True,
+        axes=every_axis(ndim - 1), groups=groups, statistics=statistics, eager=eager, costs=_COSTS,
     )  # fmt: skip
 
 

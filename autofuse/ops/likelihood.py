@@ -73,7 +73,7 @@ def _of_classes(reduction: str, ignored: int, casts: bool = False) -> Reduction:
 
     return Reduction(
         "nll_loss", "x t", "", keeps="x t", grad="nll_loss_backward(g, x, t, weight); none",
-        dims=1 if reduction == "none" else 2, of_all=reduction != "none", casts=casts,
+        axes=(-1,) if reduction == "none" else (-2, -1), of_all=reduction != "none", casts=casts,
         statistics=(Reduction("weight_of_nll_loss", "x t", "", eager=weight),),
         outside=outside, of_classes=(how, ignored),
         instead=None if casts else _of_classes(reduction, ignored, True),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .reductions import Over, Reduction, components_of, is_recordable
+from .reductions import Over, Reduction, components_of, every_axis, is_recordable
 from .row import FUNCTIONAL, OPS, Op, composite, is_number, row, spelled
 
 _backward = torch.ops.aten
@@ -65,7 +65,7 @@ LOSSES = {
 
 
 @cache
-def _of_all(name: str, reduction: str, dims: int) -> Reduction:
+def _of_all(name: str, reduction: str, ndim: int) -> Reduction:
     params, elements = LOSSES[name]
     how = REDUCED[reduction]
     eager: Callable[..., torch.Tensor] = {
@@ -75,14 +75,14 @@ def _of_all(name: str, reduction: str, dims: int) -> Reduction:
         LOGITS: lambda x, y: torch.binary_cross_entropy_with_logits(x, y, None, None, how),
     }[name]
     components = components_of(
-        f"{reduction}({elements})", Over(dims, True), {"complement": _COMPLEMENT}
+        f"{reduction}({elements})", Over(every_axis(ndim), True), {"complement": _COMPLEMENT}
     )
     read = [param.partition(":")[0] for param in params.split()]
     rule = f"{name}_backward(g, {', '.join(read)})"
     grad = "; ".join([rule, rule, *("none" for _ in read[2:])])
     return Reduction(
-        name, params, "", keeps="x y", grad=grad, dims=dims, of_all=True, components=components,
-        eager=eager, costs=len(components),
+        name, params, "", keeps="x y", grad=grad, axes=every_axis(ndim), of_all=True,
+        components=components, eager=eager, costs=len(components),
     )  # fmt: skip
 
 

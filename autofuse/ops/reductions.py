@@ -2,11 +2,10 @@
 
 A `Reduction` is an op of a chain as the rows of the table are, but reads a row of its first operand
 for each of its results (`sum`), or for each row of them (`softmax`). A row is what lies along one
-dimension, mostly the last, or along several that follow each other, which may be all: then the
-whole tensor is one row. It is spelled by torch functions as the rows are: a chooser names it and
-its operands, or None for what only eager PyTorch does. In which order it adds stands in
-`kernel.division` and `kernel.row_emit`; how it is differentiated, in `grad.reduced`, or by torch in
-`grad.nodes`.
+dimension, mostly the last, or along several, which may be all: then the whole tensor is one row. It
+is spelled by torch functions as the rows are: a chooser names it and its operands, or None for what
+only eager PyTorch does. In which order it adds stands in `kernel.division` and `kernel.row_emit`;
+how it is differentiated, in `grad.reduced`, or by torch in `grad.nodes`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Reduction(Op):
 
     whole: whether its results are rows, of the shape of the first operand; otherwise they are one
         number a row, and keepdim says whether dimensions of size 1 stand for the row.
-    dims: how many dimensions a row lies along, and `after`: how many others follow them.
+    axes: the dimensions that a row lies along, from the last one, -1, on; ascending.
     of_all: whether torch was named none, and so reduces whatever there are.
     casts: whether narrower operands are cast to float32 first; None where autocast decides.
     keeps: the operands and `out` whose values autograd's node saves.
@@ -55,8 +54,7 @@ class Reduction(Op):
 
     whole: bool = False
     keepdim: bool = False
-    dims: int = 1
-    after: int = 0
+    axes: Ints = (-1,)
     of_all: bool = False
     casts: bool | None = None
     statistics: tuple[Reduction, ...] = ()
@@ -82,18 +80,20 @@ class Reduction(Op):
 
     def split(self, shape: Ints) -> tuple[Ints, Ints]:
         """The dimensions of a first operand of `shape`: those of rows, and those in a row."""
-        end = len(shape) - self.after
-        return shape[: end - self.dims] + shape[end:], shape[end - self.dims : end]
+        inside = {axis % len(shape) for axis in self.axes}
+        every = [*enumerate(shape)]
+        rows = tuple([n for k, n in every if k not in inside])
+        return rows, tuple([n for k, n in every if k in inside])
 
     def kept(self, shape: Ints) -> Ints:
         """The shape of numbers of rows of such an operand, with dimensions that stand for a row."""
-        end = len(shape) - self.after
-        return (*shape[: end - self.dims], *(1,) * self.dims, *shape[end:])
+        inside = {axis % len(shape) for axis in self.axes}
+        return tuple([1 if k in inside else n for k, n in enumerate(shape)])
 
-    def stride(self, shape: Ints) -> int:
-        """How many elements lie from one of a row to the next, where such an operand is
-        contiguous."""
-        return math.prod(shape[len(shape) - self.after :])
+    @property
+    def is_plain(self) -> bool:
+        """Whether a row lies along the last dimension."""
+        return self.axes == (-1,)
 
     def count(self, shape: Ints) -> tuple[int, int]:
         """How many rows there are, and how many elements each of them has."""
@@ -135,18 +135,16 @@ ROW_COMPOSITES: dict[str, Callable[..., Callable[[], Any] | None]] = {}
 class Over(NamedTuple):
     """What a reduction to one number a row is over: fields of `Reduction`."""
 
-    dims: int = 1
+    axes: Ints = (-1,)
     of_all: bool = False
     keepdim: bool = False
-    after: int = 0
 
     @property
     def named(self) -> int | tuple[int, ...] | None:
         """The dimensions, as torch is told of them."""
         if self.of_all:
             return None
-        first = -self.dims - self.after
-        return first if self.dims == 1 else tuple(range(first, -self.after))
+        return self.axes[0] if len(self.axes) == 1 else self.axes
 
 
 @cache
@@ -225,11 +223,11 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 
 @cache
-def soft_row(name: str, casts: bool | None = None, after: int = 0) -> Reduction:
-    function, dim = getattr(torch, name), -1 - after
+def soft_row(name: str, casts: bool | None = None, dim: int = -1) -> Reduction:
+    function = getattr(torch, name)
     grad, eager = f"{name}_backward(g, out)", lambda x: function(x, dim)
     return Reduction(name, "x", "", keeps="out", grad=grad, whole=True, casts=casts, eager=eager,
-                     after=after)  # fmt: skip
+                     axes=(dim,))  # fmt: skip
 
 
 _FINITE = Op("finite", "x", "0 if abs(x) == inf else x")
@@ -279,21 +277,23 @@ def is_recordable(x: Any, *others: torch.dtype) -> bool:
 
 def is_row_wise(x: Any, dim: Any) -> bool:
     """Whether `dim` is the last one of a tensor that may be recorded; one in a list counts too."""
-    return _dims_of(x, dim) == (1, 0)
+    return _axes_of(x, dim) == (-1,)
 
 
-def _dims_of(x: Any, dim: Any, *others: torch.dtype) -> tuple[int, int]:
-    """How many dimensions of a tensor that may be recorded `dim` names, if they follow each other,
-    else 0; and how many there are after them."""
+def _axes_of(x: Any, dim: Any, *others: torch.dtype) -> Ints:
+    """The dimensions of a tensor that may be recorded which `dim` names; none if it names what is
+    none, or one twice."""
     named = [dim] if type(dim) is int else dim
     if not is_recordable(x, *others) or type(named) not in (tuple, list) or not named:
-        return 0, 0
+        return ()
     if not all(type(d) is int and -x.ndim <= d < x.ndim for d in named):
-        return 0, 0
-    places = {d % x.ndim for d in named}
-    first, last = min(places), max(places)
-    follow = len(places) == len(named) == last + 1 - first
-    return len(named) * follow, x.ndim - 1 - last
+        return ()
+    places = {d % x.ndim - x.ndim for d in named}
+    return tuple(sorted(places)) if len(places) == len(named) else ()
+
+
+def every_axis(ndim: int) -> Ints:
+    return tuple(range(-ndim, 0))
 
 
 ABSENT: Any = object()  # stands for an argument that was not given
@@ -304,9 +304,8 @@ def over_of(x: Any, dim: Any, keepdim: Any, *others: torch.dtype) -> Over | None
     if type(keepdim) is not bool:
         return None
     of_all = dim is ABSENT
-    every = x.ndim * is_recordable(x, *others)
-    dims, after = (every, 0) if of_all else _dims_of(x, dim, *others)
-    return Over(dims, of_all, keepdim, after) if dims else None
+    axes = _axes_of(x, every_axis(x.ndim) if of_all else dim, *others)
+    return Over(axes, of_all, keepdim) if axes else None
 
 
 def _plain(name: str) -> None:
@@ -356,7 +355,7 @@ def _second_moment(name: str) -> None:
             correction = 1
         # of a row of no more elements torch warns; how many several dimensions have is no part of
         # what machine code knows a call by, but rows of less than two are refused
-        fewest = input.shape[-1] if (over.dims, over.after) == (1, 0) else 2
+        fewest = input.shape[-1] if over.axes == (-1,) else 2
         if type(correction) not in (int, float) or not 0 <= correction < fewest:
             return None
         return _moment(name, over), (input, float(correction))
@@ -374,13 +373,13 @@ def _soft(name: str) -> None:
         # more: a dtype, or in torch.nn.functional a number that only its warning reads
         if more or type(dim) is not int:
             return None
-        dims, after = _dims_of(input, dim)
-        if not dims:
+        axes = _axes_of(input, dim)
+        if not axes:
             return None
         if dtype is not None and (dtype is not torch.float32 or not _is_wide(input.dtype)):
             return None
         casts = True if dtype is not None and input.dtype is not dtype else None
-        return soft_row(name, casts, after), (input,)
+        return soft_row(name, casts, *axes), (input,)
 
 
 for _name in _SOFT:

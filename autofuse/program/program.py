@@ -114,24 +114,27 @@ class RowsOf(NamedTuple):
     """The rows that reductions of one chain are over."""
 
     shape: Ints  # of all of them
+    order: Ints  # of its dimensions, as they lie in memory, those of a row last
     dims: int  # how many of these a row lies along
     threads: int  # of each
     blocks: int  # ...and blocks of so many threads, where several share it
     groups: int = 0  # of channels, which are then two dimensions of `seen`
-    after: int = 0  # how many dimensions follow those of a row; in `seen` they are in front of it
     interleaved: int = 1  # rows whose threads take turns in a block
+
+    @property
+    def plain(self) -> bool:
+        """Whether they are read as they are: each lies along the last dimension."""
+        return self.dims == 1 and not self.groups and self.order == (*range(len(self.shape)),)
 
     def seen(self, shape: Ints, stride: Ints, numbers: bool = False) -> tuple[Ints, Ints]:
         """A tensor that is read with the rows, as they lie along its last dimensions.
 
         numbers: whether with what has the dimensions of numbers of rows, and none of a row.
         """
-        if self.after:
-            return turned(shape, stride, len(self.shape), self.dims, self.after, numbers)
-        if not self.groups:
-            return shape, stride
-        channels = self.groups, self.shape[1] // self.groups
-        return grouped(shape, stride, channels, len(self.shape) - 2)
+        if self.groups:
+            channels = self.groups, self.shape[1] // self.groups
+            return grouped(shape, stride, channels, len(self.shape) - 2)
+        return turned(shape, stride, self.order, self.dims, numbers)
 
     @property
     def row(self) -> Ints:

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from ..dtypes import CODES
-from ..layout import Ints, along, contiguous
+from ..layout import Ints, collapse, contiguous, expand
 from ..ops.reductions import Reduction
 from ..ops.row import Op
 from .program import (
@@ -78,35 +78,56 @@ def _components(step: Reduced, whole: Spec, start: int) -> list[Step]:
         reduces = isinstance(one.op, Reduction)
         if reduces or numbers.issuperset(one.args):  # type: ignore[arg-type]
             numbers.add(k)
-        shape = number if k in numbers else whole.shape
+        lies = (number, contiguous(number)) if k in numbers else (whole.shape, whole.stride)
         code, result = common(one.args), one.op.result
-        out = Spec(CODES.get(result, code), shape, contiguous(shape))  # type: ignore[arg-type]
+        out = Spec(CODES.get(result, code), *lies)  # type: ignore[arg-type]
         found.append((Reduced if reduces else Pointwise)(one.op, read(one.args), code, out))
     found[-1] = replace(found[-1], out=step.out)
     return found
 
 
-def straightened(program: Program, row: Ints) -> Program:
-    """`program` whose rows, of shape `row`, lie along one dimension; see `chain.rowwise`."""
+def straightened(program: Program, shape: Ints, dims: int) -> tuple[Program, Ints]:
+    """`program` whose rows of `shape` lie along as few dimensions as all that is in memory allows,
+    of the last `dims`; and the sizes of these."""
+    row = shape[len(shape) - dims :]
+    inputs, steps = len(program.inputs), program.steps
+    specs = [*program.inputs, *[step.out for step in steps]]
+    # with all dimensions in front; a tensor that does not repeat along all of a row is expanded
+    heads, walks = list[tuple[Ints, Ints]](), dict[int, Ints]()
+    for k, spec in enumerate(specs):
+        lead = len(shape) - len(spec.shape)
+        own, stride = (1,) * lead + spec.shape, (0,) * lead + spec.stride
+        heads.append((own[:-dims], stride[:-dims]))
+        if any(n != 1 for n in own[-dims:]):
+            walks[k] = expand(own[-dims:], stride[-dims:], row)
+    # steps that are not stored are nowhere
+    places = [k for k in walks if k < inputs or k - inputs in program.live]
+    sizes, (_, *merged) = collapse(row, [contiguous(row), *[walks[k] for k in places]])
+    found = dict(zip(places, merged, strict=True))
+    once, nowhere = (1,) * len(sizes), (0,) * len(sizes)
 
-    def spec(known: Spec) -> Spec:
-        found = along(known.shape, known.stride, row)
-        return known if found is None else Spec(known.code, *found)  # of numbers of rows
+    def straight(k: int) -> Spec:
+        (outer, stride), own = heads[k], sizes if k in walks else once
+        return Spec(specs[k].code, outer + own, stride + found.get(k, nowhere))
 
-    return replace(
-        program,
-        steps=tuple([replace(step, out=spec(step.out)) for step in program.steps]),
-        inputs=tuple(map(spec, program.inputs)),
-    )
+    made = [replace(step, out=straight(k)) for k, step in enumerate(steps, inputs)]
+    return replace(program, inputs=tuple(map(straight, range(inputs))), steps=tuple(made)), sizes
 
 
-def combining(program: Program, left: Mapping[int, int], spec: Spec) -> Program:
-    """`program` whose reductions are of what blocks have left of rows that they share.
+def combining(program: Program, left: Mapping[int, int], spec: Spec, dims: int) -> Program:
+    """`program` whose reductions are of what blocks have left of rows that they share, which lay
+    along `dims` dimensions.
 
     left: how many numbers each block leaves for a reduction, by its step; each of these is a
     further Input, of `spec`, along whose last dimension the blocks lie.
     """
-    steps, inputs = list(program.steps), list(program.inputs)
+
+    def short(known: Spec) -> Spec:
+        shape, stride = known.shape[: 1 - dims or None], known.stride[: 1 - dims or None]
+        return Spec(known.code, shape, stride)
+
+    steps = [replace(step, out=short(step.out)) for step in program.steps]
+    inputs = list(map(short, program.inputs))
     for index, count in left.items():
         step = steps[index]
         numbers = tuple([~(len(inputs) + k) for k in range(count)])
@@ -129,8 +150,8 @@ def seen(program: Program, rows: RowsOf) -> Program:
 
 
 def turned(program: Program, rows: RowsOf, following: Container[int]) -> tuple[Program, Ints]:
-    """`program` as it is read with `rows` that other dimensions follow, with these in front; and
-    which Input of it each Input is.
+    """`program` as it is read with `rows` whose dimensions are not the last, or several; and which
+    Input of it each Input is.
 
     following: steps that are reductions, or follow from one. What is read with numbers of rows that
     have no dimensions for these may be read otherwise with rows: then it is two Inputs.
