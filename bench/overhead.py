@@ -368,6 +368,39 @@ def columns(device: str, numel: int, rounds: int) -> None:
             beside_eager(f"{name} {str(dtype)[6:]}", program, (x, w), device, rounds)
 
 
+@torch.no_grad()
+def axes(device: str, numel: int, rounds: int) -> None:
+    """Reductions over several dimensions, or of tensors that lie in another order, of `numel` / 8
+    elements: a loss with a weight for each example, statistics of channels, what squeezes images
+    to their channels, and rows that are transposed."""
+    batch = max(1, numel >> 19)
+    images, tokens = (batch // 4 or 1, 256, 32, 32), (batch // 4 or 1, 512, 512)
+    last = torch.channels_last
+    programs = {
+        f"(w * (x - y) ** 2).mean() of {list(images)}, w of examples":
+            (images, lambda x, y: (y[:, :1, :1, :1] * (x - y) ** 2).mean()),
+        f"mean and variance of channels of x * y, {list(images)}": (images, _scaled_by_statistics),
+        f"relu(x * y).mean((2, 3)) of {list(images)}":
+            (images, lambda x, y: torch.relu(x * y).mean((2, 3))),
+        f"relu(x * y).mean((2, 3)) of {list(images)}, channels_last":
+            (images, lambda x, y: torch.relu(x * y).mean((2, 3))),
+        f"(x.mT * y.mT).sum(-1) of {list(tokens)}":
+            (tokens, lambda x, y: (x.mT * y.mT).sum(-1)),
+    }  # fmt: skip
+    for name, (shape, program) in programs.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            x, y = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+            if name.endswith("channels_last"):
+                x, y = x.to(memory_format=last), y.to(memory_format=last)
+            beside_eager(f"{name} {str(dtype)[6:]}", program, (x, y), device, rounds)
+
+
+def _scaled_by_statistics(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    h = x * y
+    apart = h - h.mean((0, 2, 3), True)
+    return apart * torch.rsqrt((apart * apart).mean((0, 2, 3), True) + 1e-5)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -393,6 +426,7 @@ def main() -> None:
     images(args.device, args.large, args.rounds)
     groups(args.device, args.large, args.rounds)
     columns(args.device, args.large, args.rounds)
+    axes(args.device, args.large, args.rounds)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from test_groups import kernels  # noqa: F401
 from test_reductions import emulated, recorded, recording  # noqa: F401
 
 import autofuse
+from autofuse.cli import verify
 from autofuse.layout import contiguous, iteration, order_of
 from support import assert_same, needs_cuda
 
@@ -264,3 +265,80 @@ def test_gradients_are_eagers(recorded, name):  # noqa: F811
             found.append([autofuse.unwrap(t).detach() for t in (out, *grads)])
         for a, b in zip(*found, strict=True):
             assert_same(b, a, 1e-5, f"{name} {again}")
+
+
+# --- on CUDA --------------------------------------------------------------------------------------
+
+LARGE = [
+    ((32, 64, 56, 56), (0, 2, 3)), ((64, 197, 96), (0, 2)), ((300, 2, 500), (0, 2)),
+    ((16, 3, 224, 224), (0, 2, 3)), ((8, 1, 31, 257), (0, 3)), ((5000, 7, 9), (2, 0)),
+]  # fmt: skip
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["plain", "special"])
+@torch.no_grad()
+def test_bits_on_cuda(always, dtype, kind):
+    def check(program, *args):
+        got = autofuse.unwrap(autofuse.materialize(program(*map(autofuse.wrap, args))))
+        want = program(*args)
+        assert got.stride() == want.stride()
+        assert verify.differing(got, want) == 0, f"{[(t.shape, t.stride()) for t in args]}"
+
+    for shape, dim in (*APART, *LARGE):
+        x, y = (values(shape, dtype, k, "cuda", kind) for k in (0, 1))
+        for name, keepdim in itertools.product(NAMES, (False, True)):
+            check(lambda x, y: reduced(name, x * y, dim, keepdim) * 2.0, x, y)  # noqa: B023
+    for order in itertools.permutations(range(3)):
+        for shape in ((4, 6, 3), (40, 33, 64), (12, 1, 515), (130, 700, 4)):
+            back = [order.index(k) for k in range(3)]
+            memory = [shape[k] for k in order]
+            x, y = (values(memory, dtype, k, "cuda", kind).permute(back) for k in (0, 1))
+            for name, dim in itertools.product(NAMES, [0, 1, 2, (0, 1), (0, 2), (1, 2)]):
+                check(lambda x, y: reduced(name, x * y, dim) * 2.0, x, y)  # noqa: B023
+                check(lambda x: reduced(name, x, dim) * 2.0, x)  # noqa: B023
+    for shape in ((3, 4, 8), (2, 3, 5), (64, 30, 131), (128, 16, 512)):
+        x = values(shape, dtype, 0, "cuda", kind)
+        for kept in itertools.product((False, True), repeat=3):
+            m = [n if keep else 1 for n, keep in zip(shape, kept, strict=True)]
+            for program in REPEATED.values():
+                check(program, x, values(m, dtype, 3, "cuda"))
+    for columns, more in itertools.product((4, 7, 128, 132, 2000), (1, 2, 4, 8)):
+        x = values((50, columns + more), dtype, 0, "cuda", kind)[:, :columns]
+        for name in NAMES:
+            check(lambda x: reduced(name, x, -1) * 2.0, x)  # noqa: B023
+            check(lambda x: reduced(name, x, (0, 1)) + 1.0, x)  # noqa: B023
+
+
+POOLED = {
+    "one": lambda x: F.adaptive_avg_pool2d(torch.relu(x * 2.0), 1) * 0.5,
+    "two": lambda x: torch.nn.AdaptiveAvgPool2d((1, 1))(torch.relu(x * 2.0)) * 0.5,
+    "of C": lambda x: torch._C._nn.adaptive_avg_pool2d(torch.relu(x * 2.0), [1, 1]) * 0.5,
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+@torch.no_grad()
+def test_pooling_to_one_element_is_a_mean(kernels, name):  # noqa: F811
+    for x in (values((2, 3, 4, 5)), values((3, 4, 5))):
+        got, names = run(POOLED[name], x)
+        assert names == ["af_rows_mul_relu_mean_mul"]
+        assert_same(got, oracle("mean", torch.relu(x * 2.0), (-2, -1), True) * 0.5, None)
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: F.adaptive_avg_pool2d(x, 2), lambda x: F.adaptive_avg_pool2d(x, (None, 1)),
+    lambda x: torch._C._nn.adaptive_avg_pool2d(x, [1]), lambda x: F.adaptive_avg_pool2d(x[0, 0], 1),
+    lambda x: F.adaptive_avg_pool2d(x.contiguous(memory_format=torch.channels_last), 1),
+    lambda x: F.adaptive_avg_pool2d(x[:, :0], 1), lambda x: F.adaptive_avg_pool2d(x, (1, 1, 1)),
+])  # fmt: skip
+def test_other_pooling_is_torchs(recorded, call):  # noqa: F811
+    found = []
+    for wrap in (lambda x: x, autofuse.wrap):
+        try:
+            y = autofuse.unwrap(call(wrap(values((2, 3, 4, 5)))))
+            found.append((y.tolist(), y.stride()))
+        except (RuntimeError, ValueError) as error:
+            found.append((type(error), str(error)))
+    assert found[0] == found[1]

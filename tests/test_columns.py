@@ -58,9 +58,7 @@ def oracle(name, x, dim, keepdim=False):
     begins = begins.as_strided(x.shape, x.stride()).permute(*others, *inner)
     begins = begins.reshape(rows.shape)[:, 0]  # of memory that is aligned where `x` begins
     found = [
-        row_oracle.reduced(
-            name, r, begin, len(rows), scheme.across, scheme.vec, 1, scheme.blocks
-        )
+        row_oracle.reduced(name, r, begin, len(rows), scheme.across, scheme.vec, 1, scheme.blocks)
         for r, begin in zip(rows.numpy(), begins.tolist(), strict=True)
     ]
     shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
@@ -304,7 +302,8 @@ def test_gradients_are_eagers(recorded, name):  # noqa: F811
 
 EAGER = {
     "softmax of transposed": lambda x: x.transpose(0, 1).softmax(0),
-    "expanded": lambda x: x[:1].expand(5, 4, 5).sum(1), "correction": lambda x: x.var(1, correction=2),
+    "expanded": lambda x: x[:1].expand(5, 4, 5).sum(1),
+    "correction": lambda x: x.var(1, correction=2),
     "norm of matrices": lambda x: torch.linalg.norm(x, dim=(0, 1)),
 }  # fmt: skip
 

@@ -441,3 +441,16 @@ def normalize(
         return None
     # that expands first, whose gradient is the sum that a quotient's has, too
     return lambda: input / input.norm(p, dim, keepdim=True).clamp_min(eps)
+
+
+@registrar(ROW_COMPOSITES)()
+def adaptive_avg_pool2d(input: Any, output_size: Any) -> Callable[[], torch.Tensor] | None:
+    """To one element, which torch makes of `mean`."""
+    several = isinstance(output_size, (tuple, list))
+    each = output_size if several else (output_size, output_size)
+    if len(each) != 2 or any(type(n) is not int or n != 1 for n in each):
+        return None
+    # of channels_last the result is that, too
+    if not is_recordable(input) or input.ndim not in (3, 4) or not input.is_contiguous():
+        return None
+    return None if 0 in input.shape else lambda: input.mean((-1, -2), True)
