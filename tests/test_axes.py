@@ -275,6 +275,7 @@ LARGE = [
 ]  # fmt: skip
 
 
+@pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["plain", "special"])

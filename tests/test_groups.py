@@ -121,10 +121,7 @@ def test_what_is_before_it_is_in_both_kernels(kernels):
 
 
 def test_numbers_of_channels_are_read_with_it(kernels):
-    """As a block of a diffusion model has it: shifted by a number a channel before, scaled after.
-
-    What is not one along a row ends its chain.
-    """
+    """As a block of a diffusion model has it: shifted by a number a channel before, scaled after."""
     x, w, b = arguments((2, 6, 4, 5))
     shift, scale = (arguments((2, 6, 1, 1), seed=k)[0] for k in (1, 2))
     row, of_all = arguments((1, 1, 4, 5), seed=3)[0], arguments((1, 1), seed=4)[0]
@@ -135,7 +132,7 @@ def test_numbers_of_channels_are_read_with_it(kernels):
             out = F.group_norm(h, 3, w, b, EPS) * (autofuse.wrap(scale) + 1.0) + row
             out = autofuse.unwrap(autofuse.materialize(out * of_all))
             assert [name for name, *_ in launched] == [
-                "af_add", "af_rows_group_norm", "af_group_norm_add_mul_add_mul"
+                "af_rows_add_group_norm", "af_add_group_norm_add_mul_add_mul"
             ]  # fmt: skip
     want = oracle(x + shift, 3, w, b)[0] * (scale + 1.0) + row
     assert_same(out, want * of_all, None)

@@ -282,7 +282,7 @@ def test_a_loss_of_what_a_reduction_gives_is_in_its_kernel(emulated):  # noqa: F
 
 
 def test_components_are_calls_in_order():
-    over = Over(1)
+    over = Over()
     found = components_of("m = amax(x); sum(mul(m, x))", over, {})
     assert [(one.op.name, one.args) for one in found] == [
         ("amax", ("x",)), ("mul", (0, "x")), ("sum", (1,)),

@@ -215,7 +215,7 @@ def test_of_an_integer_that_an_optimiser_knows(name, device):
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.f16 or op.bf16])
-def test_short_expressions_of_16_bit_ops(name, dtype):
+def test_short_expressions_of_16_bit_ops(always, name, dtype):
     """All values of one operand; for quotients all by 64, and 64 by all."""
     clear_kernels()
     every = torch.arange(-(1 << 15), 1 << 15, device="cuda").to(torch.int16).view(dtype)
