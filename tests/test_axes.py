@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_columns import DTYPES, NAMES, oracle, reduced, run, values
 from test_groups import kernels  # noqa: F401
-from test_reductions import emulated, recorded, recording  # noqa: F401
+from test_reductions import emulated, launched, recorded, recording  # noqa: F401
 
 import autofuse
 from autofuse.cli import verify
 from autofuse.layout import contiguous, iteration, order_of
-from support import assert_same, needs_cuda
+from support import assert_same, compared_about, needs_cuda
 
 # --- the order ------------------------------------------------------------------------------------
 
@@ -234,6 +234,16 @@ def test_numbers_of_rows_meet_others(kernels):  # noqa: F811
         got, names = run(lambda x, c: (x * 0.5).sum((0, 2)) * c, x, c)
         assert names == ["af_rows_mul_sum_mul"]
         assert_same(got, oracle("sum", x * 0.5, (0, 2)) * c, None, str(shape))
+
+
+@pytest.mark.parametrize("name", ["reductions over other axes", "statistics of channels"])
+def test_they_are_compared_when_a_gpu_is_verified(kernels, name, monkeypatch):  # noqa: F811
+    """Here with what the order of a CPU gives."""
+    seen = compared_about(monkeypatch, 1e-3, {"r": 6, "s": 2}[name[0]])
+    cases = [(6, 132, "plain", 0), (3, 7, "plain", 0), (2, 2, "plain", 1)]
+    outcome = verify.compare(name, torch.float32, cases, "cpu")
+    assert outcome.reduced == len(cases) and len(seen) >= len(cases), outcome.left
+    assert len(launched) >= len(cases)
 
 
 # --- in training ----------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_what_is_before_it_is_in_both_kernels(kernels):
 
 
 def test_numbers_of_channels_are_read_with_it(kernels):
-    """As a block of a diffusion model has it: shifted by a number a channel before, scaled after."""
+    """As a block of a diffusion model has it: shifted before, scaled after."""
     x, w, b = arguments((2, 6, 4, 5))
     shift, scale = (arguments((2, 6, 1, 1), seed=k)[0] for k in (1, 2))
     row, of_all = arguments((1, 1, 4, 5), seed=3)[0], arguments((1, 1), seed=4)[0]

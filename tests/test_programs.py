@@ -41,6 +41,13 @@ COLUMNS = [
     "({a} + {b}).std(1, keepdim=True, correction=0)", "{a}.logsumexp(1, keepdim=True)",
     "({a} > 0).all(0, keepdim=True) * 1.0", "{a}.mean(0) * {a}.amax(0)", "{a}.norm(dim=1)[:, None]",
 ]  # fmt: skip
+AXES = [
+    "{a}.sum((0, 2), keepdim=True)", "({a} * {b}).mean((0, -1), keepdim=True)",
+    "{a}.amax((0, 2))[None, :, None]", "{a}.std((2, 0), correction=0)[:, None]",
+    "({a} * {b}).transpose(0, 1).sum(1)", "{a}.permute(2, 0, 1).mean(0)[..., None]",
+    "({a}.permute(1, 2, 0) * 0.5).var((0, 2), correction=0)", "({a} + n[:, None]).mean()",
+    "({a} * {b}).sum((0, 2)).unsqueeze(-1)", "{a}.mT.norm(dim=1)[..., None]",
+]  # fmt: skip
 ROWS = [
     "F.softmax({a} * 0.5, -1)", "F.layer_norm({a}, {a}.shape[-1:])", "F.log_softmax({a}, -1)",
     "F.layer_norm({a}, {a}.shape[-1:], r, r)", "F.rms_norm({a}, {a}.shape[-1:], r)",
@@ -64,7 +71,8 @@ def drawn(rng):
     for k in range(rng.randint(2, 9)):
         forms, into = rng.choice(
             [(POINTWISE, whole)] * 4
-            + [(NUMBERS, numbers), (COLUMNS, numbers), (ROWS, whole), (VIEWS, whole)]
+            + [(NUMBERS, numbers), (COLUMNS, numbers), (AXES, numbers)]
+            + [(ROWS, whole), (VIEWS, whole)]
         )
         names = {
             "a": rng.choice(whole), "b": rng.choice([*whole, "r", *numbers[-3:]]),
@@ -88,6 +96,10 @@ def test_a_chain_has_the_bits_of_its_ops(kernels, seed):  # noqa: F811
     generator = torch.Generator().manual_seed(seed)
     own = [torch.randn(shape, generator=generator).to(dtype)
            for shape in ((a, b, c), (a, b, c), (c,), (a, b, 1), (b,))]  # fmt: skip
+    for k in (0, 1):
+        order = rng.sample(range(3), 3) if rng.random() < 0.4 else range(3)
+        memory = own[k].permute(*order).contiguous()
+        own[k] = memory.permute([[*order].index(d) for d in range(3)])
     space = {"torch": torch, "F": F}
     exec(source, space)
     eager = []  # whether torch has computed some of it, in the order of a CPU

@@ -84,7 +84,7 @@ def keep(device: torch.device, same: bool) -> str:
 def key_of(device: torch.device) -> str:
     """Of all that decides the bits of eager's reductions and of ours."""
     facts = (
-        "reductions and softmax, of interleaved and shared rows, gradients, and batch_norm",
+        "reductions over any axes, softmax, interleaved and shared rows, gradients, and batch_norm",
         (*NODES, *NODES_OF_ALL),
         torch.__version__, torch.version.cuda,
         torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device),

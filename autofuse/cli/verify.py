@@ -116,6 +116,22 @@ def _extrema_of_columns(v: Values) -> Any:
     return (x * y).amin(0), (x + y).amax(0, keepdim=True) - x, (v.x * v.y).any(0)
 
 
+def _axes(v: Values) -> Any:
+    """Over dimensions of [B, S, N] that do not follow each other, of [N, S, B] that lie so in
+    memory, and beside what repeats along a part of a row; of rows with space between them."""
+    x, y = _with_three_dims(v)
+    turned = x.transpose(0, 2) * y.transpose(0, 2)
+    whole = (x - x[:, :1] * 2.0).mean(), (v.padded * v.number).sum()
+    return (x * y).sum((0, 2)), turned.mean(0) * 2.0, turned.amax((0, 1)), v.padded.sum(-1), *whole
+
+
+def _statistics_of_channels(v: Values) -> Any:
+    x, y = _with_three_dims(v)
+    h = x * y
+    apart = h - h.mean((0, 2), keepdim=True)
+    return apart / (apart.square().mean((0, 2), keepdim=True) + 1e-5).sqrt(), h.var((0, 2))
+
+
 def _norm_of_channels(v: Values) -> Any:
     """As ConvNeXt has it, of [N, C, L]."""
     columns = v.x.shape[1]
@@ -296,6 +312,8 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "numbers of columns": _columns,
     "extrema of columns": _extrema_of_columns,
     "norm of channels": _norm_of_channels,
+    "reductions over other axes": _axes,
+    "statistics of channels": _statistics_of_channels,
     "any, all": lambda v: ((v.x > v.y).any(-1), torch.isfinite(v.x * v.y).all()),
     "batch_norm of columns": _channels,
     "batch_norm of images": _images,

@@ -144,21 +144,19 @@ class RowThreads(Exchanges):
     def _at(self, place: int, column: Any, further: int = 0) -> Any:
         """Where an operand has its element of `column`, or `further` neighbours behind that."""
         builder, kind = self.builder, STORED[self._operand(place).code]
-        *outer, step = self.steps[place]
-        offset = self.offsets[place]
-        if self.rows.folded[place]:
-            beside = self.word(further)
-            if not self.rows.whole_vectors:
-                column, beside = builder.add(column, beside), self.word(0)
-            for size, own in zip(self.row_sizes[:0:-1], reversed([*outer, step][1:]), strict=True):
-                quotient = builder.udiv(column, size)
-                digit = builder.sub(column, builder.mul(quotient, size))
-                digit = builder.add(digit, beside) if own is step else digit
-                offset = builder.add(offset, builder.mul(digit, own))
-                column = quotient
-            column, step = column, outer[0]
+        steps, offset = self.steps[place], self.offsets[place]
+        beside = further and self.rows.folded[place] and self.rows.whole_vectors
+        if beside:  # along the last dimension: no division for each
+            offset = builder.add(offset, builder.mul(self.word(further), steps[-1]))
         elif further:
             column = builder.add(column, self.word(further))
+        if self.rows.folded[place]:
+            for size, step in zip(self.row_sizes[:0:-1], steps[:0:-1], strict=True):
+                quotient = builder.udiv(column, size)
+                digit = builder.sub(column, builder.mul(quotient, size))
+                offset = builder.add(offset, builder.mul(digit, step))
+                column = quotient
+        step = steps[0 if self.rows.folded[place] else -1]
         offset = builder.add(offset, builder.mul(column, step))
         base = builder.inttoptr(self.pointers[place], self.target.pointer_to(kind))
         return builder.gep(base, [offset])

@@ -92,7 +92,7 @@ EAGER_REDUCTIONS: dict[str, str] = {
 CHANNELS = "fused in evaluation, without a gradient, on CUDA, where verified; else eager"
 GROUPS = "fused for contiguous tensors on CUDA, where verified"
 LAST = "fused over the last dimension of contiguous tensors on CUDA, where verified"
-OVER = "fused over dimensions that follow each other of contiguous tensors on CUDA, where verified"
+OVER = "fused over any dimensions on CUDA, where verified"
 
 
 def look_up(name: str) -> tuple[str, str] | None:

@@ -1,6 +1,6 @@
 """`all` and `any`: of which no order decides the bits.
 
-As reductions of the truth of elements in float32, over dimensions that follow each other or all.
+As reductions of the truth of elements in float32.
 What makes a mask and asks whether it holds anywhere, as `torch.isnan(x).any()`, stores no mask.
 """
 
