@@ -14,7 +14,15 @@ import torch
 
 from ..dtypes import CODES
 from ..kernel.division import MOMENTS, NORM_SUMS, SOFT_SUM, Scheme, scheme_of
-from ..layout import Ints, contiguous, is_dense, is_injective, iteration, order_of
+from ..layout import (
+    Ints,
+    contiguous,
+    is_channels_last,
+    is_dense,
+    is_injective,
+    iteration,
+    order_of,
+)
 from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
 from ..program.program import CONST, Ref, RowsOf
 from ..settings.config import config
@@ -74,7 +82,13 @@ def infer_rows(
         shape = op.kept(shape) if op.keepdim else op.split(shape)[0]
     dtype = op.result if isinstance(op.result, torch.dtype) else x.dtype
     graph = dtype.is_floating_point and _has_graph(tip, views)
-    meta = make_meta(dtype, shape, contiguous(shape), device, graph)
+    stride = contiguous(shape)
+    if op.pooled and not x.flat:
+        if graph or not is_channels_last(x.shape, x.stride):
+            return "pooling of another layout, or its gradient"
+        channels = shape[1]
+        stride = (channels, 1, channels, channels)
+    meta = make_meta(dtype, shape, stride, device, graph)
     made = Inferred(tuple(args), CODES[x.dtype], meta, tuple(reads), tuple(numbers), None)
     return made, rows
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class Reduction(Op):
 
     whole: whether its results are rows, of the shape of the first operand; otherwise they are one
         number a row, and keepdim says whether dimensions of size 1 stand for the row.
+    pooled: whether numbers of rows of channels_last are channels_last.
     axes: the dimensions that a row lies along, from the last one, -1, on; ascending.
     of_all: whether torch was named none, and so reduces whatever there are.
     casts: whether narrower operands are cast to float32 first; None where autocast decides.
@@ -54,6 +55,7 @@ class Reduction(Op):
 
     whole: bool = False
     keepdim: bool = False
+    pooled: bool = False
     axes: Ints = (-1,)
     of_all: bool = False
     casts: bool | None = None
@@ -443,14 +445,18 @@ def normalize(
     return lambda: input / input.norm(p, dim, keepdim=True).clamp_min(eps)
 
 
-@registrar(ROW_COMPOSITES)()
-def adaptive_avg_pool2d(input: Any, output_size: Any) -> Callable[[], torch.Tensor] | None:
-    """To one element, which torch makes of `mean`."""
+@cache
+def _pooled() -> Reduction:
+    pool: Any = torch._C._nn.adaptive_avg_pool2d  # type: ignore[attr-defined]
+    over = Over((-2, -1), keepdim=True)
+    return replace(number_a_row("mean", over), pooled=True, eager=lambda x: pool(x, (1, 1)))
+
+
+@_reduced()
+def adaptive_avg_pool2d(input: Any, output_size: Any) -> tuple[Reduction, tuple[Any, ...]] | None:
+    """To one element: the mean that torch makes of it."""
     several = isinstance(output_size, (tuple, list))
     each = output_size if several else (output_size, output_size)
     if len(each) != 2 or any(type(n) is not int or n != 1 for n in each):
         return None
-    # of channels_last the result is that, too
-    if not is_recordable(input) or input.ndim not in (3, 4) or not input.is_contiguous():
-        return None
-    return None if 0 in input.shape else lambda: input.mean((-1, -2), True)
+    return (_pooled(), (input,)) if is_recordable(input) and input.ndim in (3, 4) else None
