@@ -126,8 +126,11 @@ def turned(shape: Ints, stride: Ints, order: Ints, dims: int, without: bool) -> 
     """Shape and strides of a tensor that is broadcast to as many dimensions as `order` has, with
     these in that order.
 
-    without: whether the tensor has none for the last `dims` of it, and repeats along them.
+    without: whether the tensor has none for the last `dims` of it, and repeats along them. One of
+    more dimensions is not, and stays as it is.
     """
+    if len(shape) > len(order):
+        return shape, stride
     axes = sorted(order[: len(order) - dims]) if without else range(len(order))
     if len(shape) > len(axes):
         axes = range(len(order))

@@ -236,6 +236,25 @@ def test_numbers_of_rows_meet_others(kernels):  # noqa: F811
         assert_same(got, oracle("sum", x * 0.5, (0, 2)) * c, None, str(shape))
 
 
+@torch.no_grad()
+def test_what_else_the_chain_has(kernels):  # noqa: F811
+    """Values that have nothing to do with the rows, of more dimensions, as many and less."""
+    x, m = values((2, 3, 8)), values((2, 1, 1), seed=1)
+    others = [(5, 2, 3, 2), (2, 3, 8), (8, 3, 2), (3, 1), (7,), (2, 1, 2, 3, 8)]
+    others = [values(shape, seed=3 + k) for k, shape in enumerate(others)]
+    for dim in ((0, 2), (1, 2), 0, (0, 1, 2)):
+        for _ in range(2):
+            made = [autofuse.wrap(y) * 2.0 for y in others]
+            out = (autofuse.wrap(x) * m).sum(dim) * 2.0
+            made += [autofuse.wrap(y) - 1.0 for y in others]
+            autofuse.reset_stats()
+            got = [autofuse.unwrap(autofuse.materialize(y)) for y in (out, *made)]
+            assert autofuse.stats().eager_flushes == 0
+            want = [oracle("sum", x * m, dim) * 2.0, *[y * 2.0 for y in others]]
+            for a, b in zip(got, [*want, *[y - 1.0 for y in others]], strict=True):
+                assert_same(a, b, None, str(dim))
+
+
 @pytest.mark.parametrize("name", ["reductions over other axes", "statistics of channels"])
 def test_they_are_compared_when_a_gpu_is_verified(kernels, name, monkeypatch):  # noqa: F811
     """Here with what the order of a CPU gives."""

@@ -21,6 +21,7 @@ from .program import (
     Statistic,
     Step,
 )
+from .walk import needed
 
 
 def within(program: Program) -> Program:
@@ -100,8 +101,10 @@ def straightened(program: Program, shape: Ints, dims: int) -> tuple[Program, Int
         heads.append((own[:-dims], stride[:-dims]))
         if any(n != 1 for n in own[-dims:]):
             walks[k] = expand(own[-dims:], stride[-dims:], row)
-    # steps that are not stored are nowhere
-    places = [k for k in walks if k < inputs or k - inputs in program.live]
+    # steps that are not stored are nowhere, and other Inputs than those of these are not read
+    wanted = needed([step.args for step in steps], program.live)
+    read = {~ref for k in wanted for ref in steps[k].args if ref < 0}
+    places = [k for k in walks if k in read or k - inputs in program.live]
     sizes, (_, *merged) = collapse(row, [contiguous(row), *[walks[k] for k in places]])
     found = dict(zip(places, merged, strict=True))
     once, nowhere = (1,) * len(sizes), (0,) * len(sizes)
