@@ -14,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_columns import DTYPES, NAMES, oracle, reduced, run, values
 from test_groups import kernels  # noqa: F401
-from test_reductions import emulated, launched, recorded, recording  # noqa: F401
+from test_reductions import H200, emulated, launched, recorded, recording  # noqa: F401
 
 import autofuse
+from autofuse.chain.steps import program_of
 from autofuse.cli import verify
+from autofuse.kernel.rows import RowPlan, make_pieces
 from autofuse.layout import contiguous, iteration, order_of
+from autofuse.program.program import Output
 from support import assert_same, compared_about, needs_cuda
 
 # --- the order ------------------------------------------------------------------------------------
@@ -253,6 +256,42 @@ def test_what_else_the_chain_has(kernels):  # noqa: F811
             want = [oracle("sum", x * m, dim) * 2.0, *[y * 2.0 for y in others]]
             for a, b in zip(got, [*want, *[y - 1.0 for y in others]], strict=True):
                 assert_same(a, b, None, str(dim))
+
+
+@torch.no_grad()
+def test_what_lies_in_another_order_is_in_a_kernel_of_its_own(kernels):  # noqa: F811
+    """If it does not follow from the rows; so no element of it is divided for."""
+    x, z = values((2, 4, 6, 5)), values((5, 6, 4, 2), seed=1).permute(3, 2, 1, 0)
+    for other, count in ((z, 2), (x, 1)):
+        got, names = run(lambda x, z: ((x * 2.0).sum((-2, -1)), z + 1.0), x, other)
+        assert len(names) == count
+        assert_same(got[0], oracle("sum", x * 2.0, (-2, -1)), None)
+        assert_same(got[1], other + 1.0, None)
+
+
+@torch.no_grad()
+def test_what_other_kernels_read_does_not_divide_rows(kernels):  # noqa: F811
+    x, w = autofuse.wrap(values((2, 4, 6, 5))), values((4,), seed=1)
+    y = values((2, 6, 5, 4), seed=2).permute(0, 3, 1, 2)
+    for program in (lambda: F.group_norm(x * 2.0, 2, w, w) + 1.0,
+                    lambda: F.group_norm(x * 2.0, 2) + y):  # fmt: skip
+        out = program()
+        planned = program_of(out._af, (Output(out._af.index),))
+        pieces = make_pieces(planned, "cuda", H200)
+        assert [piece.plan.rows.axes for piece in pieces if isinstance(piece.plan, RowPlan)] == [1]
+        assert_same(autofuse.unwrap(out), autofuse.unwrap(autofuse.materialize(program())), None)
+
+
+@torch.no_grad()
+def test_torch_counts_what_lies_between_rows(recorded):  # noqa: F811
+    """In 32 bits: it reduces parts of what reaches further, each divided by itself."""
+    memory = torch.empty(3000 << 18)  # of which few pages are written
+    for rows, is_recorded in ((3000, False), (2000, True)):
+        x = memory.view(3000, 1 << 18)[:rows, :64]
+        x.copy_(values((rows, 64)))
+        y = autofuse.wrap(x).sum(0)
+        assert autofuse.is_pending(y) is is_recorded
+        assert_same(autofuse.unwrap(y), x.sum(0), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["reductions over other axes", "statistics of channels"])

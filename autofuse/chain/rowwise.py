@@ -22,6 +22,7 @@ from ..layout import (
     is_injective,
     iteration,
     order_of,
+    reach,
 )
 from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
 from ..program.program import CONST, Ref, RowsOf
@@ -158,9 +159,11 @@ def _reason(op: Reduction, kinds: Sequence[Meta | type], device: torch.device) -
 
 
 def _is_walked(op: Reduction, x: Meta) -> bool:
-    """Whether torch reduces a tensor as it lies in memory; others it copies first."""
+    """Whether torch reduces a tensor as it lies in memory, at once; others it copies first."""
     if op.whole or op.outside is not None or not is_injective(x.shape, x.stride):
         return False
+    if reach(x.shape, x.stride) * x.dtype.itemsize >= 1 << 31:
+        return False  # it reduces parts, each divided by itself
     # of several ops the second has what the first one leaves
     return not op.components or (len(op.roles) == 1 and is_dense(x.shape, x.stride))
 
@@ -220,7 +223,7 @@ def goes_along(tip: Node, node: Node) -> bool:
         if tip.rows.blocks > 1 and node.meta.shape == shape:
             return False
     follows = not following.isdisjoint(node.args)
-    if follows and not tip.rows.plain and len(node.meta.shape) < len(shape):
+    if follows and not tip.rows.as_they_lie and len(node.meta.shape) < len(shape):
         # what was computed in between is taken for rows, as it is read with them
         between = [path[ref].meta for ref in node.args if ref not in following and 0 <= ref < CONST]
         rows, given = tip.rows, [(meta.shape, meta.stride) for meta in between if meta is not None]

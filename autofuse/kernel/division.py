@@ -89,6 +89,7 @@ def division_of(
             first //= vec
         elif not fastest:
             together = 4
+            # get_output_vec_size: where it begins, and all strides but that of neighbouring results
             bounds = (address // itemsize, through.size, *through.row, *through.kept[1:])
             while any(number % together for number in bounds):
                 together //= 2

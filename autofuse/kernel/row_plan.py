@@ -2,9 +2,9 @@
 
 Pure, as `plan` is. A row kernel goes through each row once for each reduction (a Stage), with the
 pointwise ops before it at its loads, and once more for what is stored; the threads that share a row
-stand in one block, and a row is what all its reductions are over: the last dimension of one shape,
-as `program.rewrite` has made it of several, or of those that others follow. Where several blocks
-share a row, each leaves what it has found of its part of it.
+stand in one block, and a row is what all its reductions are over: the last dimensions of one shape,
+as `program.rewrite` has turned it, and mostly one. Where several blocks share a row, each leaves
+what it has found of its part of it.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ def spec_of(program: Program, ref: Ref) -> Spec:
 class RowPiece:
     """The making of one row kernel.
 
-    dims: along how many of the last dimensions of `shape` a row lies. left: where each of several
+    axes: along how many of the last dimensions of `shape` a row lies. left: where each of several
     blocks leaves its part of a row.
     """
 
     def __init__(
         self, program: Program, shape: Ints, following: set[int], schemes: dict[int, Scheme],
-        dims: int = 1, left: Spec | None = None,
+        axes: int = 1, left: Spec | None = None,
     ) -> None:  # fmt: skip
         self.program, self.steps, self.shape = program, program.steps, shape
-        self.outer, self.row = shape[: len(shape) - dims], shape[len(shape) - dims :]
+        self.outer, self.row = shape[: len(shape) - axes], shape[len(shape) - axes :]
         self.schemes, self.left = schemes, left
         self.blocks = 1 if left is None else left.shape[-1]
         self.args = [step.args for step in program.steps]
@@ -143,7 +143,7 @@ class RowPiece:
         ]
         vec = max(scheme.vec for scheme in self.schemes.values())
         # vectors begin where they would in contiguous rows: there those of an operand have to
-        flat, dims = layout.contiguous(sizes), len(self.row)
+        flat, axes = layout.contiguous(sizes), len(self.row)
         ragged = any(x.uneven and x.kernel == "fours" for x in self.schemes.values())
         whole_vectors = self.row[-1] % vec == 0 and not any(x.uneven for x in self.schemes.values())
         aligned = tuple(
@@ -151,8 +151,9 @@ class RowPiece:
             and vec > 1
             and not ragged  # whose vectors begin where rows do
             and (whole_vectors or not own)
+            # along those in front alone: a row goes along one axis if it is not folded
             and all(
-                (a - b) % vec == 0 for a, b in zip(walk[: -1 if own else -dims], flat, strict=False)
+                (a - b) % vec == 0 for a, b in zip(walk[: -1 if own else -axes], flat, strict=False)
             )
             for operand, walk, own in zip(operands, walks, folded, strict=True)
         )
@@ -176,7 +177,7 @@ class RowPiece:
                 threads=threads,
                 together=interleaved if interleaved > 1 else max(1, THREADS_PER_BLOCK // threads),
                 interleaved=interleaved > 1,
-                dims=dims,
+                axes=axes,
                 folded=folded,
                 whole_vectors=whole_vectors,
                 stages=stages,

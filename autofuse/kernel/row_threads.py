@@ -36,8 +36,8 @@ class RowThreads(Exchanges):
         self.pointers, rest = params[:cut], params[cut:]
         self.consts, rest = rest[: layout.consts], rest[layout.consts :]
         self.count, *rest = rest
-        sizes, dims = rest[: source.rank - 1], self.rows.dims
-        self.inner, self.row_sizes = sizes[: len(sizes) - dims], sizes[len(sizes) - dims :]
+        sizes, end = rest[: source.rank - 1], source.rank - 1 - self.rows.axes
+        self.inner, self.row_sizes = sizes[:end], sizes[end:]
         self.columns = reduce(builder.mul, self.row_sizes)
         self.strides = rest[source.rank - 1 :]
         tree = ast.parse(source.text)
@@ -112,7 +112,7 @@ class RowThreads(Exchanges):
 
     def offsets(self, row: Any) -> list[Any]:
         """Of each operand, where the row begins, in elements; and its strides along columns."""
-        builder, dims = self.builder, self.rows.dims
+        builder, axes = self.builder, self.rows.axes
         walks = []
         for size in reversed(self.inner):
             quotient = builder.udiv(row, size)
@@ -124,13 +124,13 @@ class RowThreads(Exchanges):
         self.steps = []  # along the dimensions of a row
         for operand in (*self.source.loads, *self.source.stores):
             offset = self.word(0)
-            for how, walk in zip(operand.axes[:-dims], walks, strict=True):
+            for how, walk in zip(operand.axes[:-axes], walks, strict=True):
                 if how != BROADCAST:
                     offset = builder.add(offset, builder.mul(walk, next(strides)))
             self.steps.append(
                 [
                     next(strides) if how not in (BROADCAST, UNIT) else self.word(int(how == UNIT))
-                    for how in operand.axes[-dims:]
+                    for how in operand.axes[-axes:]
                 ]
             )
             offsets.append(offset)

@@ -60,7 +60,7 @@ def launch_of(piece: Piece) -> tuple[int, int, int]:
     plan = piece.plan
     if isinstance(plan, RowPlan):
         end = plan.rank - 1
-        count = piece.numel // numel(piece.numbers[end - plan.rows.dims : end])
+        count = piece.numel // numel(piece.numbers[end - plan.rows.axes : end])
         shared = piece.left // count if plan.rows.shared else 1
         return count, -(-count // plan.rows.together) * shared, plan.rows.block
     if plan.spaced:
@@ -114,15 +114,22 @@ def make_pieces(
         (x.threads, x.blocks, x.interleaved) for x in schemes.values()
     }
     following = followers(program)
-    row_program, pieces = _parted(program, following, shape if blocks == 1 else None, device)
+    order = order_of(shape, whole.stride, axes)
+    along = {
+        k for k, step in enumerate(steps)
+        if step.out.shape == shape and order_of(shape, step.out.stride, axes) == order
+    }  # fmt: skip
+    ours = following | along if blocks == 1 else following
+    row_program, pieces = _parted(program, ours, device)
     inputs: Sequence[int] = range(len(program.inputs))
-    order, dims = order_of(shape, whole.stride, axes), 1
+    outer, row = shape[:-1], shape[-1:]
     rows_of = RowsOf(shape, order, len(axes), threads, blocks, 0, interleaved)
-    if not rows_of.plain:
+    if not rows_of.as_they_lie:
         row_program, inputs = turned(row_program, rows_of, following)
         shape = tuple([shape[k] for k in order])
+        outer = shape[: -len(axes)]
         row_program, row = straightened(row_program, shape, len(axes))
-        shape, dims = shape[: -len(axes)] + row, len(row)
+    shape = outer + row
     known = len(inputs)
 
     def placed(piece: Piece) -> Piece:
@@ -130,15 +137,15 @@ def make_pieces(
         return replace(piece, loads=tuple(loads))
 
     if blocks == 1:
-        return (*pieces, placed(RowPiece(row_program, shape, following, schemes, dims).piece()))
-    left = _left_by(shape[:-dims], blocks, interleaved > 1)
-    part = RowPiece(row_program, shape, following, schemes, dims, left).piece()
+        return (*pieces, placed(RowPiece(row_program, shape, following, schemes, len(row)).piece()))
+    left = _left_by(outer, blocks, interleaved > 1)
+    part = RowPiece(row_program, shape, following, schemes, len(row), left).piece()
     counts = {index: PARTIAL.get(steps[index].op.name, 1) for index in reduced}
     ends = {
         k: replace(x, kernel="blocks", vec=1, uneven=False, anchored=False)
         for k, x in schemes.items()
     }
-    ending = combining(row_program, counts, left, dims)
+    ending = combining(row_program, counts, left, len(row))
     end = RowPiece(ending, left.shape, following, ends).piece()
     return (*pieces, placed(part), placed(end))
 
@@ -150,19 +157,13 @@ def _left_by(outer: Ints, blocks: int, interleaved: bool) -> Spec:
     return Spec("f32", shape, (*others, first) if interleaved else contiguous(shape))
 
 
-def _parted(
-    program: Program, following: set[int], shape: Ints | None, device: str
-) -> tuple[Program, tuple[Piece, ...]]:
-    """`program` with the outputs that are computed with its rows: those of `following`, and those
-    of `shape`; and the kernels of the others."""
-    ours = [
-        output
-        for output in program.outputs
-        if output.step in following or program.steps[output.step].out.shape == shape
-    ]
-    others = tuple(output for output in program.outputs if output not in ours)
+def _parted(program: Program, ours: set[int], device: str) -> tuple[Program, tuple[Piece, ...]]:
+    """`program` with the outputs that are computed with its rows, those of steps of `ours`; and the
+    kernels of the others."""
+    own = tuple(output for output in program.outputs if output.step in ours)
+    others = tuple(output for output in program.outputs if output.step not in ours)
     pieces = pointwise.make_pieces(replace(program, outputs=others), device) if others else ()
-    return replace(program, outputs=tuple(ours)), pieces
+    return replace(program, outputs=own), pieces
 
 
 def _of_groups(
@@ -172,7 +173,8 @@ def _of_groups(
     statistics of rows, and the next, which has all processors, what has the shape of the rows."""
     x, *_ = program.steps[index].args
     shape, following = spec_of(program, x).shape, followers(program)
-    own, pieces = _parted(program, following, shape, device)
+    ours = {k for k, step in enumerate(program.steps) if step.out.shape == shape}
+    own, pieces = _parted(program, following | ours, device)
     count, columns = op.count(shape)
     size = ITEMSIZE[spec_of(program, x).code]
     scheme = scheme_of(op.name, count, columns, size, processors)

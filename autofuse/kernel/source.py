@@ -76,7 +76,7 @@ class Rows:
     threads: int  # of a row
     together: int  # rows of a block, whose threads...
     interleaved: bool  # ...take turns, so that those of neighbouring rows are neighbours
-    dims: int  # axes of the loop that a row lies along, the last ones
+    axes: int  # of the loop that a row lies along, the last ones
     folded: tuple[bool, ...]  # of each operand: whether it goes along these, not along one
     whole_vectors: bool  # whether neighbours that a thread takes at once lie along the last of them
     stages: tuple[Stage, ...]

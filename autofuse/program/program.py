@@ -122,7 +122,7 @@ class RowsOf(NamedTuple):
     interleaved: int = 1  # rows whose threads take turns in a block
 
     @property
-    def plain(self) -> bool:
+    def as_they_lie(self) -> bool:
         """Whether they are read as they are: each lies along the last dimension."""
         return self.dims == 1 and not self.groups and self.order == (*range(len(self.shape)),)
 

@@ -102,8 +102,8 @@ def straightened(program: Program, shape: Ints, dims: int) -> tuple[Program, Int
         if any(n != 1 for n in own[-dims:]):
             walks[k] = expand(own[-dims:], stride[-dims:], row)
     # steps that are not stored are nowhere, and other Inputs than those of these are not read
-    wanted = needed([step.args for step in steps], program.live)
-    read = {~ref for k in wanted for ref in steps[k].args if ref < 0}
+    args = [step.args[:1] if _is_of_groups(step) else step.args for step in steps]
+    read = {~ref for k in needed(args, program.live) for ref in args[k] if ref < 0}
     places = [k for k in walks if k in read or k - inputs in program.live]
     sizes, (_, *merged) = collapse(row, [contiguous(row), *[walks[k] for k in places]])
     found = dict(zip(places, merged, strict=True))
@@ -115,6 +115,11 @@ def straightened(program: Program, shape: Ints, dims: int) -> tuple[Program, Int
 
     made = [replace(step, out=straight(k)) for k, step in enumerate(steps, inputs)]
     return replace(program, inputs=tuple(map(straight, range(inputs))), steps=tuple(made)), sizes
+
+
+def _is_of_groups(step: Step) -> bool:
+    """Whether it reduces groups, and so reads weights in the next kernel alone."""
+    return isinstance(step, Reduced) and isinstance(step.op, Reduction) and step.op.groups > 0
 
 
 def combining(program: Program, left: Mapping[int, int], spec: Spec, dims: int) -> Program:
