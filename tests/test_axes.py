@@ -355,19 +355,20 @@ def test_bits_on_cuda(always, dtype, kind):
         assert got.stride() == want.stride()
         assert verify.differing(got, want) == 0, f"{[(t.shape, t.stride()) for t in args]}"
 
-    for shape, dim in (*APART, *LARGE):
+    turn = itertools.cycle(NAMES)  # not each of them everywhere: a kernel takes 0.1 s to compile
+    for k, (shape, dim) in enumerate((*APART, *LARGE)):
         x, y = (values(shape, dtype, k, "cuda", kind) for k in (0, 1))
-        for name, keepdim in itertools.product(NAMES, (False, True)):
-            check(lambda x, y: reduced(name, x * y, dim, keepdim) * 2.0, x, y)  # noqa: B023
+        for name in NAMES:
+            check(lambda x, y: reduced(name, x * y, dim, k % 2 == 0) * 2.0, x, y)  # noqa: B023
     for order in itertools.permutations(range(3)):
         for shape in ((4, 6, 3), (40, 33, 64), (12, 2, 515), (130, 700, 4)):
             back = [order.index(k) for k in range(3)]
             memory = [shape[k] for k in order]
             x, y = (values(memory, dtype, k, "cuda", kind).permute(back) for k in (0, 1))
-            for name, dim in itertools.product(NAMES, [0, 1, 2, (0, 1), (0, 2), (1, 2)]):
+            for dim, name in zip([0, 1, 2, (0, 1), (0, 2), (1, 2)], turn, strict=False):
                 check(lambda x, y: reduced(name, x * y, dim) * 2.0, x, y)  # noqa: B023
-                check(lambda x: reduced(name, x, dim) * 2.0, x)  # noqa: B023
-    for shape in ((3, 4, 8), (2, 3, 5), (64, 30, 131), (128, 16, 512)):
+            check(lambda x: reduced(name, x, dim) * 2.0, x)  # noqa: B023
+    for shape in ((3, 4, 8), (64, 30, 131)):
         x = values(shape, dtype, 0, "cuda", kind)
         for kept in itertools.product((False, True), repeat=3):
             m = [n if keep else 1 for n, keep in zip(shape, kept, strict=True)]
@@ -375,7 +376,7 @@ def test_bits_on_cuda(always, dtype, kind):
                 check(program, x, values(m, dtype, 3, "cuda"))
     for columns, more in itertools.product((4, 7, 128, 132, 2000), (1, 2, 4, 8)):
         x = values((50, columns + more), dtype, 0, "cuda", kind)[:, :columns]
-        for name in NAMES:
+        for name in itertools.islice(turn, 2):
             check(lambda x: reduced(name, x, -1) * 2.0, x)  # noqa: B023
             check(lambda x: reduced(name, x, (0, 1)) + 1.0, x)  # noqa: B023
 
