@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_columns import DTYPES, NAMES, oracle, reduced, run, values
+from test_columns import DTYPES, NAMES, compare_orders, oracle, reduced, run, values
 from test_groups import kernels  # noqa: F401
 from test_reductions import H200, emulated, launched, recorded, recording  # noqa: F401
 
@@ -110,13 +110,7 @@ APART = [
 @pytest.mark.parametrize(("shape", "dim"), APART, ids=str)
 @torch.no_grad()
 def test_dimensions_that_do_not_follow_each_other(kernels, shape, dim, keepdim):  # noqa: F811
-    for name, dtype in itertools.product(NAMES, DTYPES):
-        x, y = values(shape, dtype), values(shape, dtype, 1)
-        want = oracle(name, x * y, dim, keepdim) * 2.0
-        for _ in range(3 if dtype is torch.float32 else 1):  # the last ones by machine code
-            got, names = run(lambda x, y: reduced(name, x * y, dim, keepdim) * 2.0, x, y)  # noqa: B023
-            assert names == [f"af_rows_mul_{name}_mul"]
-            assert_same(got, want, None, f"{name} {dtype}")
+    compare_orders(shape, dim, keepdim)
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)

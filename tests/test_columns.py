@@ -83,13 +83,8 @@ def run(program, *args):
     return got, names
 
 
-# --- by kernels, emulated -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keepdim", [False, True])
-@pytest.mark.parametrize(("shape", "dim"), CASES, ids=str)
-@torch.no_grad()
-def test_its_order_is_torchs(kernels, shape, dim, keepdim):  # noqa: F811
+def compare_orders(shape, dim, keepdim):
+    """Of every reduction to numbers: of products, and what they are multiplied by."""
     for name, dtype in itertools.product(NAMES, DTYPES):
         x, y = values(shape, dtype), values(shape, dtype, 1)
         want = oracle(name, x * y, dim, keepdim) * 2.0
@@ -97,6 +92,16 @@ def test_its_order_is_torchs(kernels, shape, dim, keepdim):  # noqa: F811
             got, names = run(lambda x, y: reduced(name, x * y, dim, keepdim) * 2.0, x, y)  # noqa: B023
             assert names == [f"af_rows_mul_{name}_mul"]
             assert_same(got, want, None, f"{name} {dtype}")
+
+
+# --- by kernels, emulated -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize(("shape", "dim"), CASES, ids=str)
+@torch.no_grad()
+def test_its_order_is_torchs(kernels, shape, dim, keepdim):  # noqa: F811
+    compare_orders(shape, dim, keepdim)
 
 
 SOFT = [((2, 5, 6), 1), ((3, 40, 7), 1), ((70, 3), 0), ((1, 130, 2, 3), 1), ((2, 33, 130), -2)]
