@@ -48,15 +48,28 @@ def test_16_bit_sums_read_eight_elements_and_extrema_four():
 
 
 def test_columns_are_made_up_to_four_at_a_time():
-    def columns(address, results):
+    def divided(address, results):
         through = iteration((512, results), (results, 1), (0,))
-        return division_of(results, 512, through, address, 4, 4, *H200).results
+        return division_of(results, 512, through, address, 4, 4, *H200)
+
+    def columns(address, results):
+        return divided(address, results).results
 
     assert columns(0, 1024) == 4
     assert columns(8, 1024) == 2 and columns(4, 1024) == 1  # by where the input begins
     assert columns(0, 1022) == 2 and columns(0, 1023) == 1
-    made = division_of(1024, 512, (1024, 1), 0, 4, 4, *H200)
+    made = divided(0, 1024)
     assert made.vec == 1 and made.outputs[0] == 1 and made.inputs[0] == 0
+
+
+def test_rows_of_several_dimensions_are_read_one_by_one():
+    """Those that torch does not walk as one: over the first and the last, but not over the last two
+    or over all."""
+    shape, stride = (8, 4, 512), (2048, 512, 1)
+    for axes, results, vec in (((0, 2), 4, 1), ((1, 2), 8, 4), ((0, 1, 2), 1, 4)):
+        through = iteration(shape, stride, axes)
+        made = division_of(results, 16384 // results, through, 0, 4, 4, *H200)
+        assert (made.vec, made.results, made.inputs[0]) == (vec, 1, 1)
 
 
 def test_only_blocks_that_share_a_result_depend_on_the_gpu():
