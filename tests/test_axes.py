@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_columns import DTYPES, NAMES, compare_orders, oracle, reduced, run, values
+from test_columns import (
+    DTYPES,
+    NAMES,
+    compare_bits,
+    compare_gradients,
+    compare_orders,
+    oracle,
+    reduced,
+    run,
+    values,
+)
 from test_groups import kernels  # noqa: F401
 from test_reductions import H200, emulated, launched, recorded, recording  # noqa: F401
 
@@ -315,18 +325,7 @@ GRADS = {
 
 @pytest.mark.parametrize("name", GRADS)
 def test_gradients_are_eagers(recorded, name):  # noqa: F811
-    for again in (False, True):
-        found = []
-        for wrap in (lambda x: x, autofuse.wrap):
-            x = values((3, 5, 4)).requires_grad_()
-            m = values((3, 1, 4), seed=1).requires_grad_()
-            out = GRADS[name](wrap(x), wrap(m))
-            grads = torch.autograd.grad(out.sum(), (x, m), create_graph=again)
-            if again:
-                grads += torch.autograd.grad(sum(g.square().sum() for g in grads), (x, m))
-            found.append([autofuse.unwrap(t).detach() for t in (out, *grads)])
-        for a, b in zip(*found, strict=True):
-            assert_same(b, a, 1e-5, f"{name} {again}")
+    compare_gradients(GRADS[name], (3, 5, 4), (3, 1, 4))
 
 
 # --- on CUDA --------------------------------------------------------------------------------------
@@ -343,36 +342,30 @@ LARGE = [
 @pytest.mark.parametrize("kind", ["plain", "special"])
 @torch.no_grad()
 def test_bits_on_cuda(always, dtype, kind):
-    def check(program, *args):
-        got = autofuse.unwrap(autofuse.materialize(program(*map(autofuse.wrap, args))))
-        want = program(*args)
-        assert got.stride() == want.stride()
-        assert verify.differing(got, want) == 0, f"{[(t.shape, t.stride()) for t in args]}"
-
     turn = itertools.cycle(NAMES)  # not each of them everywhere: a kernel takes 0.1 s to compile
     for k, (shape, dim) in enumerate((*APART, *LARGE)):
         x, y = (values(shape, dtype, k, "cuda", kind) for k in (0, 1))
         for name in NAMES:
-            check(lambda x, y: reduced(name, x * y, dim, k % 2 == 0) * 2.0, x, y)  # noqa: B023
+            compare_bits(lambda x, y: reduced(name, x * y, dim, k % 2 == 0) * 2.0, x, y)  # noqa: B023
     for order in itertools.permutations(range(3)):
         for shape in ((4, 6, 3), (40, 33, 64), (12, 2, 515), (130, 700, 4)):
             back = [order.index(k) for k in range(3)]
             memory = [shape[k] for k in order]
             x, y = (values(memory, dtype, k, "cuda", kind).permute(back) for k in (0, 1))
             for dim, name in zip([0, 1, 2, (0, 1), (0, 2), (1, 2)], turn, strict=False):
-                check(lambda x, y: reduced(name, x * y, dim) * 2.0, x, y)  # noqa: B023
-            check(lambda x: reduced(name, x, dim) * 2.0, x)  # noqa: B023
+                compare_bits(lambda x, y: reduced(name, x * y, dim) * 2.0, x, y)  # noqa: B023
+            compare_bits(lambda x: reduced(name, x, dim) * 2.0, x)  # noqa: B023
     for shape in ((3, 4, 8), (64, 30, 131)):
         x = values(shape, dtype, 0, "cuda", kind)
         for kept in itertools.product((False, True), repeat=3):
             m = [n if keep else 1 for n, keep in zip(shape, kept, strict=True)]
             for program in REPEATED.values():
-                check(program, x, values(m, dtype, 3, "cuda"))
+                compare_bits(program, x, values(m, dtype, 3, "cuda"))
     for columns, more in itertools.product((4, 7, 128, 132, 2000), (1, 2, 4, 8)):
         x = values((50, columns + more), dtype, 0, "cuda", kind)[:, :columns]
         for name in itertools.islice(turn, 2):
-            check(lambda x: reduced(name, x, -1) * 2.0, x)  # noqa: B023
-            check(lambda x: reduced(name, x, (0, 1)) + 1.0, x)  # noqa: B023
+            compare_bits(lambda x: reduced(name, x, -1) * 2.0, x)  # noqa: B023
+            compare_bits(lambda x: reduced(name, x, (0, 1)) + 1.0, x)  # noqa: B023
 
 
 POOLED = {

@@ -94,6 +94,29 @@ def compare_orders(shape, dim, keepdim):
             assert_same(got, want, None, f"{name} {dtype}")
 
 
+def compare_gradients(program, *shapes):
+    """The first and second ones, of tensors of these shapes."""
+    for again in (False, True):
+        found = []
+        for wrap in (lambda x: x, autofuse.wrap):
+            leaves = [values(shape, seed=k).requires_grad_() for k, shape in enumerate(shapes)]
+            out = program(*map(wrap, leaves))
+            grads = torch.autograd.grad(out.sum(), leaves, create_graph=again)
+            if again:
+                grads += torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+            found.append([autofuse.unwrap(t).detach() for t in (out, *grads)])
+        for a, b in zip(*found, strict=True):
+            assert_same(b, a, 1e-5, f"again: {again}")
+
+
+def compare_bits(program, *args):
+    """Of what it gives of wrapped tensors and of plain ones, on CUDA."""
+    got = autofuse.unwrap(autofuse.materialize(program(*map(autofuse.wrap, args))))
+    want = program(*args)
+    assert got.stride() == want.stride()
+    assert verify.differing(got, want) == 0, f"{[(t.shape, t.stride()) for t in args]}"
+
+
 # --- by kernels, emulated -------------------------------------------------------------------------
 
 
@@ -292,17 +315,7 @@ GRADS = {
 
 @pytest.mark.parametrize("name", GRADS)
 def test_gradients_are_eagers(recorded, name):  # noqa: F811
-    for again in (False, True):
-        found = []
-        for wrap in (lambda x: x, autofuse.wrap):
-            x, y = (values((3, 5, 4), seed=k).requires_grad_() for k in (0, 1))
-            out = GRADS[name](wrap(x), wrap(y))
-            grads = torch.autograd.grad(out.sum(), (x, y), create_graph=again)
-            if again:
-                grads += torch.autograd.grad(sum(g.square().sum() for g in grads), (x, y))
-            found.append([autofuse.unwrap(t).detach() for t in (out, *grads)])
-        for a, b in zip(*found, strict=True):
-            assert_same(b, a, 1e-5, f"{name} {again}")
+    compare_gradients(GRADS[name], (3, 5, 4), (3, 5, 4))
 
 
 EAGER = {
@@ -352,14 +365,7 @@ def test_bits_on_cuda(always, dtype, kind):
     for shape, dim in (*CASES, *LARGE):
         x, y = (values(shape, dtype, k, "cuda", kind) for k in (0, 1))
         for name, keepdim in itertools.product(NAMES, (False, True)):
-            got = autofuse.wrap(x) * y
-            got = autofuse.unwrap(autofuse.materialize(reduced(name, got, dim, keepdim) * 2.0))
-            want = reduced(name, x * y, dim, keepdim) * 2.0
-            assert got.stride() == want.stride()
-            assert verify.differing(got, want) == 0, f"{shape} {dim} {name}"
+            compare_bits(lambda x, y: reduced(name, x * y, dim, keepdim) * 2.0, x, y)  # noqa: B023
         for soft in (torch.softmax, torch.log_softmax) if isinstance(dim, int) else ():
-            got = autofuse.unwrap(autofuse.materialize(soft(autofuse.wrap(x) * y, dim) * y))
-            assert verify.differing(got, soft(x * y, dim) * y) == 0, f"{shape} {dim} {soft}"
-        h = autofuse.wrap(x) * y
-        got = autofuse.unwrap(autofuse.materialize(h - h.mean(dim, keepdim=True)))
-        assert verify.differing(got, x * y - (x * y).mean(dim, keepdim=True)) == 0, f"{shape} {dim}"
+            compare_bits(lambda x, y: soft(x * y, dim) * y, x, y)  # noqa: B023
+        compare_bits(lambda x, y: (h := x * y) - h.mean(dim, keepdim=True), x, y)  # noqa: B023
