@@ -797,7 +797,7 @@ NORMS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NORMS)
 def test_gradients_have_eagers_bits_on_cuda(name, dtype, needs, on, always):
-    if verified.refusal(torch.device("cuda", 0)):
+    if not verified.is_trusted(torch.device("cuda", 0)):
         pytest.skip("not verified on this GPU with this torch")
     sizes = [(5, 33), (40, 128), (40, 131), (300, 1024), (7, 2050)]
     for m, n in sizes if needs in ("all", "x") else sizes[1:3]:
@@ -845,7 +845,7 @@ def test_gradients_have_eagers_bits_on_cuda(name, dtype, needs, on, always):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_statistics_have_eagers_bits_on_cuda(norm, dtype, always):
-    if verified.refusal(torch.device("cuda", 0)):
+    if not verified.is_trusted(torch.device("cuda", 0)):
         pytest.skip("not verified on this GPU with this torch")
     for m, n in itertools.product((1, 3, 70, 300), (2, 5, 64, 131, 260, 513, 1024, 4096, 5000)):
         x = (torch.randn(m, n, device="cuda") * 3 + 1).to(dtype).requires_grad_()

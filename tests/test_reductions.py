@@ -1082,32 +1082,35 @@ def test_where_the_order_is_not_known_they_are_eager():
 
 
 def test_what_a_comparison_found_is_kept(monkeypatch, tmp_path):
-    """Beside the kernels, for this torch and this GPU; until then the reason says what to do."""
+    """Beside the kernels, for this torch and this GPU; of all kinds, or of one."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(verified, "processors_of", lambda device: (84, 1536))
     monkeypatch.setattr(verified, "DiskCache", lambda: DiskCache(tmp_path))
-    verified._refusal.cache_clear()
-    assert "python -m autofuse verify" in verified.refusal(device)
+    monkeypatch.setattr(verified, "_compared", {})
+    assert verified.refusal(device) == "" and not verified.is_trusted(device)
     with verified.assumed():
-        assert verified.refusal(device) == ""
-    assert verified.keep(device, same=True) == "" and verified.refusal(device) == ""
-    assert verified.keep(device, same=False) == ""
-    assert "other bits than eager's" in verified.refusal(device)
+        assert verified.is_trusted(device)
+    assert verified.keep(device, False, "softmax") == ""
+    assert "softmax" in verified.refusal(device, "softmax")
+    assert verified.refusal(device, "sum") == "" == verified.refusal(device)
+    assert verified.keep(device, True) == "" and verified.is_trusted(device)
+    assert verified.refusal(device, "softmax") == ""  # the later comparison was of all
+    assert verified.keep(device, False) == "" and not verified.is_trusted(device)
     monkeypatch.setattr(verified, "is_verified", lambda *_: True)  # it says more than the authors
-    verified._refusal.cache_clear()
-    assert "other bits than eager's" in verified.refusal(device)
-    before = verified.key_of(device)
+    verified._compared.clear()  # as in another process
+    assert "other bits than eager's" in verified.refusal(device, "sum")
+    before = verified.key_of(device), verified.key_of(device, "sum")
     monkeypatch.setattr(torch, "__version__", "9.9")
-    assert verified.key_of(device) != before
-    verified._refusal.cache_clear()
+    assert before[0] != before[1]
+    assert not {verified.key_of(device), verified.key_of(device, "sum")} & {*before}
 
 
 def test_where_none_is_recorded_that_is_said(recorded, monkeypatch):
     """Once in a report, with what to do; they pass as ops that nobody records."""
     reason = "a reduction, not compared: do"
-    monkeypatch.setattr(verified, "refusal", lambda device: reason)
+    monkeypatch.setattr(verified, "refusal", lambda device, kind="": reason)
     monkeypatch.setattr(verified, "_met", set())
     verified.wanted.pop(CPU)
     verified.meet(CPU)
@@ -1127,7 +1130,10 @@ def test_where_none_is_recorded_that_is_said(recorded, monkeypatch):
 def test_a_report_says_whether_they_are_fused(monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(verified, "refusal", lambda device: "")
+    monkeypatch.setattr(verified, "is_trusted", lambda device: True)
     assert diagnose.reductions(device) == "fused"
+    monkeypatch.setattr(verified, "is_trusted", lambda device: False)
+    assert "once it was compared" in diagnose.reductions(device)
     monkeypatch.setattr(verified, "refusal", lambda device: "not compared")
     assert diagnose.reductions(device) == "eager: not compared"
     monkeypatch.setattr(autofuse.config, "reductions", False)
@@ -1225,7 +1231,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_eagers_bits_on_cuda(name, dtype, on, always):
-    if verified.refusal(torch.device("cuda", 0)):
+    if not verified.is_trusted(torch.device("cuda", 0)):
         pytest.skip("not verified on this GPU with this torch")
     program = PROGRAMS[name]
     for (m, n), special in itertools.product(

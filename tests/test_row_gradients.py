@@ -510,7 +510,7 @@ def run_twice(program, xs, g, **options):
 
 @pytest.fixture
 def verified_gpu(always):
-    if verified.refusal(torch.device("cuda", 0)):
+    if not verified.is_trusted(torch.device("cuda", 0)):
         pytest.skip("not verified on this GPU with this torch")
 
 

@@ -84,7 +84,7 @@ def extend(
     if isinstance(op, Reduction):
         op, reduced = _reduced(recorder, tip, op, operands, metas)
         found, rows = reduced if isinstance(reduced, tuple) else (reduced, rows)
-    elif op.by_channel and (refused := refusal(recorder.device)):
+    elif op.by_channel and (refused := refusal(recorder.device, op.name)):
         found = refused
     else:
         found = infer(
@@ -139,7 +139,7 @@ def _reduced(
     """Which form of `op` it is, and what is inferred of that."""
     device = recorder.device
     made: tuple[Inferred, RowsOf | None] | str | torch.dtype
-    if refused := refusal(device):
+    if refused := refusal(device, op.name):
         return op, refused
     if op.outside is None:
         made = infer_rows(op, operands, metas, tip, device, processors_of(device))

@@ -1,17 +1,17 @@
-"""Verified: where reductions were found to have eager's bits, and so where they are recorded.
+"""Verified: where reductions were found to have eager's bits.
 
 The order in which torch adds is no promise of torch's, and its compiler decides what it contracts:
-both may differ by torch's version and by the GPU. So reductions are recorded with a torch and on a
-GPU for which all their kinds have been compared with eager's, or for which a user of this machine
-has done so: `python -m autofuse verify` keeps what it finds beside the kernels.
+both may differ by torch's version and by the GPU. A GPU and a torch are verified if all kinds of
+reductions have been compared with eager's there: by the authors, or by `python -m autofuse verify`,
+which keeps what it finds beside the kernels. Elsewhere each kernel is compared before it is used
+(`run.proof`), which is kept, too. A kind of which other bits were found is eager from then on.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 
@@ -23,11 +23,13 @@ from ..supply.toolchain import compilers
 
 # (torch version, its CUDA version, compute capability): bench/reductions.py found no difference
 VERIFIED = {((2, 11), "13.0", (9, 0))}
+COMPARED = {"cuda"}  # types of devices on which kernels reduce
 SAME = b"the same bits"
 # has those on which reductions are recorded, for machine code
 wanted: dict[torch.device, bool] = {}
 _met: set[torch.device] = set()  # of the types on which they may be
 _assumed: list[bool] = []  # while they are being compared
+_compared: dict[tuple[Hashable, ...], bool | None] = {}  # what `_found` has found
 
 
 def meet(device: torch.device) -> None:
@@ -53,37 +55,59 @@ def refusals() -> list[str]:
     return [reason for device in asked if (reason := refusal(device))]
 
 
-def refusal(device: torch.device) -> str:
-    """Why reductions on `device` are left to eager PyTorch; empty where they are not."""
-    return "" if _assumed or device.type != "cuda" else _refusal(device)
-
-
-@cache
-def _refusal(device: torch.device) -> str:
-    capability = torch.cuda.get_device_capability(device)
-    kept = DiskCache().get(key_of(device))
-    if kept is not None and kept != SAME:
-        return "a reduction, of which `python -m autofuse verify` found other bits than eager's"
-    if kept == SAME or is_verified(torch.__version__, torch.version.cuda, capability):
+def refusal(device: torch.device, kind: str = "") -> str:
+    """Why reductions on `device`, or those of one kind, are left to eager PyTorch; empty where they
+    are not."""
+    if _assumed or device.type not in COMPARED:
         return ""
-    release = ".".join(torch.__version__.split(".")[:2])
-    place = f"torch {release} on compute capability {'.'.join(map(str, capability))}"
-    return f"a reduction, not compared with {place}: `python -m autofuse verify` does"
+    found = "a reduction, of which `python -m autofuse verify` found other bits than eager's"
+    if _found(device) is False:
+        return found
+    if kind and not is_trusted(device) and _found(device, kind) is False:
+        return f"{kind}, of which a kernel has given other bits than eager's on this GPU"
+    return ""
 
 
-def keep(device: torch.device, same: bool) -> str:
-    """Keep what a comparison has found on a GPU such as `device`; why that cannot be, if so."""
+def is_trusted(device: torch.device) -> bool:
+    """Whether kernels that reduce are used on `device` without comparing them first."""
+    if _assumed or device.type not in COMPARED or _found(device):
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    return is_verified(torch.__version__, torch.version.cuda, capability)
+
+
+def is_proven(device: torch.device, *kernels: Hashable) -> bool:
+    """Whether `kernels` have given eager's bits on a GPU such as `device`."""
+    return _found(device, *kernels) is True
+
+
+def _found(device: torch.device, *about: Hashable) -> bool | None:
+    """Whether the bits were the same in a comparison on a GPU such as `device`; None if there was
+    none. about: what was compared, if that was not all there is."""
+    key = device, *about
+    if key not in _compared:
+        kept = DiskCache().get(key_of(*key))
+        _compared[key] = None if kept is None else kept == SAME
+    return _compared[key]
+
+
+def keep(device: torch.device, same: bool, *about: Hashable) -> str:
+    """Keep what a comparison has found on a GPU such as `device`; why that cannot be, if so.
+
+    about: what was compared, kernels or the name of a kind; all kinds if there is none.
+    """
     payload = SAME if same else b"other bits"
-    about = {"name": "reductions", "target": payload.decode(), "source": ""}
-    unsaved = DiskCache().put(key_of(device), payload, about)
-    _refusal.cache_clear()
+    text = {"name": "reductions", "target": payload.decode(), "source": ""}
+    unsaved = DiskCache().put(key_of(device, *about), payload, text)
+    _compared[(device, *about)] = same
     _follow()
     return unsaved
 
 
-def key_of(device: torch.device) -> str:
+def key_of(device: torch.device, *about: Hashable) -> str:
     """Of all that decides the bits of eager's reductions and of ours."""
     facts = (
+        *about,
         "reductions over any axes, softmax, interleaved and shared rows, gradients, and batch_norm",
         (*NODES, *NODES_OF_ALL),
         torch.__version__, torch.version.cuda,

@@ -75,11 +75,13 @@ def facts() -> Iterator[tuple[str, str]]:
 
 
 def reductions(device: torch.device) -> str:
-    """Whether those on a GPU are fused, or why not."""
+    """Whether those on a GPU are fused, and from when on, or why not."""
     if not config.reductions:
         return "eager: AUTOFUSE_REDUCTIONS is 0"
     why = verified.refusal(device)
-    return f"eager: {why}" if why else "fused"
+    if why or verified.is_trusted(device):
+        return f"eager: {why}" if why else "fused"
+    return "fused, each kernel once it was compared; `python -m autofuse verify` compares all"
 
 
 def _version(package: str) -> str:

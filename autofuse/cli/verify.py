@@ -18,6 +18,7 @@ from ..api import materialize, unwrap, wrap
 from ..chain import verified
 from ..observe.counters import reset_stats, stats
 from ..ops.reductions import NODES
+from ..run.proof import bits_differ, filled
 from ..settings.config import config
 from ..torch_private import has_kernel
 
@@ -349,22 +350,14 @@ class Outcome:
 
 
 def make(dtype: torch.dtype, case: Case, device: str = "cuda") -> Values:
-    """Values of a kind: plain; wide, of very different sizes; special, with infinities and NaN."""
+    """Values of a kind, see `run.proof`."""
     rows, columns, kind, shift = case
     generator = torch.Generator(device).manual_seed(rows * 100003 + columns)
 
     def normal(*shape: int) -> torch.Tensor:
         """Whose first element stands `shift` behind where memory begins."""
         count = math.prod(shape) + shift
-        values = torch.randn(count, device=device, generator=generator)
-        if kind == "wide":
-            powers = torch.randn(count, device=device, generator=generator)
-            values = values * torch.exp(4 * powers)
-        if kind == "special":
-            chance = torch.rand(count, device=device, generator=generator) * columns * 8
-            numbers = (float("inf"), float("-inf"), float("nan"), -0.0, 0.0, 1e-40, -3e-41)
-            for k, number in enumerate(numbers):
-                values[(chance > k) & (chance < k + 1)] = number
+        values = filled(count, kind, generator, 8 * columns)
         return values.to(dtype)[shift:].view(shape)
 
     return Values(normal(rows, columns), normal(rows, columns), normal(columns), normal(columns),
@@ -394,9 +387,7 @@ def differing(got: Any, want: Any) -> int:
         return sum(differing(a, b) for a, b in zip(got, want, strict=True))
     if (got.dtype, got.shape, got.stride()) != (want.dtype, want.shape, want.stride()):
         return want.numel()
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.element_size()]
-    bits = got.contiguous().view(kind) != want.contiguous().view(kind)
-    return int((bits & ~(got.isnan() & want.isnan())).sum())
+    return int(bits_differ(got, want).sum())
 
 
 def compare(

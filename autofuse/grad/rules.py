@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..chain.state import Node
 from ..chain.steps import program_of
 from ..kernel.plan import completed
@@ -24,6 +26,7 @@ from ..ops.views import JoinOp, ViewOp
 from ..program.program import CONST, Output, Ref
 from ..run.devices import runner_class
 from ..run.generated import defined, tuple_of
+from ..run.proof import Proof, proof_of
 from ..run.words import Answer
 from ..supply.kernels import Order
 from ..torch_private import NoModes
@@ -197,6 +200,7 @@ class Expected:
         program = completed(program_of(tape.tip, tuple(map(Output, live))), device.type)
         self.outputs, self.pieces = program.outputs, make_pieces(program, device.type)
         self.order = Order([piece.plan for piece in self.pieces], device, counted=False)
+        self.proof: Proof | None = None  # that they may be used, once they are there
 
     def ready(self) -> Answer | None:
         """The Answer, or None; asks for the kernels that are missing."""
@@ -204,12 +208,39 @@ class Expected:
         kernels = self.order.filled()
         if kernels is None:
             return None
-        runner = runner_class(device)(tape.tip, self.outputs, self.pieces, kernels)
-        runner.recorded = False
-        tape.recorder.runners.append(runner)
-        answer = runner.answering(self.given, tape.numbers, tape.places)
-        simple = all(x is None or isinstance(x, int) for x in self.sinks)
-        return answer if simple else self._completing(answer)
+        if self.proof is None:
+            self.runner = runner_class(device)(tape.tip, self.outputs, self.pieces, kernels)
+            self.runner.recorded = False
+            answer = self.runner.answering(self.given, tape.numbers, tape.places)
+            simple = all(x is None or isinstance(x, int) for x in self.sinks)
+            self.answer = answer if simple else self._completing(answer)
+            self.proof = proof_of(tape.tip.path(), self.pieces, kernels, device)
+        if self.proof is not None and not self.proof.holds:
+            return None
+        tape.recorder.runners.append(self.runner)
+        return self.answer
+
+    def compare(
+        self, straight: Answer, grads: Sequence[Any], saved: Sequence[torch.Tensor],
+        consts: list[Any],
+    ) -> None:  # fmt: skip
+        """Go on with the proof, if there has to be one; straight: gives the same by torch's ops.
+
+        grads: of all of the segment's `outs`, None where there is none.
+        """
+        proof, count = self.proof, self.gradients
+        if proof is None or proof.holds is not None:
+            return
+
+        def ours(x: Sequence[torch.Tensor]) -> Sequence[Any]:
+            return self.answer(x[:count], x[count:], consts)
+
+        def eager(x: Sequence[torch.Tensor]) -> Sequence[Any]:
+            rest = iter(x)
+            incoming: list[Any] = [g if g is None else next(rest) for g in grads]
+            return straight(incoming, x[count:], consts)
+
+        proof.go_on(ours, eager, [*(g for g in grads if g is not None), *saved])
 
     def _is_given(self, ref: Ref) -> bool:
         """Whether `ref` is a result or an incoming gradient, and nothing that is saved."""

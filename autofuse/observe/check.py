@@ -38,6 +38,7 @@ from ..ops.row import Op
 from ..program.program import CONST, Ref
 from ..program.walk import needed
 from ..record.flush import without_modes
+from ..run.proof import bits_differ
 from ..settings.config import config, watch
 from ..supply.kernels import capturing
 from ..torch_private import NoTorchFunction, address_of, autocast_is_on, set_grad_enabled
@@ -212,8 +213,6 @@ def _alone(recorder: Recorder, compute: Callable[[], Any]) -> Any:
 
 # --- comparison -----------------------------------------------------------------------------------
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def _compare(case: _Case, got: list[torch.Tensor]) -> None:
     """Raise MismatchError if `got` is not what eager gives."""
@@ -258,11 +257,9 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Elementwise: equal bits (on the CPU equal values), or both NaN."""
     if not a.dtype.is_floating_point:
         return a == b
-    nans = a.isnan() & b.isnan()
     if a.device.type == "cpu":  # torch's own vector body and scalar tail differ in zeros' signs
-        return (a == b) | nans
-    bits = _BITS[a.dtype.itemsize]
-    return (a.contiguous().view(bits) == b.contiguous().view(bits)) | nans
+        return (a == b) | (a.isnan() & b.isnan())
+    return ~bits_differ(a, b)
 
 
 _ULP = 32  # how far a function may be from eager's on the CPU; docs/cpu.md has what was measured

@@ -19,6 +19,7 @@ from ..program.program import ALIAS, COPY, NEW, STORED, WRITE, Output
 from ..run.devices import runner_class
 from ..run.eager import EagerRunner
 from ..run.outside import finishing
+from ..run.proof import Proof, by_both, proof_of
 from ..run.runner import FailedRunner, Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
@@ -38,6 +39,8 @@ from .policy import (
     rest,
 )
 from .ranges import annotated, open_ranges
+
+UNLIKE = "other bits than eager's"
 
 
 def outputs_of(nodes: list[Node], refcounts: tuple[int, ...], writes: bool) -> tuple[Output, ...]:
@@ -187,11 +190,18 @@ class WaitingRunner(EagerRunner):
         if graph is not None and tells:  # and this one too
             graph.attach_to(self)
         self.order = Order([piece.plan for piece in pieces], self.device)
+        self.proof: Proof | None = None  # that they may be used, once they are there
 
     def run(self, chain: Chain) -> None:
+        inputs, consts = chain.inputs, chain.consts
         super().run(chain)
-        if self.runs > max(TRIES, config.compile_after) and not config.always_fuse:
-            make_eager(self.nodes, "waiting for its kernel", WAITED)
+        proof = self.proof
+        if proof is not None and proof.holds is None:
+            ours, eager = self.both
+            proof.go_on(lambda x: ours(x, consts), lambda x: eager(x, consts), inputs)
+        elif self.runs > max(TRIES, config.compile_after) and not config.always_fuse:
+            unlike = proof is not None and proof.holds is False
+            make_eager(self.nodes, UNLIKE if unlike else "waiting for its kernel", WAITED)
 
     def ready(self) -> Runner:
         """The runner that launches, or this one; asks for the kernels that are missing."""
@@ -201,6 +211,12 @@ class WaitingRunner(EagerRunner):
         if kernels is None:
             if self.graph is not None:
                 self.graph.prepare()
+            return self
+        if self.proof is None:
+            self.proof = proof_of(self.nodes, self.pieces, kernels, self.device)
+            if self.proof is not None:
+                self.both = by_both(self.tip, self.computed, self.pieces, kernels)
+        if self.proof is not None and not self.proof.holds:
             return self
         packs = () if self.graph is None else self.graph.packs
         make = runner_class(self.device)

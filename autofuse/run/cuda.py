@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..chain.shell import Tensor
+from ..chain.verified import is_trusted
 from ..errors import KernelError, NotReadyError
 from ..kernel.plan import Piece
 from ..kernel.rows import RowPlan, launch_of, unvectorised
@@ -136,7 +137,8 @@ class Unaligned:
         """Kernel, blocks and parameters of piece k, with `values` as its operands."""
         plan = self.pieces[k].plan
         if isinstance(plan, RowPlan):
-            if any(value & 15 for value in itertools.compress(values, plan.anchored)):
+            elsewhere = any(value & 15 for value in itertools.compress(values, plan.anchored))
+            if elsewhere or not is_trusted(self.device):
                 raise NotReadyError(f"{plan.name}, of rows that begin elsewhere")
         if k not in self._launches:
             piece = unvectorised(self.pieces[k])

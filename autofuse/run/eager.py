@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +48,7 @@ class EagerRunner(Runner):
 def run_ops(chain: Chain, runner: Runner) -> None:
     """Do what `runner` does by the eager ops that the chain was recorded from."""
     if runner.ops is None:
-        runner.ops = _replay(runner.steps, runner.live)
+        runner.ops = replaying(runner.steps, runner.live)
     if runner.tells:
         assert runner.attach is not None
         nodes, live = runner.nodes, runner.live
@@ -66,10 +66,17 @@ def run_ops(chain: Chain, runner: Runner) -> None:
     settle(chain, runner.visible)
 
 
+class Operands(NamedTuple):
+    """What the ops of a chain read."""
+
+    inputs: Sequence[torch.Tensor]
+    consts: Sequence[Any]
+
+
 @above_autograd
 @without_autocast  # whose casts are steps of the chain
 def replayed(
-    chain: Chain,
+    chain: Chain | Operands,
     nodes: list[Node],
     live: tuple[int, ...],
     bumps: dict[int, int] | None,
@@ -88,7 +95,7 @@ def replayed(
                 push_hooks(*HOLDING)
             set_grad_enabled(grad and nodes[-1].grad_mode)
             with NoModes():
-                made = (ops or _replay(nodes, live))(chain.inputs, chain.consts, bumps, late)
+                made = (ops or replaying(nodes, live))(chain.inputs, chain.consts, bumps, late)
         finally:
             if told:
                 pop_hooks()
@@ -97,7 +104,7 @@ def replayed(
     return dict(zip(live, made, strict=True))
 
 
-def _replay(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torch.Tensor]]:
+def replaying(nodes: list[Node], live: tuple[int, ...]) -> Callable[..., list[torch.Tensor]]:
     """A function of what a chain has of these names that runs the ops; dead values go early."""
     space: dict[str, Any] = {"bump": torch.autograd.graph.increment_version}
     lines = []

@@ -1,0 +1,203 @@
+"""Proofs: whether kernels that reduce have eager's bits, on a GPU that is not verified.
+
+A kernel that is new there is compared before it is used. The chain runs as the eager ops that it
+was recorded from, and each time both run once more over made-up values of another kind: on the
+same stream, and the host reads what was found of it when that is over, so that it waits for
+nothing. What was found is kept beside the kernels, for kernels with the numbers that decide an
+order; how many rows there are counts by powers of two, for what it can decide of torch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..chain import verified
+from ..chain.state import Node
+from ..chain.steps import statistics_of
+from ..errors import warn_once
+from ..inside import is_foreign
+from ..kernel.plan import Piece
+from ..ops.reductions import Reduction
+from ..program.program import ALIAS, STORED, Output
+from ..settings.config import config
+from ..supply.kernels import capturing
+from ..supply.load import Kernel
+from ..supply.toolchain import key_of
+from ..torch_private import NoModes
+from .devices import runner_class
+from .eager import Operands, replayed, replaying
+
+Compute = Callable[[Sequence[torch.Tensor]], Sequence[Any]]  # of operands; tensors, or None
+KINDS = ("plain", "wide", "special")
+_ROUNDS = 2 * KINDS
+_SPECIAL = (math.inf, -math.inf, math.nan, -0.0, 0.0, 1e-40, -3e-41)
+
+
+class Proof:
+    """That of the kernels of one program; `holds` is None until it is known."""
+
+    def __init__(self, device: torch.device, names: Iterable[str], about: Hashable) -> None:
+        """names: of the reductions. about: all that decides an order."""
+        self.device, self.names, self.about = device, tuple(names), about
+        self.round = 0
+        self._differs: torch.Tensor | None = None  # whether a bit does, on the device
+        self._event: torch.cuda.Event | None = None
+        self.holds: bool | None = None
+        if verified.is_proven(device, about):
+            self.holds = True
+        elif any(verified.refusal(device, name) for name in self.names):
+            self.holds = False
+
+    def go_on(self, ours: Compute, eager: Compute, like: Sequence[torch.Tensor]) -> None:
+        """Compare what both give of values like these, unless the last comparison goes on."""
+        with NoModes(), torch.no_grad():
+            while self.holds is None and not capturing(self.device):
+                if self._differs is not None and not self._ended():
+                    return
+                if self.round == len(_ROUNDS):
+                    return self._close(True)
+                try:
+                    self._begin(ours, eager, like)
+                except Exception as error:
+                    if is_foreign(error):
+                        raise
+                    warn_once(
+                        f"autofuse: a kernel of {', '.join(self.names)} stays unused, for it could "
+                        f"not be compared with eager's: {error!r}"
+                    )
+                    self.holds = False
+                if config.compile != "now":
+                    return
+
+    def _begin(self, ours: Compute, eager: Compute, like: Sequence[torch.Tensor]) -> None:
+        generator = torch.Generator(self.device).manual_seed(self.round)
+        operands = [made_up(x, _ROUNDS[self.round], generator) for x in like]
+        found = [
+            bits_differ(got, want).any()
+            for got, want in zip(ours(operands), eager(operands), strict=True)
+            if want is not None
+        ]
+        self.round += 1
+        self._differs = torch.stack(found).any()
+        if self.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(self.device))
+
+    def _ended(self) -> bool:
+        """Whether the last comparison is over; what it has found counts then."""
+        if self._event is not None:
+            if config.compile == "now":
+                self._event.synchronize()
+            elif not self._event.query():
+                return False
+        assert self._differs is not None
+        on_cuda = self.device.type == "cuda"
+        # to read waits for its stream, so for one on which there is no other work
+        with torch.cuda.stream(torch.cuda.Stream(self.device)) if on_cuda else nullcontext():
+            differs = bool(self._differs.item())
+        self._differs = self._event = None
+        if differs:
+            self._close(False)
+        return not differs
+
+    def _close(self, same: bool) -> None:
+        self.holds = same
+        verified.keep(self.device, same, self.about)
+        if not same:
+            for name in self.names:
+                verified.keep(self.device, False, name)
+            warn_once(
+                f"autofuse: a kernel of {', '.join(self.names)} has given other bits than eager's "
+                f"on {torch.cuda.get_device_name(self.device)} with torch {torch.__version__}; "
+                "reductions of this kind are eager there from now on"
+            )
+
+
+def by_both(
+    tip: Node, outputs: Sequence[Output], pieces: Sequence[Piece], kernels: Sequence[Kernel]
+) -> tuple[Callable[..., Sequence[Any]], Callable[..., Sequence[Any]]]:
+    """What gives `outputs` of the program that ends at `tip`, of its Inputs and Consts: `kernels`
+    of `pieces`, and eager ops. Without those that lie in others' memory, or are torch's."""
+    nodes = tip.path()
+    steps = [*nodes, *statistics_of(nodes)]
+    stored = tuple([
+        Output(output.step, STORED) for output in outputs
+        if output.kind != ALIAS and not _is_outside(steps, output.step)
+    ])  # fmt: skip
+    live = tuple([output.step for output in stored])
+    runner = runner_class(tip.recorder.device)(tip, stored, tuple(pieces), kernels)
+    numbers = [f"c[{k}]" for k in range(len(tip.consts))]
+    answer = runner.answering([*live], numbers, [(k, 0) for k in range(len(tip.inputs))])
+    ops = replaying(steps, live)
+
+    def eager(inputs: Sequence[torch.Tensor], consts: Sequence[Any]) -> Sequence[Any]:
+        operands = Operands(inputs, consts)
+        return [None, *replayed(operands, nodes, live, None, None, ops, grad=False).values()]
+
+    return lambda inputs, consts: answer(inputs, (), consts), eager
+
+
+def _is_outside(steps: Sequence[Node], index: int) -> bool:
+    """Whether torch's own op gives this, once the kernels have run."""
+    node = steps[index]
+    op = node.op if node.of is None else steps[node.of[0]].op
+    return isinstance(op, Reduction) and op.outside is not None
+
+
+def proof_of(
+    nodes: Sequence[Node], pieces: Sequence[Piece], kernels: Sequence[Kernel], device: torch.device
+) -> Proof | None:
+    """What says whether `kernels` of `pieces` may be used; None where there is no need to ask."""
+    ops = [node.op for node in nodes if node.op is not None]
+    names = sorted({op.name for op in ops if isinstance(op, Reduction) or op.by_channel})
+    if not names or verified.is_trusted(device):
+        return None
+    about = tuple(
+        (key_of(kernel.source, "cuda"), piece.numbers, piece.numel.bit_length())
+        for kernel, piece in zip(kernels, pieces, strict=True)
+    )
+    return Proof(device, names, about)
+
+
+def made_up(like: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
+    """Values of a kind (see `filled`) that lie as `like` does; numbers that are whole stay.
+
+    These may be indices, which other values would not be.
+    """
+    if not like.dtype.is_floating_point or not like.numel():
+        return like
+    shape, stride = like.shape, like.stride()
+    extent = 1 + sum((n - 1) * apart for n, apart in zip(shape, stride, strict=True))
+    row = shape[-1] if shape else 1
+    return filled(extent, kind, generator, 8 * row).to(like.dtype).as_strided(shape, stride)
+
+
+def filled(count: int, kind: str, generator: torch.Generator, apart: int) -> torch.Tensor:
+    """So many float32 numbers: "plain"; "wide", of very different sizes; "special", with
+    infinities, NaN, zeros and subnormal numbers, each once in `apart`."""
+    make = {"device": generator.device, "generator": generator}
+    values = torch.randn(count, **make)
+    if kind == "wide":
+        values = values * torch.exp(4 * torch.randn(count, **make))
+    if kind == "special":
+        chance = torch.rand(count, **make) * apart
+        for k, number in enumerate(_SPECIAL):
+            values[(chance > k) & (chance < k + 1)] = number
+    return values
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_differ(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Of which elements a bit differs, NaNs being equal; of everything, if they are not alike."""
+    if got is None or got.dtype != want.dtype or got.shape != want.shape:
+        return torch.ones((), dtype=torch.bool, device=want.device)
+    kind = _BITS[want.element_size()]
+    bits = got.contiguous().view(kind) != want.contiguous().view(kind)
+    return bits & ~(got.isnan() & want.isnan())
