@@ -28,9 +28,11 @@ def unverified(monkeypatch, tmp_path):
     monkeypatch.setattr(verified, "is_verified", lambda *_: False)
     monkeypatch.setattr(verified, "DiskCache", lambda: DiskCache(tmp_path))
     monkeypatch.setattr(verified, "_compared", {})
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    for name, said in (("get_device_capability", (8, 6)), ("get_device_name", "a GPU")):
+        asked = getattr(torch.cuda, name)
+        monkeypatch.setattr(
+            torch.cuda, name, lambda of, asked=asked, said=said: said if of == CPU else asked(of)
+        )
     errors._said.clear()
     forget_all("test")
     yield

@@ -6,8 +6,11 @@ over rows whose sizes meet every kernel that torch has for them.
 
 from __future__ import annotations
 
+import itertools
 import math
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ from ..observe.counters import reset_stats, stats
 from ..ops.reductions import NODES
 from ..run.proof import bits_differ, filled
 from ..settings.config import config
+from ..supply.service import enough_workers
 from ..torch_private import has_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -423,21 +427,31 @@ def set_up() -> None:
     config.compile, config.max_kernels_per_line = "now", 1 << 30
 
 
+def _begin(index: int) -> None:
+    """In a process that compares on GPU `index`."""
+    torch.cuda.set_device(index)
+    set_up()
+
+
 def verify() -> int:
-    """Compare all kinds on the current GPU, print what is found and keep it; the exit status."""
+    """Compare all kinds on the current GPU, print what is found and keep it; the exit status.
+
+    In several processes, where there are processors, for most of the time goes into compiling.
+    """
     if not torch.cuda.is_available():
         print("no GPU: reductions are recorded on CUDA alone")
         return 2
-    set_up()
-    device = torch.device("cuda", torch.cuda.current_device())
+    index = torch.cuda.current_device()
     wrong, left = 0, []
-    for name in PROGRAMS:
-        for dtype in DTYPES:
-            outcome = compare(name, dtype, cases())
+    names, dtypes = zip(*itertools.product(PROGRAMS, DTYPES), strict=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(enough_workers(), context, _begin, (index,)) as pool:
+        for outcome in pool.map(compare, names, dtypes, itertools.repeat([*cases()])):
             wrong += len(outcome.wrong)
             if not outcome.reduced:
                 left.append(f"{outcome.program} in {outcome.dtype}")
             print(outcome, flush=True)
+    device = torch.device("cuda", index)
     if left and not wrong:
         print(f"nothing is kept: no reduction ran in a kernel of {', '.join(left)}")
         return 2

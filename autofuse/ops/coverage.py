@@ -89,10 +89,10 @@ EAGER_REDUCTIONS: dict[str, str] = {
         ("max", "min", "argmax", "argmin", "median"), "a reduction of another kind"
     ),
 }  # fmt: skip
-CHANNELS = "fused in evaluation, without a gradient, on CUDA, where verified; else eager"
-GROUPS = "fused for contiguous tensors on CUDA, where verified"
-LAST = "fused over the last dimension of contiguous tensors on CUDA, where verified"
-OVER = "fused over any dimensions on CUDA, where verified"
+CHANNELS = "fused in evaluation, without a gradient, on CUDA; else eager"
+GROUPS = "fused for contiguous tensors on CUDA"
+LAST = "fused over the last dimension of contiguous tensors on CUDA"
+OVER = "fused over any dimensions on CUDA"
 
 
 def look_up(name: str) -> tuple[str, str] | None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -23,6 +22,7 @@ from ..errors import warn_once
 from ..inside import is_foreign
 from ..kernel.plan import Piece
 from ..ops.reductions import Reduction
+from ..ops.row import Op
 from ..program.program import ALIAS, STORED, Output
 from ..settings.config import config
 from ..supply.kernels import capturing
@@ -45,8 +45,8 @@ class Proof:
         """names: of the reductions. about: all that decides an order."""
         self.device, self.names, self.about = device, tuple(names), about
         self.round = 0
-        self._differs: torch.Tensor | None = None  # whether a bit does, on the device
-        self._event: torch.cuda.Event | None = None
+        self._differs: torch.Tensor | None = None  # whether a bit does, in memory of the host...
+        self._event: torch.cuda.Event | None = None  # ...once this has come
         self.holds: bool | None = None
         if verified.is_proven(device, about):
             self.holds = True
@@ -56,7 +56,13 @@ class Proof:
     def go_on(self, ours: Compute, eager: Compute, like: Sequence[torch.Tensor]) -> None:
         """Compare what both give of values like these, unless the last comparison goes on."""
         with NoModes(), torch.no_grad():
-            while self.holds is None and not capturing(self.device):
+            while self.holds is None:
+                if capturing(self.device):
+                    return warn_once(
+                        f"autofuse: a CUDA graph has captured a chain of {', '.join(self.names)} "
+                        "as eager ops, for its kernel was not compared with these yet. Run the "
+                        f"chain {len(_ROUNDS) + config.compile_after} times before the capture."
+                    )
                 if self._differs is not None and not self._ended():
                     return
                 if self.round == len(_ROUNDS):
@@ -83,8 +89,10 @@ class Proof:
             if want is not None
         ]
         self.round += 1
-        self._differs = torch.stack(found).any()
-        if self.device.type == "cuda":
+        on_cuda = self.device.type == "cuda"
+        self._differs = torch.empty((), dtype=torch.bool, pin_memory=on_cuda)
+        self._differs.copy_(torch.stack(found).any(), non_blocking=True)
+        if on_cuda:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self.device))
 
@@ -96,10 +104,7 @@ class Proof:
             elif not self._event.query():
                 return False
         assert self._differs is not None
-        on_cuda = self.device.type == "cuda"
-        # to read waits for its stream, so for one on which there is no other work
-        with torch.cuda.stream(torch.cuda.Stream(self.device)) if on_cuda else nullcontext():
-            differs = bool(self._differs.item())
+        differs = bool(self._differs)
         self._differs = self._event = None
         if differs:
             self._close(False)
@@ -153,15 +158,21 @@ def proof_of(
     nodes: Sequence[Node], pieces: Sequence[Piece], kernels: Sequence[Kernel], device: torch.device
 ) -> Proof | None:
     """What says whether `kernels` of `pieces` may be used; None where there is no need to ask."""
-    ops = [node.op for node in nodes if node.op is not None]
-    names = sorted({op.name for op in ops if isinstance(op, Reduction) or op.by_channel})
-    if not names or verified.is_trusted(device):
+    names = sorted({node.op.name for node in nodes if _is_asked(node.op)})
+    if not names or verified.is_trusted(device) or nodes[-1].relaxed:
         return None
     about = tuple(
         (key_of(kernel.source, "cuda"), piece.numbers, piece.numel.bit_length())
         for kernel, piece in zip(kernels, pieces, strict=True)
     )
     return Proof(device, names, about)
+
+
+def _is_asked(op: object) -> TypeGuard[Op]:
+    """Whether kernels of `op` have eager's bits where that was compared alone."""
+    if isinstance(op, Reduction):
+        return op.outside is None
+    return isinstance(op, Op) and op.by_channel
 
 
 def made_up(like: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:

@@ -99,9 +99,7 @@ class Config:
         `torch.distributed` is not initialized, but for backward with `create_graph=True`, whose
         nodes are numbered by thread; otherwise like `engine`""")
     reductions: bool = _row(True, """
-        record reductions on CUDA, with versions of torch and on GPUs with which they were
-        compared with eager's (`python -m autofuse verify` compares on others); otherwise they end a
-        chain""")
+        record reductions on CUDA; 0 leaves them to eager PyTorch, and they end a chain""")
     always_fuse: bool = _row(False, """
         fuse chains of one op, and short ones on the CPU and under grad, though eager ops cost less
         """)
