@@ -375,6 +375,10 @@ class Translation:
             return f"{x} & {(1 << to.width) - 1}"
         if name == "uitofp":
             return f"F32({x})"
+        if name == "sitofp":
+            return f"F32({self.signed(a)})"
+        if name == "fptosi":
+            return f"int({x}) & {(1 << to.width) - 1}"
         assert name == "bitcast", name
         if isinstance(to, ir.FloatType):
             return f"bits_float({x})"

@@ -1,4 +1,4 @@
-"""all and any: their masks are in the kernel of the rows, and no order decides them."""
+"""all, any and counts: their masks are in the kernel of the rows, and no order decides them."""
 
 import itertools
 
@@ -51,12 +51,47 @@ def test_they_are_in_the_kernel_of_the_rows(emulated, function, name, dtype):  #
             assert_same(autofuse.unwrap(got), want, None, f"{columns} {over}")
 
 
+COUNTS = {
+    "bools": lambda x, over: (x != 0).sum(**over),
+    "in int64": lambda x, over: torch.sum(x == 1, dtype=torch.int64, **over),
+    "what follows": lambda x, over: (x != 0).sum(**over) * 2 + 1,
+    "a share": lambda x, over: (x == 1).sum(**over) / 4,  # on CUDA others are a product
+    "nonzero": lambda x, over: torch.count_nonzero(x * x, over.get("dim")),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_are_in_the_kernel_of_the_rows(emulated, name, dtype):  # noqa: F811
+    for columns, over in itertools.product((3, 131), OVER.values()):
+        if name == "in int64" and not over:
+            continue  # which torch sums in another function
+        x = rows_of((2, 6, columns), dtype)
+        want = COUNTS[name](x, over)
+        for _ in range(3):
+            launched.clear()
+            got = autofuse.materialize(COUNTS[name](autofuse.wrap(x), over))
+            assert len(launched) == 1, f"{columns} {over}"
+            assert_same(autofuse.unwrap(got), want, None, f"{columns} {over}")
+
+
+def test_a_row_has_no_more_than_float32_counts(recorded):  # noqa: F811
+    """Up to there it has all whole numbers."""
+    x = torch.ones(1).bool()
+    for columns, pending in ((1 << 24, True), ((1 << 24) + 2, False)):
+        rows = autofuse.wrap(x.expand(columns).contiguous())
+        count = (rows & rows).sum(0)
+        assert autofuse.is_pending(count) is pending
+        assert autofuse.unwrap(autofuse.materialize(count)).item() == columns
+
+
 def test_alone_they_are_torchs_kernel(emulated, monkeypatch):  # noqa: F811
     monkeypatch.setattr(autofuse.config, "always_fuse", False)
     x = rows_of((6, 64), torch.bool)
     for _ in range(5):
-        found = autofuse.materialize(autofuse.wrap(x).any(-1))
-        assert_same(autofuse.unwrap(found), x.any(-1), None)
+        for function in (torch.any, torch.sum):
+            found = autofuse.materialize(function(autofuse.wrap(x), -1))
+            assert_same(autofuse.unwrap(found), function(x, -1), None)
     assert not launched
 
 
@@ -140,22 +175,26 @@ def test_others_are_eager(recorded, function, name):  # noqa: F811
 def test_they_are_compared_when_a_gpu_is_verified(emulated):  # noqa: F811
     cases = [(rows, columns, kind, 0) for rows, columns in ((3, 7), (1, 64)) for kind in KINDS]
     for dtype in verify.DTYPES:
-        outcome = verify.compare("any, all", dtype, cases, "cpu")
-        assert not outcome.wrong and outcome.reduced == outcome.cases == len(cases)
+        for name in ("any, all", "counts", "max, min"):
+            outcome = verify.compare(name, dtype, cases, "cpu")
+            assert not outcome.wrong and outcome.reduced == outcome.cases == len(cases)
 
 
 @pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("function", ["all", "any"])
-def test_on_a_gpu(function, dtype, monkeypatch):
-    monkeypatch.setattr(autofuse.config, "always_fuse", True)
-    monkeypatch.setattr(autofuse.config, "compile", "now")
+@pytest.mark.parametrize("function", ["all", "any", *COUNTS])
+def test_on_a_gpu(function, dtype, always):
     shapes = [(2, 6, 3), (2, 6, 64), (3, 70, 131), (1, 40, 5000), (1, 1, 200_000), (5, 3, 1025)]
-    for shape, over, program in itertools.product(shapes, OVER.values(), PROGRAMS.values()):
+    programs = [COUNTS[function]] if function in COUNTS else [
+        lambda x, over, program=program: program(x, function, over) for program in PROGRAMS.values()
+    ]  # fmt: skip
+    for shape, over, program in itertools.product(shapes, OVER.values(), programs):
+        if function == "in int64" and not over:
+            continue
         x = rows_of(shape, dtype, "cuda")
-        want = program(x, function, over)
+        want = program(x, over)
         autofuse.reset_stats()
-        got = autofuse.materialize(program(autofuse.wrap(x), function, over))
+        got = autofuse.materialize(program(autofuse.wrap(x), over))
         assert autofuse.stats().ops_eager == 0, autofuse.stats().eager_ops
         assert_same(autofuse.unwrap(got), want, None, f"{shape} {over}")

@@ -24,7 +24,7 @@ from ..layout import (
     order_of,
     reach,
 )
-from ..ops.reductions import DEVICES, DTYPES, Reduction, cast_of, has_node
+from ..ops.reductions import COUNTED, DEVICES, DTYPES, Reduction, cast_of, has_node
 from ..program.program import CONST, Ref, RowsOf
 from ..settings.config import config
 from .infer import Cut, Inferred, referred
@@ -139,14 +139,15 @@ def _reason(op: Reduction, kinds: Sequence[Meta | type], device: torch.device) -
         if role in ("promote", "channel") and not isinstance(kind, Meta):
             return "numbers in place of tensors"
     x, *affine = [kind for kind in kinds if isinstance(kind, Meta)]
-    truth = op.result is torch.bool  # of which no order decides anything
-    taken = x.dtype in DTYPES or (truth and x.dtype is torch.bool)
+    taken = x.dtype in DTYPES or (op.is_of_truth and x.dtype is torch.bool)
     if device.type not in DEVICES or not taken or not x.ndim:
         return "a reduction of another kind"
     if any(meta.device is not device for meta in (x, *affine)):
         return "operands on several devices"
     if 0 in x.shape or not (x.flat or _is_walked(op, x)):
         return "rows that are not contiguous"
+    if op.result is torch.int64 and op.count(x.shape)[1] > COUNTED:
+        return "rows of more elements than float32 counts"
     if op.groups and x.shape[1] % op.groups:
         return "channels that groups do not divide"
     for meta in affine if op.components else ():
@@ -174,7 +175,7 @@ def _has_graph(tip: Node, metas: list[Meta]) -> bool:
 
 def _ungraded(op: Reduction, metas: list[Meta], device: torch.device, tip: Node) -> str:
     """Why `op` over such operands has to be differentiated by eager PyTorch alone; empty if not."""
-    if op.result is torch.bool or not _has_graph(tip, metas):
+    if op.is_of_truth or not _has_graph(tip, metas):
         return ""
     if not has_node(op, device.type):
         return "a reduction that autograd takes apart"

@@ -251,7 +251,8 @@ class Recorder:
             unread = hasattr(hooks[0], UNREAD)
         rest = (inference, told, unread, looked_on, torch.get_default_dtype(),
                 config.recompute, config.always_fuse, config.relaxed, self.resting,
-                config.max_nodes, config.max_inputs, config.loop_nodes)  # fmt: skip
+                config.max_nodes, config.max_inputs, config.loop_nodes,
+                config.reductions)  # fmt: skip
         turns = self.roots.setdefault(rest, [None] * 4)
         root = turns[2 * grad + autocast]
         if root is None:

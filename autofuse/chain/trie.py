@@ -139,6 +139,8 @@ def _reduced(
     """Which form of `op` it is, and what is inferred of that."""
     device = recorder.device
     made: tuple[Inferred, RowsOf | None] | str | torch.dtype
+    if not config.reductions:
+        return op, "AUTOFUSE_REDUCTIONS is 0"
     if refused := refusal(device, op.name):
         return op, refused
     if op.outside is None:

@@ -320,6 +320,8 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "reductions over other axes": _axes,
     "statistics of channels": _statistics_of_channels,
     "any, all": lambda v: ((v.x > v.y).any(-1), torch.isfinite(v.x * v.y).all()),
+    "counts": lambda v: ((v.x > v.y).sum(-1) * 2, torch.isfinite(v.x * v.y).sum() + 1),
+    "max, min": lambda v: ((v.x * v.y).max() * 2.0, v.x - (v.x + v.y).min()),
     "batch_norm of columns": _channels,
     "batch_norm of images": _images,
     "batch_norm of channels_last": _images_by_pixel,

@@ -21,11 +21,13 @@ import torch
 
 from ..layout import Ints
 from ..torch_private import has_kernel
+from . import arithmetic  # noqa: F401 - which spells `max` and `min` of two
 from .autocast import FLOAT32
-from .row import METHODS, OPS, Op, registrar
+from .row import METHODS, OPS, SPELLINGS, Op, registrar, spelled
 
 DEVICES = {"cuda"}  # types on which reductions are recorded: a CPU's order is its instruction set's
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+COUNTED = 1 << 24  # up to here float32 has all whole numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +95,11 @@ class Reduction(Op):
         return tuple([1 if k in inside else n for k, n in enumerate(shape)])
 
     @property
+    def is_of_truth(self) -> bool:
+        """Whether it is of what holds, which no order decides and which has no gradient."""
+        return self.result in (torch.bool, torch.int64)
+
+    @property
     def is_plain(self) -> bool:
         """Whether a row lies along the last dimension."""
         return self.axes == (-1,)
@@ -126,6 +133,7 @@ NODES = {
     "logsumexp": "logsumexp", "mse_loss": "mse_loss", "smooth_l1_loss": "smooth_l1_loss",
     "huber_loss": "huber_loss", "nll_loss": "nll_loss_forward",
     "binary_cross_entropy_with_logits": "binary_cross_entropy_with_logits",
+    "max": "max", "min": "min",
 }  # fmt: skip
 NODES_OF_ALL = {"sum": "sum", "mean": "mean"}  # where it is another one that is named no dimensions
 REDUCTIONS: dict[str, Callable[..., tuple[Reduction, tuple[Any, ...]] | None]] = {}
@@ -336,6 +344,29 @@ def _extreme(name: str) -> None:
 
 for _name in ("amax", "amin"):
     _extreme(_name)
+
+
+@cache
+def _extreme_of_all(name: str, ndim: int) -> Reduction:
+    function, over = getattr(torch, name), Over(every_axis(ndim), of_all=True)
+    components = components_of(f"a{name}(x)", over, {})
+    return Reduction(name, "x", "", keeps="x out", components=components,
+                     eager=lambda x: function(x), **over._asdict())  # fmt: skip
+
+
+def _extreme_or_selection(name: str) -> None:
+    """`max` and `min`: of one tensor, of all its elements; of two, the larger or smaller ones."""
+    selection = SPELLINGS[name]
+
+    @spelled(name)
+    def choose(input: Any, *others: Any, **options: Any) -> Any:
+        if others or options:
+            return selection(input, *others, **options)
+        return (_extreme_of_all(name, input.ndim), (input,)) if is_recordable(input) else None
+
+
+for _name in ("max", "min"):
+    _extreme_or_selection(_name)
 
 
 def _second_moment(name: str) -> None:
