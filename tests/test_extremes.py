@@ -1,4 +1,5 @@
-"""`max` and `min` of all elements, beside those of two tensors, which share their names."""
+"""`max` and `min` of all elements and over dimensions, beside those of two tensors, and where the
+first of them lies: `argmax` and `argmin`."""
 
 import itertools
 
@@ -78,8 +79,15 @@ def test_gradients_are_eagers(recorded, name):  # noqa: F811
 
 CALLS = {
     "of two": lambda x: torch.max(x, x * 0.5),
-    "over a dimension": lambda x: torch.max(x, 1),
-    "kept": lambda x: x.max(dim=0, keepdim=True).indices,
+    "over two dimensions": lambda x: torch.max(x, (0, 1)),
+    "a dimension out of range": lambda x: x.max(2),
+    "where, out of range": lambda x: x.argmax(-3),
+    "of one element": lambda x: x[:, :1].max(1),
+    "where, of nothing": lambda x: x[:0].argmin(),
+    "where, over nothing": lambda x: x[:, :0].argmin(1),
+    "into both": lambda x: torch.max(x, 1, out=(x.new_empty(4), x.new_empty(4, dtype=torch.int64))),
+    "where, in another order": lambda x: x.t().argmax(),
+    "where, of integers": lambda x: (x * 9).int().argmax(1),
     "out": lambda x: torch.max(x, out=torch.zeros((), dtype=x.dtype)),
     "integers": lambda x: (x * 9).int().max(),
     "bools": lambda x: (x > 0).min(),
@@ -126,6 +134,94 @@ def test_where_reductions_are_off_they_are_eager(recorded, monkeypatch):  # noqa
     assert autofuse.is_pending((w * 2.0).max())
 
 
+def rows(shape, dtype, device="cpu"):
+    """With several that are as large, zeros of both signs, NaN, infinities."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    each, columns = x.view(-1, shape[-1]), shape[-1]
+    each[0, 1 % columns] = each[0, -1] = 50.0
+    each[1 % len(each)] = torch.where(each[1 % len(each)] > 0, 0.0, -0.0)
+    each[2 % len(each), columns // 2] = torch.nan
+    each[3 % len(each), 0] = -torch.inf
+    each[4 % len(each)] = -torch.inf
+    return x.to(dtype).to(device)
+
+
+OVER = [(-1, False), (0, True), (1, False), (None, False), (None, True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["argmax", "argmin"])
+def test_places_are_found_in_the_kernel_of_the_rows(emulated, name, dtype):  # noqa: F811
+    function = getattr(torch, name)
+    for shape, (dim, keepdim) in itertools.product([(4, 7), (6, 40), (2, 3, 131)], OVER):
+        x = rows(shape, dtype)
+        want = function(x * 2, dim, keepdim) + 1
+        for _ in range(3):
+            launched.clear()
+            got = autofuse.materialize(function(autofuse.wrap(x) * 2, dim, keepdim) + 1)
+            assert len(launched) == 1, f"{shape} {dim}"
+            assert_same(autofuse.unwrap(got), want, None, f"{shape} {dim}")
+
+
+OVER_ONE = {
+    "both": lambda x, name, dim: [*getattr(torch, name)(x * 2, dim)],
+    "kept": lambda x, name, dim: [*getattr(x * 2, name)(dim=dim, keepdim=True)],
+    "values": lambda x, name, dim: getattr(x * 2, name)(dim)[0] + 1,
+    "indices": lambda x, name, dim: getattr(torch, name)(x * 2, dim=dim).indices * 2,
+    "what has the shape": lambda x, name, dim: x - getattr(x, name)(dim, True).values,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("program", OVER_ONE)
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_over_a_dimension_they_are_in_the_kernel(emulated, name, program, dtype):  # noqa: F811
+    run = OVER_ONE[program]
+    for shape, dim in itertools.product([(4, 7), (6, 40), (2, 3, 131)], (-1, 0, 1)):
+        x = rows(shape, dtype)
+        want = run(x, name, dim)
+        for _ in range(3):
+            launched.clear()
+            got = run(autofuse.wrap(x), name, dim)
+            autofuse.materialize(got)
+            assert len(launched) == 1, f"{shape} {dim}"
+            got = [*map(autofuse.unwrap, got)] if isinstance(got, list) else autofuse.unwrap(got)
+            assert_same(got, want, None, f"{shape} {dim}")
+
+
+def test_what_is_returned_has_torchs_class(recorded):  # noqa: F811
+    found = torch.max(autofuse.wrap(table(4, 8)) * 2.0, 1)
+    assert isinstance(found, torch.return_types.max) and all(map(autofuse.is_pending, found))
+    assert isinstance((autofuse.wrap(table(4, 8)) * 2.0).min(1), torch.return_types.min)
+
+
+def test_under_grad_torch_keeps_where_they_are(recorded):  # noqa: F811
+    x = table(4, 8).requires_grad_()
+    found = torch.max(autofuse.wrap(x) * 2.0, 1)
+    assert not autofuse.is_pending(found.values)
+    (got,) = torch.autograd.grad(found.values.sum(), x)
+    (want,) = torch.autograd.grad(torch.max(x * 2.0, 1).values.sum(), x)
+    assert_same(got, want, None)
+    assert autofuse.is_pending((autofuse.wrap(x) * 2.0).argmax(1))  # of which there is none
+
+
+def test_of_one_dimension_alone_they_are_torchs(emulated, monkeypatch):  # noqa: F811
+    """Which finds both at once."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", False)
+    x = table(6, 64)
+    for _ in range(8):
+        autofuse.reset_stats()
+        found = torch.max(autofuse.wrap(x), 1)
+        assert_same([autofuse.unwrap(autofuse.materialize(t)) for t in found], [*x.max(1)], None)
+    assert not launched and autofuse.stats().eager_ops["max", "reductions alone"] == 1
+
+
+def test_long_rows_have_no_places(recorded):  # noqa: F811
+    for columns, pending in ((1 << 16, True), ((1 << 16) + 1, False)):
+        w = autofuse.wrap(table(1, columns)) * 2.0
+        assert autofuse.is_pending(w.argmax(-1)) is pending
+
+
 @pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,3 +234,23 @@ def test_on_a_gpu(name, dtype, always):
         got = autofuse.materialize(getattr(autofuse.wrap(x) * 0.5, name)() * 2.0)
         assert autofuse.stats().ops_eager == 0, autofuse.stats().eager_ops
         assert_same(autofuse.unwrap(got), getattr(x * 0.5, name)() * 2.0, None, f"{shape} {kind}")
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_over_dimensions_on_a_gpu(name, dtype, always):
+    shapes = ((4, 7), (70, 1025), (2, 3, 131), (40, 3, 5000), (3, 20_000), (8, 40, 4096))
+    for shape, (dim, keepdim) in itertools.product(shapes, OVER):
+        x = rows(shape, dtype, "cuda")
+        autofuse.reset_stats()
+        function = getattr(torch, f"arg{name}")
+        got = [autofuse.materialize(function(autofuse.wrap(x) * 0.5, dim, keepdim) + 1)]
+        want = [function(x * 0.5, dim, keepdim) + 1]
+        if dim is not None:
+            got += [*getattr(autofuse.wrap(x) * 0.5, name)(dim, keepdim)]
+            want += [*getattr(x * 0.5, name)(dim, keepdim)]
+        long = dim is None and x.numel() > 1 << 16
+        assert autofuse.stats().ops_eager == 0 or long, autofuse.stats().eager_ops
+        assert_same([*map(autofuse.unwrap, got)], want, None, f"{shape} {dim}")

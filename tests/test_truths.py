@@ -175,7 +175,7 @@ def test_others_are_eager(recorded, function, name):  # noqa: F811
 def test_they_are_compared_when_a_gpu_is_verified(emulated):  # noqa: F811
     cases = [(rows, columns, kind, 0) for rows, columns in ((3, 7), (1, 64)) for kind in KINDS]
     for dtype in verify.DTYPES:
-        for name in ("any, all", "counts", "max, min"):
+        for name in ("any, all", "counts", "max, min", "max, min over a dimension"):
             outcome = verify.compare(name, dtype, cases, "cpu")
             assert not outcome.wrong and outcome.reduced == outcome.cases == len(cases)
 

@@ -150,7 +150,7 @@ def _reason(op: Reduction, kinds: Sequence[Meta | type], device: torch.device) -
         return "rows of more elements than float32 counts"
     if op.groups and x.shape[1] % op.groups:
         return "channels that groups do not divide"
-    for meta in affine if op.components else ():
+    for meta in affine if op.components and not op.reads_places else ():
         if meta.shape != x.shape or not meta.flat or meta.dtype is not x.dtype:
             return "operands of other shapes, strides or dtypes"
     for meta in affine if op.whole else ():  # of others it is a number a row

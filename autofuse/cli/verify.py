@@ -322,6 +322,7 @@ PROGRAMS: dict[str, Callable[[Values], Any]] = {
     "any, all": lambda v: ((v.x > v.y).any(-1), torch.isfinite(v.x * v.y).all()),
     "counts": lambda v: ((v.x > v.y).sum(-1) * 2, torch.isfinite(v.x * v.y).sum() + 1),
     "max, min": lambda v: ((v.x * v.y).max() * 2.0, v.x - (v.x + v.y).min()),
+    "max, min over a dimension": lambda v: (*(v.x * v.y).max(-1), (v.x + v.y).argmin(-1) + 1),
     "batch_norm of columns": _channels,
     "batch_norm of images": _images,
     "batch_norm of channels_last": _images_by_pixel,

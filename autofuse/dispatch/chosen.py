@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from ..chain.shell import Tensor
 from ..chain.state import this_thread
 from ..inside import is_foreign
+from ..ops.row import Several
+from ..record.record import record
 from ..torch_private import looked_on
 
 # what choosers run into with arguments that they do not know
@@ -44,6 +47,17 @@ def _is_inner(error: Exception) -> bool:
     trace = error.__traceback__
     assert trace is not None  # a name for it where it is caught would be a cycle with the arguments
     return trace.tb_next is not None and trace.tb_next.tb_next is not None
+
+
+def recorded(several: Several, eagerly: Callable[[Any], Any]) -> Any:
+    """The results that were chosen, recorded; or what `eagerly` makes of why one is not."""
+    shells: list[Tensor] = []
+    for op, operands in several.chosen:
+        shell = record(op, operands)
+        if not isinstance(shell, Tensor):
+            return eagerly(shell)
+        shells.append(shell)
+    return several.kind(shells)
 
 
 def without(names: Set[str], options: dict[str, Any]) -> dict[str, Any]:

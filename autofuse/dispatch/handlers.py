@@ -23,14 +23,14 @@ from ..chain.state import counts, is_alone, this_thread, writing
 from ..ops import arithmetic, operators
 from ..ops import row as rows
 from ..ops.autocast import COMPOSITES
-from ..ops.row import MAKING, OPS, PENDING, RETURNING, Op
+from ..ops.row import MAKING, OPS, PENDING, RETURNING, Op, Several
 from ..record.flush import flush_thread
 from ..record.numbers import follows
 from ..record.origins import keep
 from ..record.record import Refusal, record, record_fresh, relieve, slot_in
 from ..record.writes import flush_readers, record_inplace, record_write
 from ..torch_private import autocast_is_on, dispatch_modes, functions_off, looked_on
-from .chosen import Choices, chosen_by, without
+from .chosen import Choices, chosen_by, recorded, without
 from .eager import OURS, Handler, Parameter, Plain, begin, has_others, run_eager, run_short
 from .protocol import HANDLERS, OPTIONS
 from .unrecorded import TARGETS, Known, known_of, reason_of
@@ -234,6 +234,8 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
                 return shell
             if shell is not None:
                 return run_eager(func, args, kwargs, shell)
+        elif chosen.__class__ is Several:
+            return recorded(chosen, partial(run_eager, func, args, kwargs))
         elif chosen is not None and not has_others((*args, *kwargs.values())):
             return chosen
         return rest(*args, **kwargs)

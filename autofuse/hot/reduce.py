@@ -28,7 +28,7 @@ def reducing(table, function, args, count, names) -> object:
             return 0
         if is_never_reduced(args[0]) == 0:
             found = choice_of(entry, args, count, names)
-            if found == 0:
+            if found == 0 or found is None:
                 return 0
             if class_of(found) is tuple:
                 result = recorded_as(TELL, found, args)

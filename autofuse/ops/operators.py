@@ -6,6 +6,7 @@ import torch
 
 from . import activations as _activations  # noqa: F401 - they add their rows
 from . import channels as _channels  # noqa: F401
+from . import extremes as _extremes  # noqa: F401
 from . import groups as _groups  # noqa: F401
 from . import likelihood as _likelihood  # noqa: F401
 from . import losses as _losses  # noqa: F401

@@ -21,9 +21,8 @@ import torch
 
 from ..layout import Ints
 from ..torch_private import has_kernel
-from . import arithmetic  # noqa: F401 - which spells `max` and `min` of two
 from .autocast import FLOAT32
-from .row import METHODS, OPS, SPELLINGS, Op, registrar, spelled
+from .row import METHODS, OPS, Op, registrar
 
 DEVICES = {"cuda"}  # types on which reductions are recorded: a CPU's order is its instruction set's
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -93,6 +92,11 @@ class Reduction(Op):
         """The shape of numbers of rows of such an operand, with dimensions that stand for a row."""
         inside = {axis % len(shape) for axis in self.axes}
         return tuple([1 if k in inside else n for k, n in enumerate(shape)])
+
+    @property
+    def reads_places(self) -> bool:
+        """Whether its second operand is the places of elements in a row; see `extremes`."""
+        return self.names[1:] == ("p",)
 
     @property
     def is_of_truth(self) -> bool:
@@ -344,29 +348,6 @@ def _extreme(name: str) -> None:
 
 for _name in ("amax", "amin"):
     _extreme(_name)
-
-
-@cache
-def _extreme_of_all(name: str, ndim: int) -> Reduction:
-    function, over = getattr(torch, name), Over(every_axis(ndim), of_all=True)
-    components = components_of(f"a{name}(x)", over, {})
-    return Reduction(name, "x", "", keeps="x out", components=components,
-                     eager=lambda x: function(x), **over._asdict())  # fmt: skip
-
-
-def _extreme_or_selection(name: str) -> None:
-    """`max` and `min`: of one tensor, of all its elements; of two, the larger or smaller ones."""
-    selection = SPELLINGS[name]
-
-    @spelled(name)
-    def choose(input: Any, *others: Any, **options: Any) -> Any:
-        if others or options:
-            return selection(input, *others, **options)
-        return (_extreme_of_all(name, input.ndim), (input,)) if is_recordable(input) else None
-
-
-for _name in ("max", "min"):
-    _extreme_or_selection(_name)
 
 
 def _second_moment(name: str) -> None:

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -206,6 +206,13 @@ class Op:
 def _rule(text: str) -> ast.expr | None:
     text = text.strip()
     return None if text in ("", "none") else ast.parse(text, mode="eval").body
+
+
+class Several(NamedTuple):
+    """What a chooser names where torch gives several results: of what class, and what each is."""
+
+    kind: Callable[[list[Any]], Any]
+    chosen: tuple[tuple[Op, tuple[Operand, ...]], ...]
 
 
 OPS: dict[str, Op] = {}

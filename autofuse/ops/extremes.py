@@ -1,0 +1,129 @@
+"""`max`, `min`, `argmax` and `argmin`: the largest or smallest, and where the first of them lies.
+
+Over a dimension torch gives both, of which autograd needs where: under grad that is left to it. An
+element is found by its place in the row, which is a number in float32 of a tensor that is kept for
+it: of places in a row no order of comparing decides which is the first.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from ..torch_private import InferenceMode
+from .arithmetic import CASTS
+from .reductions import (
+    ABSENT,
+    REDUCTIONS,
+    Over,
+    Reduction,
+    components_of,
+    every_axis,
+    is_recordable,
+    over_of,
+)
+from .row import SPELLINGS, Op, Several, registrar, spelled
+
+_reduced = registrar(REDUCTIONS)
+# where an element that is found lies, and what lies there; a NaN is larger and smaller than all
+_PLACE = Op("place_of", "x m p", "p if x == m or x != x else inf")
+_LARGEST = Op("largest_at", "x p i", "x if p == i else -inf")
+_SMALLEST = Op("smallest_at", "x p i", "x if p == i else inf")
+_LONGEST = 1 << 16  # rows of which places are kept: of longer ones several blocks share one
+
+
+@cache
+def _of_all(name: str, ndim: int) -> Reduction:
+    function, over = getattr(torch, name), Over(every_axis(ndim), of_all=True)
+    components = components_of(f"a{name}(x)", over, {})
+    return Reduction(name, "x", "", keeps="x out", components=components,
+                     eager=lambda x: function(x), **over._asdict())  # fmt: skip
+
+
+@cache
+def _place(name: str, over: Over) -> Reduction:
+    """Of the first one in each row."""
+    function, dim, keepdim = getattr(torch, f"arg{name}"), over.named, over.keepdim
+    components = components_of(
+        f"v = wide(x); whole(amin(place_of(v, a{name}(v), p)))", over,
+        {"wide": CASTS[torch.float32], "whole": CASTS[torch.int64], "place_of": _PLACE},
+    )  # fmt: skip
+    return Reduction(f"arg{name}", "x p", "", result=torch.int64, components=components,
+                     eager=lambda x, p: function(x, dim, keepdim), **over._asdict())  # fmt: skip
+
+
+@cache
+def _first(name: str, over: Over, dtype: torch.dtype) -> Reduction:
+    """The first one in each row: zeros have signs."""
+    function, dim, keepdim = getattr(torch, name), over.named, over.keepdim
+    components = components_of(
+        f"v = wide(x); narrow(a{name}(at(v, p, amin(place_of(v, a{name}(v), p)))))", over,
+        {"wide": CASTS[torch.float32], "narrow": CASTS[dtype], "place_of": _PLACE,
+         "at": _LARGEST if name == "max" else _SMALLEST},
+    )  # fmt: skip
+    return Reduction(name, "x p", "", components=components,
+                     eager=lambda x, p: function(x, dim, keepdim)[0], **over._asdict())  # fmt: skip
+
+
+def _places(x: Any, over: Over) -> torch.Tensor | None:
+    """A number for each place in a row of `x`, to be read with it; None where it cannot be made."""
+    on_cuda = x.device.type == "cuda"
+    stream = torch.cuda.current_stream(x.device).cuda_stream if on_cuda else 0
+    shape = tuple(x.shape) if over.of_all else x.shape[over.axes[0] :]
+    row = shape if over.of_all else (shape[0], *[1] * (len(shape) - 1))
+    return _kept_places(tuple(row), x.device, stream)
+
+
+@lru_cache(64)
+def _kept_places(shape: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
+    """Of a stream, on which it is made and read."""
+    with InferenceMode(False):
+        count = torch.Size(shape).numel()
+        return torch.arange(count, dtype=torch.float32, device=device).view(shape)
+
+
+def _is_found(x: Any, dim: Any, keepdim: Any) -> Over | None:
+    """Over what, if it is recorded where the first one lies."""
+    over = over_of(x, dim, keepdim)
+    if over is None or (dim is not ABSENT and type(dim) is not int):
+        return None
+    count = x.numel() if over.of_all else x.shape[dim]
+    if not 1 < count <= _LONGEST or (over.of_all and not x.is_contiguous()):
+        return None
+    capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return None if capturing else over  # a graph's memory is not for others
+
+
+def _selecting(name: str) -> None:
+    """`max` and `min`: of one tensor, of all its elements or over a dimension; of two, one each."""
+    selection = SPELLINGS[name]
+
+    @spelled(name)
+    def choose(input: Any, *others: Any, **options: Any) -> Any:
+        if not others and not options:
+            return (_of_all(name, input.ndim), (input,)) if is_recordable(input) else None
+        return selection(input, *others, **options) or over_dimension(input, *others, **options)
+
+    def over_dimension(input: Any, dim: Any, keepdim: Any = False) -> Any:
+        over = _is_found(input, dim, keepdim)
+        if over is None or (torch.is_grad_enabled() and input.requires_grad):
+            return None
+        operands = input, _places(input, over)
+        chosen = (_first(name, over, input.dtype), operands), (_place(name, over), operands)
+        return Several(getattr(torch.return_types, name), chosen)
+
+
+def _finding(name: str) -> None:
+    @_reduced(f"arg{name}")
+    def choose(
+        input: Any, dim: Any = None, keepdim: bool = False
+    ) -> tuple[Reduction, tuple[Any, ...]] | None:
+        over = _is_found(input, ABSENT if dim is None else dim, keepdim)
+        return None if over is None else (_place(name, over), (input, _places(input, over)))
+
+
+for _name in ("max", "min"):
+    _selecting(_name)
+    _finding(_name)
