@@ -401,6 +401,23 @@ def _scaled_by_statistics(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return apart * torch.rsqrt((apart * apart).mean((0, 2, 3), True) + 1e-5)
 
 
+@torch.no_grad()
+def extremes(device: str, numel: int, rounds: int) -> None:
+    """What is largest and where, and how many hold, of `numel` / 8 elements."""
+    shape = (max(1, numel >> 13), 1024)
+    programs = {
+        f"x - x.max(-1, True).values of {list(shape)}":
+            lambda x, y: x * y - (x * y).max(-1, True).values,
+        "(x * y).argmax(-1) of it": lambda x, y: (x * y).argmax(-1),
+        "(x - y).abs().max() of it": lambda x, y: (x - y).abs().max(),
+        "(x > y).sum() of it": lambda x, y: (x > y).sum(),
+    }  # fmt: skip
+    for name, program in programs.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            x, y = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+            beside_eager(f"{name} {str(dtype)[6:]}", program, (x, y), device, rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -427,6 +444,7 @@ def main() -> None:
     groups(args.device, args.large, args.rounds)
     columns(args.device, args.large, args.rounds)
     axes(args.device, args.large, args.rounds)
+    extremes(args.device, args.large, args.rounds)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,14 @@ from collections.abc import Iterator, Sequence
 
 from ..chain.state import Node
 from ..layout import Ints
+from ..ops.reductions import Reduction
 from ..ops.row import OPS, Op
 from ..ops.views import JoinOp
 from ..program.program import CONST
+
+
+# torch takes as long for a bool that it counts as memory for 26 bytes (H200; bench/overhead.py)
+_COUNTING = 16
 
 
 def _eager(nodes: list[Node], first: int = 0) -> Iterator[Node]:
@@ -58,6 +63,9 @@ def traffic(nodes: list[Node], results: Sequence[int]) -> tuple[int, int]:
 
     for node in _eager(nodes):
         every += size(node.index) + sum(map(size, node.args))
+        if isinstance(node.op, Reduction) and node.op.name in ("sum", "count_nonzero"):
+            if node.op.is_of_truth:
+                every += _COUNTING * sum(map(size, node.args))
     stored = stored_of(nodes, results)
     kernels = max(1, len(shapes_of(nodes, stored)))
     if rows is not None and rows.blocks == 1:
