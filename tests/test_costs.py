@@ -40,7 +40,8 @@ CHAINS = {
     "and the columns": (lambda x, y: (h := x * y, h.sum(0)), (2, 4 * N + ROW, 5 * N + ROW)),
     "a join of what is in memory": (lambda x, y: torch.cat([x * 2.0, y]), (2, 6 * N, 4 * N)),
     "bools that are counted": (  # N / 4 bytes, in 8 of a result
-        lambda x, y: (x > y).sum(), (2, 2 * N + 2 * N // 4 + costs._COUNTING * N // 4 + 8, 2 * N + 8)
+        lambda x, y: (x > y).sum(),
+        (2, 2 * N + 2 * N // 4 + costs._COUNTING * N // 4 + 8, 2 * N + 8),
     ),
     "views": (lambda x, y: (x * y).t() * 2.0, (2, 5 * N, 3 * N)),
 }  # fmt: skip

@@ -30,6 +30,11 @@ NUMBERS = [
     "{a}.logsumexp(-1, keepdim=True)",
     "{a}.var(-1, keepdim=True, correction=0)",
     "{a}.mean((1, 2), keepdim=True)",
+    "({a} > {b}).sum(-1, keepdim=True) * 0.5",
+    "{a}.contiguous().max(-1, keepdim=True).values",
+    "{a}.min() * 0.5",
+    "{a}.max()",
+    "{a}.contiguous().argmin(-1, keepdim=True) * 0.25",
     "{a}.sum()",
     "{a}.amax()",
     "{a}.sum((-2, -1), keepdim=True) * 0.1",
@@ -59,6 +64,8 @@ ROWS = [
 VIEWS = [
     "{a}[:, :1] * {a}", "torch.cat([{a}, {d}], 1)[:, :{B}]", "{a}[:, :, :1] + {a}",
     "{a}.transpose(1, 2).contiguous().transpose(1, 2)", "{a}.flatten(1).view({A}, {B}, {C})",
+    "{a}.contiguous().roll(1, 2) - {a}", "torch.roll(x.contiguous(), (2, -1), (1, 2)) * {a}",
+    "y.contiguous().roll(-1, 0) + x.contiguous().roll(1, 1)",
 ]  # fmt: skip
 
 

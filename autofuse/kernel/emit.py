@@ -18,6 +18,7 @@ from .lower import Element
 from .source import (
     BROADCAST,
     ITEMSIZE,
+    ROLLED,
     THREADS_PER_BLOCK,
     UNIT,
     WARP,
@@ -92,6 +93,16 @@ def _loop(builder: ir.IRBuilder, start: Any, stop: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Turn:
+    """How an operand goes along an axis on which it begins somewhere in the middle."""
+
+    position: Any  # on the axis, of the first lane
+    stride: Any
+    start: Any  # of the first element of the loop
+    size: Any
+
+
+@dataclass(frozen=True, slots=True)
 class _Place:
     """Where one thread finds an operand."""
 
@@ -100,6 +111,7 @@ class _Place:
     offset: Any  # of its first lane, in elements
     distance: Any  # of its lanes
     begin: Any  # where the row begins, in elements
+    turn: _Turn | None = None  # how it goes along the row, if it is rolled
 
     @property
     def kind(self) -> Any:
@@ -195,20 +207,31 @@ class _Emitter:
         """Called once each, in parameter order."""
         builder, spaced = self.builder, self.source.spaced
         offset, distance = self.word(0), self.word(1)
-        begin = offset
+        begin, turn = offset, None
         for axis, (how, walk) in enumerate(zip(operand.axes, walks, strict=True)):
             if how == BROADCAST:
                 continue
             stride = self.word(1) if how == UNIT else next(self.strides)
-            if axis == len(walks) - 1:
+            last = axis == len(walks) - 1
+            if last:
                 begin, distance = offset, stride
                 if spaced:
                     distance = builder.mul(stride, self.word(WARP))
                 else:
                     walk = builder.mul(walk, self.word(self.source.lanes))
+            if how == ROLLED:
+                found = _Turn(walk, stride, next(self.strides), next(self.strides))
+                walk, turn = self._turned(found, 0), found if last else None
             step = walk if how == UNIT else builder.mul(walk, stride)
             offset = step if axis == 0 else builder.add(offset, step)
-        return _Place(operand, pointer, offset, distance, begin)
+        return _Place(operand, pointer, offset, distance, begin, turn)
+
+    def _turned(self, turn: _Turn, further: int) -> Any:
+        """Which element of a rolled axis lies so many behind the first lane's."""
+        builder = self.builder
+        at = builder.add(builder.add(turn.position, turn.start), self.word(further))
+        past = builder.icmp_unsigned(">=", at, turn.size)
+        return builder.select(past, builder.sub(at, turn.size), at)
 
     def _first(self, group: Any) -> Any:
         """The first of the spaced elements that a group of a row takes."""
@@ -225,6 +248,9 @@ class _Emitter:
         if place.operand.axes[-1] == BROADCAST:
             return place.offset
         at = self.builder.add(place.offset, self.builder.mul(place.distance, self.word(lane)))
+        if place.turn is not None:
+            along = self._turned(place.turn, WARP * lane if self.source.spaced else lane)
+            at = self.builder.add(place.begin, self.builder.mul(along, place.turn.stride))
         if not self.source.spaced:
             return at
         return self.builder.select(self.inside[lane], at, place.begin)  # what is read is not used

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..layout import Ints
-from ..program.program import CONST, Join, Program, Ref, View
+from ..program.program import CONST, Join, Pointwise, Program, Ref, Step, View
 
 # elements between neighbours up to which one thread reads several of them, from one cache line
 NEAR = 8
@@ -31,6 +31,7 @@ class Read:
     ref: Ref  # an Input, or a step whose value is stored
     offset: int  # elements from where its memory begins to the first one that is read
     walk: Ints  # elements along each axis of the loop
+    rolls: tuple[tuple[int, int], ...] = ()  # axes of the loop, from which element each begins
 
 
 Computed = tuple[int, Place]  # a step, and where it is computed
@@ -92,6 +93,8 @@ def _loop_over(
             step, found = steps[index], []
             for ref in step.args:
                 operand = _operand(program, given, ref, place, step.out.shape, sizes)
+                if rolls_of(step):
+                    operand = _rolled(operand, index, rolls_of(step), place, sizes)
                 if isinstance(operand, (Apart, _Cut)):
                     return operand
                 if isinstance(operand, tuple):
@@ -190,6 +193,31 @@ def _operand(
     if ref < 0 or ref in given:
         return Read(ref, *walk_of(spec.stride, own, len(sizes)))
     return ref, own
+
+
+def rolls_of(step: Step) -> tuple[Ints, ...]:
+    """By how much which dimensions of its operand are rolled."""
+    return step.op.rolls if isinstance(step, Pointwise) else ()
+
+
+def _rolled(
+    operand: Found | Apart | _Cut, index: int, rolls: tuple[Ints, ...], place: Place, sizes: Ints
+) -> Read | Apart | _Cut:
+    """`operand` of step `index`, which is computed at `place`, where it goes on from its beginning;
+    it has to be in memory, and an axis of the loop to go along a whole dimension."""
+    if isinstance(operand, tuple):
+        return Apart(operand[0])
+    if not isinstance(operand, Read):
+        assert isinstance(operand, (Apart, _Cut))
+        return operand
+    found = []
+    for dim, shift in rolls:
+        start, moves = place[dim]
+        (axis, *others) = [axis for axis, move in enumerate(moves) if move]
+        if start or others or moves[axis] != 1 or operand.rolls:
+            return Apart(index)
+        found.append((axis, sizes[axis] - shift))
+    return replace(operand, rolls=tuple(found))
 
 
 def walk_of(stride: Ints, place: Place, rank: int) -> tuple[int, Ints]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import layout
 from ..layout import Ints
+from ..ops.rolls import ROLLED
 from ..ops.row import Op
 from ..program.program import (
     ALIAS,
@@ -33,7 +34,7 @@ from ..program.program import (
 from ..program.walk import needed
 from . import maps
 from .maps import NEAR, Computed, Loop, Place, Read, loop_over, tiles, walk_of
-from .source import BROADCAST, ITEMSIZE, STRIDED, UNIT, WARP, Operand
+from .source import ITEMSIZE, STRIDED, UNIT, WARP, Operand, axes_of, numbers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ def completed(program: Program, device: str) -> Program:
         for ref in step.args if isinstance(step, Outside) else ():
             if 0 <= ref < CONST:
                 outputs.setdefault(ref, Output(ref, STORED))
-    if not any(isinstance(step, (View, Join)) for step in program.steps):
+    if not any(isinstance(step, (View, Join)) or maps.rolls_of(step) for step in program.steps):
         return replace(program, outputs=tuple(outputs[step] for step in sorted(outputs)))
     for output in program.outputs:
         if output.kind == ALIAS:
@@ -343,7 +344,7 @@ def _make_piece(
         step = steps[node[0]]
         assert isinstance(step, Pointwise)
         refs = tuple(map(local, loop.operands[node]))
-        op = step.op
+        op = ROLLED if step.op.rolls else step.op
         if op.by_scalar is not None and refs[-1] >= CONST:
             op = op.by_scalar
         for role, ref in zip(op.roles, refs, strict=True):
@@ -361,11 +362,17 @@ def _make_piece(
     reads = [steps[x.ref].out if x.ref >= 0 else program.inputs[~x.ref] for x in loads]
     results = [steps[index].out for index, _ in written]
     shape = results[0].shape
-    sizes, walks = layout.collapse(loop.sizes, [x.walk for x in [*stores, *loads]])
+    every = [*stores, *loads]
+    # an axis along which something is rolled stays one: nothing else moves along it alone
+    rolled = sorted({axis for x in every for axis, _ in x.rolls})
+    alone = [tuple([int(axis == k) for axis in range(len(loop.sizes))]) for k in rolled]
+    sizes, walks = layout.collapse(loop.sizes, [*[x.walk for x in every], *alone])
+    walks, alone = walks[: len(every)], walks[len(every) :]
+    axis_of = {axis: own.index(1) for axis, own in zip(rolled, alone, strict=True)}
     lanes, spaced = 1, False
     if device == "cuda":
         lanes = _lanes(sizes, walks, len(results), results + reads, len(lines))
-        if any(x.offset % lanes for x in [*stores, *loads]):  # they would never be aligned
+        if any(x.offset % lanes for x in every):  # they would never be aligned
             lanes = 1
     if device == "cuda" and lanes == 1 and all(walk[-1] in (0, 1) for walk in walks):
         # rows of 511 of bfloat16 go through a chain of three at 0.8 TB/s, those of 513 with four
@@ -375,8 +382,10 @@ def _make_piece(
     wide = is_wide(shape, sizes, walks, results + reads)
     # from here on in the order of a kernel's parameters
     walks = walks[len(results) :] + walks[: len(results)]
+    begins = [{axis_of[axis]: begin for axis, begin in x.rolls} for x in [*loads, *stores]]
     operands = [
-        Operand(spec.code, axes_of(walk)) for spec, walk in zip(reads + results, walks, strict=True)
+        Operand(spec.code, axes_of(walk, rolls))
+        for spec, walk, rolls in zip(reads + results, walks, begins, strict=True)
     ]
     plan = Plan(
         device=device,
@@ -404,7 +413,7 @@ def _make_piece(
         numel=layout.numel(shape),
         numbers=(
             *(*sizes[:-1], *_last_sizes(sizes[-1], lanes, spaced))[1:],
-            *strides_of(walks, operands),
+            *numbers_of(walks, operands, sizes, begins),
         ),
     )
 
@@ -418,16 +427,6 @@ def is_wide(
         for walk, spec in zip(walks, specs, strict=True)
     )
     return max(reach, layout.numel(shape)) >= 1 << 31
-
-
-def strides_of(walks: Sequence[Ints], operands: Sequence[Operand]) -> list[int]:
-    """The strides that a kernel is given: those of the STRIDED axes of its operands."""
-    return [
-        stride
-        for walk, operand in zip(walks, operands, strict=True)
-        for stride, how in zip(walk, operand.axes, strict=True)
-        if how == STRIDED
-    ]
 
 
 def unvectorised(piece: Piece) -> Piece:
@@ -446,14 +445,6 @@ def unvectorised(piece: Piece) -> Piece:
             *numbers[rank - 1 :],
         ),
     )
-
-
-def axes_of(walk: Ints) -> Ints:
-    """How an operand with these strides goes along each axis."""
-    axes = [STRIDED if stride else BROADCAST for stride in walk]
-    if walk[-1] == 1:
-        axes[-1] = UNIT
-    return tuple(axes)
 
 
 def _lanes(sizes: Ints, strides: list[Ints], stores: int, operands: list[Spec], length: int) -> int:

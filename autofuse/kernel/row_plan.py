@@ -19,7 +19,7 @@ from ..program.walk import needed
 from . import plan as pointwise
 from . import text
 from .division import PARTIAL, Scheme
-from .plan import Line, Piece, Plan, axes_of, is_wide, strides_of
+from .plan import Line, Piece, Plan, is_wide
 from .row_finish import STATISTICS, finish
 from .source import (
     BROADCAST,
@@ -32,6 +32,8 @@ from .source import (
     Rows,
     Stage,
     Walk,
+    axes_of,
+    numbers_of,
 )
 
 _HELD = 64  # registers for what a thread keeps of all operands of a stage
@@ -196,7 +198,7 @@ class RowPiece:
             offsets=(0,) * (len(self.loads) + len(stores)),
             stores=tuple(k for k, _, _ in stores),
             numel=numel(shape),
-            numbers=(*sizes[1:], *strides_of(walks, operands)),
+            numbers=(*sizes[1:], *numbers_of(walks, operands)),
             left=rows * self.blocks if self.blocks > 1 else 0,
         )
 

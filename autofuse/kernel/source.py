@@ -8,11 +8,14 @@ kernel language (f64 f32 f16 bf16 i64 i32 i16 i8 u8 b1) and the order of a kerne
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 Ints = tuple[int, ...]
-BROADCAST, UNIT, STRIDED = 0, 1, 2  # how an operand walks one axis of the loop
+# how an operand walks one axis of the loop; ROLLED goes on from its beginning where it ends
+BROADCAST, UNIT, STRIDED, ROLLED = range(4)
+NUMBERS = {STRIDED: 1, ROLLED: 3}  # that a kernel is given: the stride; also the shift and the size
 WARP = 32
 THREADS_PER_BLOCK = 128  # eager's block size on sm_90; 4-element threads reach copy bandwidth
 ITEMSIZE = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1,
@@ -29,7 +32,31 @@ class Operand:
     """A tensor that a kernel reads or writes."""
 
     code: str
-    axes: Ints  # BROADCAST, UNIT (innermost axis only) or STRIDED, outermost axis first
+    axes: Ints  # BROADCAST, UNIT (innermost axis only), STRIDED or ROLLED, outermost axis first
+
+
+def axes_of(walk: Ints, rolls: Container[int] = ()) -> Ints:
+    """How an operand with these strides goes along each axis; rolls: those that are ROLLED."""
+    axes = [STRIDED if stride else BROADCAST for stride in walk]
+    if walk[-1] == 1:
+        axes[-1] = UNIT
+    return tuple([ROLLED if axis in rolls else how for axis, how in enumerate(axes)])
+
+
+def numbers_of(
+    walks: Sequence[Ints], operands: Sequence[Operand], sizes: Ints = (),
+    rolls: Sequence[Mapping[int, int]] = (),
+) -> list[int]:  # fmt: skip
+    """What a kernel is given of `operands`: strides; of ROLLED axes also the element that each
+    begins from, in `rolls`, and the size."""
+    found: list[int] = []
+    for k, (walk, operand) in enumerate(zip(walks, operands, strict=True)):
+        for axis, how in enumerate(operand.axes):
+            if how == ROLLED:
+                found += [walk[axis], rolls[k][axis], sizes[axis]]
+            elif how == STRIDED:
+                found.append(walk[axis])
+    return found
 
 
 KEPT = 1 << 16  # what a Part reads of stage k: its operand is KEPT + 2k, softmax's shares 1 further
@@ -169,7 +196,7 @@ class Parameters:
         """The parameters of a kernel."""
         index = "i64" if source.wide else "i32"
         operands = [*source.loads, *source.stores]
-        strides = sum(axis == STRIDED for operand in operands for axis in operand.axes)
+        strides = sum(NUMBERS.get(axis, 0) for operand in operands for axis in operand.axes)
         codes = (
             ["u64"] * len(operands)
             + [*source.consts]
@@ -223,5 +250,5 @@ def nearest(source: Source, known: list[Source]) -> Source | None:
 
 def walk(axes: Ints) -> str:
     """How an operand goes through a loop, in words."""
-    names = {BROADCAST: "repeats", UNIT: "unit", STRIDED: "strided"}
+    names = {BROADCAST: "repeats", UNIT: "unit", STRIDED: "strided", ROLLED: "rolled"}
     return "x".join(names[axis] for axis in axes)

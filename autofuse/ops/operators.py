@@ -11,6 +11,7 @@ from . import groups as _groups  # noqa: F401
 from . import likelihood as _likelihood  # noqa: F401
 from . import losses as _losses  # noqa: F401
 from . import norms as _norms  # noqa: F401
+from . import rolls as _rolls  # noqa: F401
 from . import special as _special  # noqa: F401
 from . import truths as _truths  # noqa: F401
 

@@ -58,6 +58,8 @@ class Op:
         eager under grad.
     keeps: operands and `out` that eager's node saves even where no rule reads them; a Python
         number among them is saved as a tensor.
+    rolls: of one that gives its operand with elements moved around along dimensions: which, from
+        the first on, and by how many.
     eager: the torch function of the same operands, for chains that run without their kernel.
     costs: how many eager ops it counts for where the host's time is weighed.
     """
@@ -89,6 +91,7 @@ class Op:
     # (shape, stride of the operand) -> the result's, where eager takes several steps
     strides: Callable[[Ints, Ints], Ints] | None = None
     by_scalar: Op | None = None
+    rolls: tuple[tuple[int, int], ...] = ()
     eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given
     costs: int = 1
     names: tuple[str, ...] = field(init=False)

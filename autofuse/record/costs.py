@@ -14,7 +14,6 @@ from ..ops.row import OPS, Op
 from ..ops.views import JoinOp
 from ..program.program import CONST
 
-
 # torch takes as long for a bool that it counts as memory for 26 bytes (H200; bench/overhead.py)
 _COUNTING = 16
 

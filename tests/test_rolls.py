@@ -1,0 +1,297 @@
+"""`torch.roll`: a read that goes on from the beginning, without a copy."""
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+from test_groups import kernels  # noqa: F401
+from test_reductions import emulated, launched, recorded, recording, table  # noqa: F401
+
+import autofuse
+from support import assert_same, needs_cuda
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.bool)
+
+
+def values(shape, dtype=torch.float32, seed=0, device="cpu"):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 9
+    return (x > 0 if dtype is torch.bool else x.to(dtype)).to(device)
+
+
+def laplacian(u):
+    return (torch.roll(u, 1, 0) + torch.roll(u, -1, 0) + torch.roll(u, 1, 1)
+            + torch.roll(u, -1, 1) - 4.0 * u)  # fmt: skip
+
+
+def upwind(u):
+    """Of one dimension, and of what is computed: stored before it is read elsewhere."""
+    flux = u * u * 0.5
+    return u - 0.1 * (flux - flux.roll(1, -1))
+
+
+PROGRAMS = {
+    "a Laplacian": laplacian,
+    "a step of diffusion": lambda u: u + 0.1 * laplacian(u),
+    "both dimensions": lambda u: torch.roll(u, (1, -2), (0, 1)) * 2.0 + u,
+    "upwind": upwind,
+    "twice": lambda u: torch.roll(torch.roll(u, 1, 0) * 2.0, 3, 1) + u,
+    "a view of it": lambda u: torch.roll(u * 2.0, 1, 0)[1:] * 3.0 + u[1:],
+    "of a view": lambda u: torch.roll(u.t().contiguous() * 2.0, 1, 0) * 2.0,
+    "beside a row": lambda u: torch.roll(u, 2, 1) * u[0] + 1.0,
+    "joined": lambda u: torch.cat([torch.roll(u, 1, 1) * 2.0, u * 3.0]),
+    "held": lambda u: (h := torch.roll(u, 1, 0) * 2.0, h.roll(1, 0) + u),
+}
+SHAPES = ((4, 8), (3, 5), (1, 7), (6, 1), (16, 32), (33, 64))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_they_are_eagers(on, always, name):
+    for shape in SHAPES:
+        u = values(shape)
+        want = PROGRAMS[name](u)
+        for _ in range(3):
+            got = PROGRAMS[name](autofuse.wrap(u))
+            got, wanted = (list(t) if isinstance(t, tuple) else [t] for t in (got, want))
+            got = [autofuse.unwrap(autofuse.materialize(t)) for t in got]
+            assert_same(got, wanted, 1e-5, f"{shape}")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kernels_for_cuda_read_them(kernels, name):  # noqa: F811
+    for shape in SHAPES[:-1]:
+        u = values(shape)
+        want = PROGRAMS[name](u)
+        for _ in range(2):
+            got = PROGRAMS[name](autofuse.wrap(u))
+            got, wanted = (list(t) if isinstance(t, tuple) else [t] for t in (got, want))
+            got = [autofuse.unwrap(autofuse.materialize(t)) for t in got]
+            assert_same(got, wanted, 1e-5, f"{shape}")
+
+
+def test_a_stencil_of_memory_is_one_kernel(kernels):  # noqa: F811
+    u = values((6, 8))
+    for _ in range(3):
+        launched.clear()
+        autofuse.reset_stats()
+        got = autofuse.materialize(PROGRAMS["a step of diffusion"](autofuse.wrap(u)))
+        assert len(launched) == 1 and autofuse.stats().ops_eager == 0
+    assert_same(autofuse.unwrap(got), PROGRAMS["a step of diffusion"](u), 1e-6)
+
+
+def step_in_place(u, v):
+    u += 0.1 * laplacian(u)
+    return u
+
+
+def copied(u, v):
+    u.copy_(torch.roll(u, 1, 0) * 2.0)
+    return u
+
+
+def written_beside(u, v):
+    """Memory of another tensor, which nothing reads elsewhere."""
+    v.copy_(torch.roll(u, 1, 1) + v)
+    return v
+
+
+def written_rows(u, v):
+    u[1:] = (torch.roll(u, 1, 0) * 2.0)[1:]
+    return u
+
+
+def through_a_view(u, v):
+    half = u[: len(u) // 2 + 1]
+    half *= (torch.roll(u, 1, 0) * 2.0)[: len(half)]
+    return u
+
+
+def out_of(u, v):
+    torch.add(torch.roll(u, 1, 1) * 2.0, v, out=u)
+    return u
+
+
+def pending_in_place(u, v):
+    h = torch.roll(u, 1, 1) * 2.0
+    r = torch.roll(h, 1, 0)
+    h += 1.0
+    return r + h
+
+
+def written_after(u, v):
+    h = torch.roll(u, 1, 1) * 2.0
+    u.mul_(3.0)
+    return h + u
+
+
+WRITES = [step_in_place, copied, written_beside, written_rows, through_a_view, out_of,
+          pending_in_place, written_after]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", WRITES, ids=lambda program: program.__name__)
+def test_what_is_written_is_not_read_elsewhere_after(kernels, always, program):  # noqa: F811
+    """In three steps from where the last has left it, versions too."""
+    for shape in ((4, 8), (5, 7), (16, 64)):
+        u, v = values(shape), values(shape, seed=1)
+        mine, other = u.clone(), v.clone()
+        wrapped, beside = autofuse.wrap(mine), autofuse.wrap(other)
+        for _ in range(3):
+            want = program(u, v)
+            got = autofuse.unwrap(autofuse.materialize(program(wrapped, beside)))
+            assert_same(got, want, 1e-5, f"{shape}")
+            assert_same([mine, other], [u, v], 1e-5)
+            assert (mine._version, other._version) == (u._version, v._version)
+
+
+@pytest.mark.parametrize("program", WRITES, ids=lambda program: program.__name__)
+def test_the_same_by_kernels_of_the_cpu(on, always, program):
+    u, v = values((6, 40)), values((6, 40), seed=1)
+    mine, other = autofuse.wrap(u.clone()), autofuse.wrap(v.clone())
+    for _ in range(4):
+        want = program(u, v)
+        assert_same(autofuse.unwrap(autofuse.materialize(program(mine, other))), want, 1e-5)
+        assert_same([*map(autofuse.unwrap, (mine, other))], [u, v], 1e-5)
+
+
+CALLS = {
+    "a list of dimensions": lambda x: x.roll([1, 2], [0, 1]),
+    "of what is flat": lambda x: x.roll(3),
+    "by nothing": lambda x: x.roll(0, 1),
+    "all the way": lambda x: x.roll(8, 1),
+    "far": lambda x: x.roll(-1001, -1),
+    "a dimension twice": lambda x: x.roll((1, 1), (0, -2)),
+    "of one dimension": lambda x: x[0].clone().roll(2),
+    "more shifts than dimensions": lambda x: x.roll((1, 2), 0),
+    "more dimensions": lambda x: x.roll(1, (0, 1)),
+    "out of range": lambda x: x.roll(1, 2),
+    "a float": lambda x: x.roll(1.0, 0),
+    "of nothing": lambda x: x[:0].clone().roll(1, 0),
+    "a number": lambda x: x[0, 0].clone().roll(1, 0),
+    "of another order": lambda x: x.t().roll(1, 0),
+    "of a slice": lambda x: x[:, ::2].roll(1, 1),
+    "by names": lambda x: torch.roll(input=x, shifts=1, dims=0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_are_eagers(on, always, call):
+    def outcome(x):
+        try:
+            return CALLS[call](x * 2.0)
+        except (RuntimeError, IndexError, TypeError) as error:
+            return type(error), str(error)
+
+    x = values((4, 8))
+    for _ in range(3):
+        got, want = outcome(autofuse.wrap(x)), outcome(x)
+        if isinstance(want, torch.Tensor):
+            assert_same(autofuse.unwrap(autofuse.materialize(got)), want, None)
+        else:
+            assert got == want
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_every_dtype(on, always, dtype):
+    for shape, dim in itertools.product([(7,), (4, 6), (2, 3, 4), (2, 3, 2, 5)], range(-4, 4)):
+        if not -len(shape) <= dim < len(shape):
+            continue
+        x = values(shape, dtype)
+        got = autofuse.materialize(torch.roll(autofuse.wrap(x), 1, dim) == x)
+        assert_same(autofuse.unwrap(got), torch.roll(x, 1, dim) == x, None)
+
+
+def test_under_grad_they_are_torchs(on, always):
+    x = values((4, 8)).requires_grad_()
+    w = autofuse.wrap(x)
+    out = torch.roll(w * 2.0, 1, 0) * w
+    (got,) = torch.autograd.grad(autofuse.unwrap(autofuse.materialize(out)).sum(), x)
+    (want,) = torch.autograd.grad((torch.roll(x * 2.0, 1, 0) * x).sum(), x)
+    assert_same(got, want, 1e-6)
+
+
+def test_reductions_of_them_begin_another_chain(kernels):  # noqa: F811
+    u = values((6, 33))
+    for _ in range(3):
+        got = autofuse.materialize((torch.roll(autofuse.wrap(u), 1, 1) * u).amax(-1))
+        assert_same(autofuse.unwrap(got), (torch.roll(u, 1, 1) * u).amax(-1), None)
+        h = autofuse.wrap(u) * 2.0
+        got = autofuse.materialize(torch.roll(h - h.amax(-1, keepdim=True), 1, 1) + u)
+        want = torch.roll(u * 2.0 - (u * 2.0).amax(-1, keepdim=True), 1, 1) + u
+        assert_same(autofuse.unwrap(got), want, None)
+
+
+def test_shifts_are_no_part_of_a_kernel(kernels):  # noqa: F811
+    u = values((8, 16))
+    names = set()
+    for shift in range(1, 8):
+        launched.clear()
+        got = autofuse.materialize(torch.roll(autofuse.wrap(u), shift, 0) * 2.0)
+        assert_same(autofuse.unwrap(got), torch.roll(u, shift, 0) * 2.0, None)
+        names.add(id(launched[0][0]))
+    assert len(names) == 1
+
+
+def drawn(rng):
+    """The text of a program of stencils over u and v."""
+    lines, known = [], ["u", "v"]
+    for k in range(rng.randint(2, 8)):
+        a, b = rng.choice(known), rng.choice(known)
+        dims = rng.choice([(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+        shifts = tuple(rng.choice([-3, -1, 1, 2]) for _ in dims)
+        form = rng.choice([
+            f"torch.roll({a}, {shifts}, {dims})", f"torch.roll({a}, {shifts}, {dims}) - {b}",
+            f"{a} * {b}", f"{a} + 0.5 * {b}", f"{a} - {b}[:, :1]",
+            f"{a}.roll({shifts[0]}, {dims[0]}) * {b}[:1]",
+        ])  # fmt: skip
+        if rng.random() < 0.15:
+            target = rng.choice(["u", "v"])
+            lines.append(f"{target} += {a} * 0.5")
+        lines.append(f"h{k} = {form}")
+        known.append(f"h{k}")
+    body = "".join(
+        f"    {line}\n" for line in [*lines, f"return [h{k}, {rng.choice(known)} * 1.0]"]
+    )
+    return f"def run(u, v):\n{body}"
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("AUTOFUSE_TEST_ORDERS", "12"))))
+def test_random_stencils(kernels, always, seed):  # noqa: F811
+    rng = random.Random(f"{os.environ.get('AUTOFUSE_TEST_SEED', '1128')} {seed}")
+    space = {"torch": torch}
+    source = drawn(rng)
+    exec(source, space)
+    shape = [rng.choice([1, 2, 3]), rng.choice([1, 2, 5, 8]), rng.choice([1, 3, 8, 33, 64])]
+    own = [values(shape, seed=seed), values(shape, seed=seed + 1)]
+    want = space["run"](*(t := [x.clone() for x in own])), t
+    for _ in range(2):
+        mine = [x.clone() for x in own]
+        got = [autofuse.unwrap(autofuse.materialize(h))
+               for h in space["run"](*map(autofuse.wrap, mine))]  # fmt: skip
+        assert_same([got, mine], [*want], 1e-4, f"{shape}\n{source}")
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_on_a_gpu(name, dtype, always):
+    if dtype is torch.bool:
+        pytest.skip("programs of numbers")
+    for shape in (*SHAPES, (1000, 1000), (257, 1023), (2048, 4096)):
+        u = values(shape, dtype, device="cuda")
+        want = PROGRAMS[name](u)
+        for _ in range(2):
+            got = PROGRAMS[name](autofuse.wrap(u))
+            got, wanted = (list(t) if isinstance(t, tuple) else [t] for t in (got, want))
+            got = [autofuse.unwrap(autofuse.materialize(t)) for t in got]
+            assert_same(got, wanted, None, f"{shape}")
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_more_than_32_bits_count_on_a_gpu(always):
+    u = torch.randint(-9, 9, (3, (1 << 31) // 3 + 70), dtype=torch.int8, device="cuda")
+    for dim in (0, 1):
+        got = autofuse.materialize(torch.roll(autofuse.wrap(u), -5, dim) + 1)
+        assert torch.equal(autofuse.unwrap(got), torch.roll(u, -5, dim) + 1)
