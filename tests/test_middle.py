@@ -14,6 +14,7 @@ import io
 import pickle
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -330,6 +331,54 @@ def test_an_action_at_every_place(program, action, monkeypatch):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert count > (0 if native.active() else 60)
+
+
+@pytest.mark.parametrize("places", [Middle, *[JumpMiddle] * (sys.version_info < (3, 11))])
+@pytest.mark.parametrize("action", ["read", "write"])
+def test_a_thread_that_a_handler_waits_for_at_every_place(action, places, monkeypatch):
+    """It needs what is pending, also where its lock is taken and no flush is at it yet."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    monkeypatch.setattr(flushing, "_WAIT_SECONDS", 0.01)
+    x, stuck, errors = torch.rand(8), [], []
+    w = autofuse.wrap(x)
+
+    def program(held):
+        held.append(w * 2.0 + 1.0)
+        held[0].tolist()
+        held.append(held[0] * w)
+
+    def use(held):
+        try:
+            if action == "write":
+                w.mul_(1.0)
+            for value in held:
+                value.tolist()
+        except Exception as error:
+            errors.append(error)
+
+    want = [x * 2.0 + 1.0, (x * 2.0 + 1.0) * x]
+    for _ in range(3):
+        program([])
+    done = count = 0
+    while not done:
+        count += 1
+        held = []
+
+        def wait(held=held, count=count):
+            thread = threading.Thread(target=use, args=(held,))
+            thread.start()
+            thread.join(5)
+            if thread.is_alive():  # it is not, once this thread goes on
+                stuck.append((count, thread))
+
+        with places(count, wait) as middle:
+            program(held)
+        done = middle.left > 0
+        for _, thread in stuck:
+            thread.join()
+        assert not stuck and not errors, count
+        assert [value.tolist() for value in held] == [value.tolist() for value in want], count
+    assert count > 20
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

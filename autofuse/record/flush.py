@@ -124,12 +124,31 @@ def flush(
             tell(recorder)
         if done is not None:
             return done
+        if not taken and recorder.running is None:
+            _take(recorder)
         if not taken and recorder.running is not None and _foresee(recorder, recorder.running):
             return False
     return False
 
 
 _WAIT_SECONDS = 2.0
+
+
+def _take(recorder: Recorder) -> None:
+    """Take the chain of `recorder` for who holds its lock, but has no chain to compute.
+
+    A handler may run in the middle of that, and wait for this thread. Whoever holds the lock next
+    goes on with the chain, as after an interrupt.
+    """
+    # no Python runs from here...
+    spare = recorder.spare
+    if recorder.running is None and spare is not None and recorder.chain:
+        recorder.running, recorder.chain, recorder.spare = recorder.chain, spare, None
+        recorder.ident = 0  # a recording thread goes the slow path
+        recorder.reading = False
+        recorder.running.hooks = recorder.hooks
+        spare.tip = recorder.home
+    # ...to here
 
 
 def tell(recorder: Recorder) -> None:
