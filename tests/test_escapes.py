@@ -205,6 +205,21 @@ def test_cpp_below_torch_function_gets_values():
         assert torch.sum(x * 2).item() == 10.0
 
 
+def test_gradients_are_computed_where_torch_functions_are_off():
+    """As for a handler in the middle of an op: torch asks no class, and may seed by itself."""
+    x, p = torch.tensor(3.0), torch.tensor(2.0, requires_grad=True)
+    for off in (torch._C.DisableTorchFunctionSubclass, torch._C.DisableTorchFunction):
+        for seeds in ((), (torch.tensor(0.5),)):
+            found = []
+            for wrap in (lambda t: t, autofuse.wrap):
+                w, p.grad = wrap(x), None
+                with off():
+                    (g,) = torch.autograd.grad(w * p * 2.0, p, *seeds)
+                    torch.autograd.backward(w * p + p, *seeds)
+                found.append([g, p.grad])
+            assert_same(found[1], found[0], None)
+
+
 def test_data_and_grad_of_plain_tensors_take_values():
     x = autofuse.wrap(torch.randn(3))
     p = torch.zeros(3)

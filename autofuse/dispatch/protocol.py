@@ -97,7 +97,7 @@ def _behind(patch: Handler, asking: FrameType) -> Handler:
 
 # no gradient leads through these
 _CONSTANT = {"detach", "_local_scalar_dense", "eq", "ne", "lt", "le", "gt", "ge", "equal",
-             "is_same_size"}  # fmt: skip
+             "is_same_size", "ones_like", "zeros_like", "empty_like"}  # fmt: skip
 
 
 def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

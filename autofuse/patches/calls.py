@@ -12,7 +12,7 @@ from torch.utils._device import _device_constructors
 
 from ..chain.shell import Tensor
 from ..chain.state import counts, this_thread
-from ..dispatch.eager import lifted, run_default, run_eager
+from ..dispatch.eager import lifted, released, run_default, run_eager
 from ..dispatch.nested import mapped, wrapped_in
 from ..dispatch.protocol import ask_overrides
 from ..record.flush import flush_thread, value_of
@@ -132,6 +132,8 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if any([x.__class__ is Tensor for x in args[0]]):  # functions are off: C asks no class
+            args, kwargs = released(args, {}), released(kwargs, {})
         if not is_differentiating():  # or it is part of one
             counts.backwards += 1  # no bool: torch 2.9 to 2.11, tracing this, cannot add and log it
         place = config.backward_thread
