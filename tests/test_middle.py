@@ -18,6 +18,7 @@ import threading
 
 import pytest
 import torch
+from reduced import REDUCED
 from test_checkpoints import patient
 from test_interrupts import PROGRAMS as OTHERS
 from test_interrupts import (
@@ -33,6 +34,7 @@ from test_interrupts import (
     take_hooks_back,
     writes,
 )
+from test_reductions import recorded, recording  # noqa: F401
 
 import autofuse
 from autofuse import inside, lending
@@ -215,8 +217,8 @@ def test_a_write_of_what_was_read_at_every_place_of_another(outer, inner, monkey
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("recorded", [False, True])
-def test_hooks_are_told_the_same_whatever_else_is_saved_in_the_middle(recorded, monkeypatch):
+@pytest.mark.parametrize("pending", [False, True])
+def test_hooks_are_told_the_same_whatever_else_is_saved_in_the_middle(pending, monkeypatch):
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     x, p = torch.rand(32), torch.rand(32, requires_grad=True)
     q, told = torch.rand(2, 2, requires_grad=True), []
@@ -233,7 +235,7 @@ def test_hooks_are_told_the_same_whatever_else_is_saved_in_the_middle(recorded, 
 
     def save():
         with torch.enable_grad():
-            r = (autofuse.wrap(q) * q).relu() if recorded else q
+            r = (autofuse.wrap(q) * q).relu() if pending else q
             assert torch.autograd.grad((r @ r).sum(), q)[0].shape == q.shape
 
     with patient(pack):
@@ -292,6 +294,27 @@ ACTIONS = [name for name in vars(World) if not name.startswith("_")]
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_an_action_at_every_place(program, action, monkeypatch):
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    count = act_at_places(program, action)
+    assert count > (0 if native.active() else 60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("name", REDUCED)
+def test_an_action_at_places_of_reductions(recorded, on, name, action):  # noqa: F811
+    """At every 13th, of values with gradients and without."""
+
+    def program(held, w, v, p):
+        x, y = w.view(4, 8), v.view(4, 8)
+        held.append(REDUCED[name](x * 2.0 + y, y, w[:8], v[:8]))
+        held.append(REDUCED[name](x * p.view(4, 8), y, w[:8], p[:8]))
+        held.append(held[0] * 0.5)
+
+    act_at_places(program, action, 13)
+
+
+def act_at_places(program, action, step=1):
+    """Run `program` with an action at every `step`-th place; how many places there are."""
     x, z = torch.rand(32), torch.rand(32)
     p = torch.nn.Parameter(torch.rand(32))
     w, v = autofuse.wrap(x), autofuse.wrap(z)
@@ -308,7 +331,7 @@ def test_an_action_at_every_place(program, action, monkeypatch):
     done = count = left = grad_left = 0
     try:
         while not done:
-            count += 1
+            count += step
             world = World([], w, v, p)
             try:
                 with Middle(count, getattr(world, action)) as middle:
@@ -330,7 +353,7 @@ def test_an_action_at_every_place(program, action, monkeypatch):
         assert left <= 1 and grad_left <= (3 if action == "fail" and program is blocks else 0)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert count > (0 if native.active() else 60)
+    return count
 
 
 @pytest.mark.parametrize("places", [Middle, *[JumpMiddle] * (sys.version_info < (3, 11))])
