@@ -9,6 +9,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from reduced import REDUCED
+from test_reductions import recorded, recording  # noqa: F401
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -459,6 +461,39 @@ def test_backward_under_autocast_casts_as_eagers_does(dtype, tier, of_cuda, monk
     assert tier == "eager" or stats.kernels_launched > 2 * len(CAST_GRADIENTS)
 
 
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [name for name in REDUCED if name != "cross_entropy"])
+def test_reductions_in_blocks_within_blocks(recorded, of_cuda, on, always, name, dtype):  # noqa: F811
+    """Of values from outside and from blocks of other dtypes, or of none, that are pending."""
+
+    def run(wrap):
+        xs = [torch.linspace(0.1, 2, 32).view(4, 8), torch.linspace(1, 0.5, 32).view(4, 8)]
+        xs = [x.to(dtype).requires_grad_() for x in (*xs, xs[0][0], xs[1][0])]
+        x, y, w, b = (wrap(x) for x in xs)
+        call = REDUCED[name]
+        before = x * 1.5
+        with torch.autocast("cpu", torch.bfloat16):
+            outer = call(before, y, w, b)
+            with torch.autocast("cpu", torch.float16):
+                inner = call(before + x, y, w, b)
+                with torch.autocast("cpu", enabled=False):
+                    off = call(before * 0.5, y, w, b)
+                mixed = (outer.float() + inner).sum() + off.sum()
+            again = call(x - 0.25, y, w, b)
+        after = call(before, y, w, b) * again.to(dtype)
+        found = [outer, inner, off, mixed, again, after]
+        total = sum(one.float().sum() for one in found)
+        needs = [x for x in xs[: 2 + 2 * ("norm" in name)]]
+        with torch.autocast("cpu", torch.bfloat16):
+            found += torch.autograd.grad(total, needs, allow_unused=True)
+        return [one if one is None else autofuse.unwrap(one).detach() for one in found]
+
+    want = run(lambda t: t)
+    for _ in range(2):
+        assert_same(run(W), want, None)
+    assert autofuse.stats().ops_recorded > 16
+
+
 # --- what is not recorded: the casts of weights, and who keeps them ------------------------------
 
 
@@ -599,8 +634,7 @@ def test_a_grad_scaler_does_what_it_does_in_eager(device, monkeypatch):
             with torch.autocast(device, dtype):
                 loss = step(x, float("inf") if k == 3 else 1.0)
             scaled = scaler.scale(loss)
-            recorded = autofuse.is_pending(scaled)
-            assert recorded is (wrap is W)  # as any other product
+            assert autofuse.is_pending(scaled) is (wrap is W)  # as any other product
             scaled.backward()
             if k != 4:  # otherwise `step` does it
                 scaler.unscale_(optimizer)

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from reduced import REDUCED
+from test_reductions import recorded, recording  # noqa: F401
 
 import autofuse
 from autofuse.hot import native
@@ -628,3 +630,51 @@ def test_what_is_written_at_once_need_not_run_for_its_memory_before(
     seen = autofuse.stats()
     assert seen.flushes == {"write": 1} and seen.kernels_launched == 1
     assert "add_" not in [name for name, _ in seen.eager_ops]
+
+
+BETWEEN = {
+    "add_": lambda x, y, z: x.add_(1.0),
+    "of itself": lambda x, y, z: x.sub_(x.softmax(-1)),
+    "row": lambda x, y, z: x[1].mul_(0.5),
+    "column": lambda x, y, z: x.__setitem__((slice(None), 2), x.amax(-1)),
+    "by a view": lambda x, y, z: x.t()[3:].add_(y.t()[3:]),
+    "plain": lambda x, y, z: autofuse.unwrap(x).mul_(2.0),
+    "data": lambda x, y, z: x.data.fill_(0.25),
+    "out": lambda x, y, z: torch.sub(y, x.mean(-1, keepdim=True), out=x),
+    "reduced out": lambda x, y, z: torch.sum(x * y, -1, out=x[:, 0]),
+    "masked": lambda x, y, z: x.masked_fill_(x > y, 0.5),
+    "copy_": lambda x, y, z: x.copy_(y.softmax(0)),
+    "the result": lambda x, y, z: z.mul_(3.0),
+    "a view of the result": lambda x, y, z: z.view(-1)[:1].add_(1.0),
+    "of the result": lambda x, y, z: x.add_(z.sum()),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_writes_between_the_recording_of_reductions_and_their_flush(recorded, on, between, mode):  # noqa: F811
+    """Of an operand, of what shares its memory, and of the result; in eager's order, once each."""
+
+    def run(call, wrap):
+        x, y = torch.linspace(0.1, 2, 32).view(4, 8), torch.linspace(1, 0.5, 32).view(4, 8)
+        w, b = torch.rand(8), torch.rand(8)
+        x, y = wrap(x), wrap(y)
+        rows = x[1:3]
+        with mode():
+            z = call(x, y, w, b)
+            early, view = z * 2.0, z.view(-1)[:1]
+            below = rows.sum(-1)
+            BETWEEN[between](x, y, z)
+            found = [z, early, view, below, x, y, rows, call(x * 0.5, y, w, b), rows.mean(0)]
+            autofuse.materialize(*found)
+        return [autofuse.unwrap(one) for one in found], [
+            None if one.is_inference() else one._version for one in found
+        ]
+
+    for name, call in REDUCED.items():
+        torch.manual_seed(0)
+        want = run(call, lambda t: t)
+        for _ in range(2):
+            torch.manual_seed(0)
+            assert_same(run(call, W), want, None, name)
+    assert autofuse.stats().ops_recorded > 4 * len(REDUCED)
