@@ -13,7 +13,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from reduced import REDUCED
 from test_autograd_order import COUNT, SEED, Doubled, gradients, make_program, tensors
+from test_reductions import recorded, recording  # noqa: F401
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointError,
@@ -171,6 +173,45 @@ def test_a_hook_that_raises_raises_where_eager_does(way, device, tier):
     compared(program, way, device)
 
 
+@pytest.mark.parametrize("how", ["told", "save_on_cpu", "checkpoint", "reentrant", "detached"])
+@pytest.mark.parametrize("name", REDUCED)
+def test_reductions_under_hooks_and_in_checkpoints(recorded, on, always, name, how):  # noqa: F811
+    """What hooks are told, gradients, and again what is computed of them."""
+
+    def found(wrap):
+        xs = [x.requires_grad_() for x in (*torch.rand(2, 4, 8).unbind(), *torch.rand(2, 8))]
+        x, y, w, b = (wrap(x) for x in xs)
+        told = Told(xs, *CHANGES["cloned"])
+
+        def block(x, y, w, b):
+            z = REDUCED[name](x * y, y, w, b)
+            return z * 2.0, REDUCED[name](x - y * 0.5, y, w, b)
+
+        before = x * 0.5
+        if how == "told":
+            with saved_tensors_hooks(told.pack, told.unpack):
+                made = block(before, y, w, b)
+        elif how == "save_on_cpu":
+            with save_on_cpu():
+                made = block(before, y, w, b)
+        elif how == "detached":
+            with torch.no_grad():
+                made = block(before, y, w, b)
+            made = (*made, (before * made[0].mean()).sum())
+        else:
+            made = checkpoint(block, before, y, w, b, use_reentrant=how == "reentrant")
+        total = sum(one.sum() * 0.75 for one in made)
+        total.backward()
+        made = [autofuse.unwrap(one).detach() for one in (*made, total)]
+        return made, [x.grad for x in xs], told.events
+
+    torch.manual_seed(0)
+    want = found(lambda t: t)
+    for _ in range(2):
+        torch.manual_seed(0)
+        assert_same(found(autofuse.wrap), want, None)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", WAYS)
 def test_nested_hooks(way, device, tier):
@@ -253,19 +294,19 @@ def test_tensors_saved_on_the_cpu(way, device, tier):
 
 def test_hooks_of_one_thread_are_not_those_of_another(always):
     x = autofuse.wrap(leaves("cpu", 1)[0])
-    entered, recorded, packed = threading.Event(), threading.Event(), []
+    entered, over, packed = threading.Event(), threading.Event(), []
 
     def hook():
         with saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
             entered.set()
-            recorded.wait(10)
+            over.wait(10)
 
     thread = threading.Thread(target=hook)
     thread.start()
     assert entered.wait(10)
     y = x * x + 1.0
     assert autofuse.is_pending(y)
-    recorded.set()
+    over.set()
     thread.join()
     y.sum().backward()
     assert not packed and torch.equal(x.grad, 2.0 * x.detach())

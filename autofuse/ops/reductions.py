@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layout import Ints
-from ..torch_private import has_kernel
+from ..torch_private import has_kernel, top_hooks
 from .autocast import FLOAT32
 from .row import METHODS, OPS, Op, registrar
 
@@ -453,8 +453,14 @@ def normalize(
         return None
     if 0 in input.shape:  # whose strides are others without torch's `expand_as`
         return None
-    # that expands first, whose gradient is the sum that a quotient's has, too
-    return lambda: input / input.norm(p, dim, keepdim=True).clamp_min(eps)
+
+    def divided() -> torch.Tensor:
+        length = input.norm(p, dim, keepdim=True).clamp_min(eps)
+        # torch expands it first, whose gradient is the sum that a quotient's has, too; hooks are
+        # told of what is expanded
+        return input / (length if top_hooks() is None else length.expand_as(input))
+
+    return divided
 
 
 @cache
