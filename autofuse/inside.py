@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock, get_ident
 from traceback import clear_frames
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from . import hooks
 
@@ -47,6 +47,17 @@ def patience(seconds: float) -> float:
     from torch._C import _current_graph_task_id  # type: ignore[attr-defined] - not in workers
 
     return seconds if get_ident() not in helping and _current_graph_task_id() < 0 else 0.0
+
+
+@contextmanager
+def patient(lock: Any, seconds: float = 2.0) -> Iterator[None]:
+    """Hold `lock` if it is to be had in that time: who has it may wait for this thread."""
+    taken = lock.acquire(timeout=patience(seconds))
+    try:
+        yield
+    finally:
+        if taken:
+            lock.release()
 
 
 helping: dict[int, bool] = {}  # threads of `in_another_thread`, whose callers hold locks meanwhile

@@ -418,6 +418,22 @@ def extremes(device: str, numel: int, rounds: int) -> None:
             beside_eager(f"{name} {str(dtype)[6:]}", program, (x, y), device, rounds)
 
 
+@torch.no_grad()
+def rolls(device: str, numel: int, rounds: int) -> None:
+    """A step of a wave solver with periodic borders, of 256 x 256 and of `numel` / 4 elements."""
+    for side in (256, max(8, int((numel // 4) ** 0.5))):
+        for dtype in (torch.float32, torch.bfloat16):
+            u, before = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+            beside_eager(
+                f"a wave of {side}x{side} {str(dtype)[6:]}", _waved, (u, before), device, rounds
+            )
+
+
+def _waved(u: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    around = torch.roll(u, 1, 0) + torch.roll(u, -1, 0) + torch.roll(u, 1, 1) + torch.roll(u, -1, 1)
+    return 2.0 * u - before + 0.1 * (around - 4.0 * u)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -445,6 +461,7 @@ def main() -> None:
     columns(args.device, args.large, args.rounds)
     axes(args.device, args.large, args.rounds)
     extremes(args.device, args.large, args.rounds)
+    rolls(args.device, args.large, args.rounds)
 
 
 if __name__ == "__main__":

@@ -689,3 +689,26 @@ def test_nothing_is_said_of_a_short_one_or_to_a_file(monkeypatch):
         with progress.progress("compiling"):
             time.sleep(0.02)
         assert stream is None or stream.getvalue() == ""
+
+
+def test_what_is_pending_is_shown_though_somebody_holds_its_lock(on, monkeypatch, capsys):
+    """Who may wait for this thread, as a handler in the middle of a flush does."""
+    monkeypatch.setattr("autofuse.inside.patience", lambda seconds: min(seconds, 0.05))
+    y = autofuse.wrap(torch.ones(3)) * 2.0
+    lock, held, done = y._af.recorder.lock, threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert held.wait(20)
+        autofuse.show(y)
+        assert "v0 = mul(x0, 2.0)" in capsys.readouterr().out
+    finally:
+        done.set()
+        thread.join()
+    assert autofuse.unwrap(autofuse.materialize(y)).tolist() == [2.0, 2.0, 2.0]

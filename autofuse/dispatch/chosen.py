@@ -14,7 +14,8 @@ import torch
 from ..chain.shell import Tensor
 from ..chain.state import this_thread
 from ..inside import is_foreign
-from ..ops.row import Several
+from ..ops.reductions import Reduction
+from ..ops.row import Op, Several
 from ..record.record import record
 from ..torch_private import looked_on
 
@@ -130,6 +131,13 @@ def _placed(chosen: Any, values: tuple[Any, ...]) -> Any:
     op, operands = chosen
     parts = [places.get(id(x), (x,)) for x in operands]
     made = [part[0] for part in parts if part.__class__ is tuple]
-    if any(x.__class__ not in _NUMBERS for x in made) or (made and zeros):
+    if any(not _is_kept(x, op) for x in made) or (made and zeros):
         return None
     return (op, *parts)
+
+
+def _is_kept(made: Any, op: Op) -> bool:
+    """Whether a chooser makes it again for a call with the same key: a number, or the places in a
+    row of the last dimension."""
+    places = isinstance(op, Reduction) and op.reads_places and isinstance(made, torch.Tensor)
+    return made.__class__ in _NUMBERS or (places and made.ndim == 1)

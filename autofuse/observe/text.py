@@ -9,6 +9,7 @@ import torch
 
 from ..chain.shell import Held, Lost, Tensor
 from ..chain.state import Node
+from ..inside import patient
 from ..lines import shown
 from ..program.program import CONST
 from ..program.walk import needed
@@ -104,8 +105,8 @@ def expression(x: torch.Tensor) -> str:
     if not isinstance(node, Node):
         return f"concrete, {_about(node.real if isinstance(node, Held) else x)}: nothing is pending"
     recorder = node.recorder
-    with recorder.lock:
-        chain = recorder.chain
+    with patient(recorder.lock):
+        chain = recorder.running or recorder.chain
         consts = list(chain.consts)
         meta = node.meta
         if x._af is not node or meta is None:

@@ -7,11 +7,13 @@ it: of places in a row no order of comparing decides which is the first.
 
 from __future__ import annotations
 
+import math
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
+from ..layout import Ints
 from ..torch_private import InferenceMode
 from .arithmetic import CASTS
 from .reductions import (
@@ -67,21 +69,29 @@ def _first(name: str, over: Over, dtype: torch.dtype) -> Reduction:
                      eager=lambda x, p: function(x, dim, keepdim)[0], **over._asdict())  # fmt: skip
 
 
-def _places(x: Any, over: Over) -> torch.Tensor | None:
-    """A number for each place in a row of `x`, to be read with it; None where it cannot be made."""
-    on_cuda = x.device.type == "cuda"
-    stream = torch.cuda.current_stream(x.device).cuda_stream if on_cuda else 0
-    shape = tuple(x.shape) if over.of_all else x.shape[over.axes[0] :]
-    row = shape if over.of_all else (shape[0], *[1] * (len(shape) - 1))
-    return _kept_places(tuple(row), x.device, stream)
+def _places(x: Any, over: Over) -> torch.Tensor:
+    """A number for each place in a row of `x`, to be read with it."""
+    shape = tuple(x.shape)
+    if not over.of_all:
+        axis = over.axes[0]
+        shape = (shape[axis], *[1] * (-1 - axis))
+    return _kept_places(shape, x.device)
 
 
 @lru_cache(64)
-def _kept_places(shape: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
-    """Of a stream, on which it is made and read."""
+def _kept_places(shape: Ints, device: torch.device) -> torch.Tensor:
+    """There for every stream when this returns, which waits for nothing but a copy."""
     with InferenceMode(False):
-        count = torch.Size(shape).numel()
-        return torch.arange(count, dtype=torch.float32, device=device).view(shape)
+        places = torch.arange(math.prod(shape), dtype=torch.float32, device="cpu").view(shape)
+        if device.type == "cpu":
+            return places
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a graph's memory is not for others: torch does it")
+        apart = torch.cuda.Stream(device)
+        with torch.cuda.stream(apart):
+            places = places.to(device)
+            apart.synchronize()
+        return places
 
 
 def _is_found(x: Any, dim: Any, keepdim: Any) -> Over | None:
@@ -92,8 +102,7 @@ def _is_found(x: Any, dim: Any, keepdim: Any) -> Over | None:
     count = x.numel() if over.of_all else x.shape[dim]
     if not 1 < count <= _LONGEST or (over.of_all and not x.is_contiguous()):
         return None
-    capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return None if capturing else over  # a graph's memory is not for others
+    return over
 
 
 def _selecting(name: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..chain.state import Chain, all_recorders
+from ..inside import patient
 from ..run.runner import Runner
 
 open_ranges: list[Callable[[str], contextlib.AbstractContextManager[Any]]] = []  # for profilers
@@ -24,7 +25,7 @@ def annotate(make: Callable[[str], contextlib.AbstractContextManager[Any]], on: 
             return
         open_ranges.append(make) if on else open_ranges.remove(make)
     for recorder in all_recorders:
-        with recorder.lock:
+        with patient(recorder.lock):
             for runner in recorder.runners:
                 if runner.recorded:  # autograd's have no flush
                     annotated(runner)
