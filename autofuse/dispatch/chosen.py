@@ -88,8 +88,9 @@ def follow_cudnn() -> None:
 class Choices(dict[Any, Any]):
     """By the keys of calls of one function, what its chooser would say of them again.
 
-    That is (op, *operands), each of which is the position of an argument or a number in a tuple; or
-    the position of the argument that is handed back; or False where it leaves the call to torch; or
+    That is (op, *operands), each of which is the position of an argument, or a number or the places
+    in a row in a tuple; or a list of two of these, behind what makes one result of theirs; or the
+    position of the argument that is handed back; or False where it leaves the call to torch; or
     None where it has to be asked. Machine code keeps it, if the arguments are still what the key
     says.
     """
@@ -126,18 +127,27 @@ def _placed(chosen: Any, values: tuple[Any, ...]) -> Any:
     places = {id(value): k for k, value in reversed([*enumerate(values)])}
     if isinstance(chosen, torch.Tensor):
         return places.get(id(chosen))
-    if chosen.__class__ is not tuple:
-        return None
-    op, operands = chosen
+    if chosen.__class__ is Several:  # whose keys have all of the shape
+        each = [
+            _operands(op, operands, places, zeros, every=True) for op, operands in chosen.chosen
+        ]
+        return None if None in each or len(each) != 2 else [chosen.kind, *each]
+    return _operands(*chosen, places, zeros) if chosen.__class__ is tuple else None
+
+
+def _operands(
+    op: Op, operands: tuple[Any, ...], places: dict[int, int], zeros: int, every: bool = False
+) -> tuple[Any, ...] | None:
+    """An op and its operands, by `places` of arguments; None where they may be others next time.
+
+    A chooser makes the same again for calls with the same key: numbers, and the places in a row,
+    of the last dimension or of every one.
+    """
     parts = [places.get(id(x), (x,)) for x in operands]
     made = [part[0] for part in parts if part.__class__ is tuple]
-    if any(not _is_kept(x, op) for x in made) or (made and zeros):
-        return None
-    return (op, *parts)
-
-
-def _is_kept(made: Any, op: Op) -> bool:
-    """Whether a chooser makes it again for a call with the same key: a number, or the places in a
-    row of the last dimension."""
-    places = isinstance(op, Reduction) and op.reads_places and isinstance(made, torch.Tensor)
-    return made.__class__ in _NUMBERS or (places and made.ndim == 1)
+    in_rows = isinstance(op, Reduction) and op.reads_places
+    for x in made:
+        row = in_rows and isinstance(x, torch.Tensor) and (every or x.ndim == 1)
+        if x.__class__ not in _NUMBERS and not row:
+            return None
+    return None if made and zeros else (op, *parts)

@@ -8,7 +8,7 @@ from ..dispatch.unrecorded import Known
 from .c import *
 from .call import left_eager
 from .choice import choice_for
-from .record import placed, recorded_as
+from .record import placed, recorded_as, tupled
 from .values import class_of, current_recorder, has_target, is_ours, looked_on
 from .write import is_free, wrote
 
@@ -38,6 +38,8 @@ def spelling(table, function, args, count, names) -> object:
         return 0
     if class_of(found) is int:
         return kept(args[int(found)])
+    if class_of(found) is list:
+        return several(entry, kept(found), args, count, names)
     known: Known = entry[1]
     reason = known.reason
     if found is not False:
@@ -47,6 +49,28 @@ def spelling(table, function, args, count, names) -> object:
         node: Node = result
         reason = node.counted
     return left_eager(entry, reason, args, count, names)
+
+
+def several(entry, found: list, args, count, names) -> object:
+    """Two results of a class that a chooser has found, as `chosen.recorded`."""
+    results = room(2)
+    first = recorded_as(TELL, found[1], args)
+    if first == 0:
+        return 0
+    if class_of(first) is Node:
+        node: Node = first
+        return left_eager(entry, node.counted, args, count, names)
+    second = recorded_as(TELL, found[2], args)
+    if second == 0:
+        return 0
+    if class_of(second) is Node:
+        other: Node = second
+        return left_eager(entry, other.counted, args, count, names)
+    results[0] = first
+    results[1] = second
+    both = tupled(results, 2)
+    results[0] = both
+    return PyObject_Vectorcall(found[0], results, 1, 0)
 
 
 def written(entry, args, count, names: tuple) -> object:
