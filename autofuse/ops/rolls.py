@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..layout import Ints
-from .row import Op, row, spelled
+from .row import OPS, Op, row, spelled
 
 ROLLED = row("rolled", "x", "x", accepts="fib", contiguous="cpu cuda", eager=torch.clone)
 
@@ -36,4 +36,6 @@ def roll(input: Any, shifts: Any, dims: Any = None) -> tuple[Op, tuple[Any, ...]
     sizes = {d % input.ndim: input.shape[d] for d in dims}
     moved = [(d, shift % n) for (d, n), shift in zip(sizes.items(), shifts, strict=False)]
     rolls = tuple([(d, by) for d, by in moved if by])
-    return (_roll(shifts, dims, rolls), (input,)) if rolls and len(sizes) == len(dims) else None
+    if len(sizes) < len(dims):
+        return None
+    return (_roll(shifts, dims, rolls) if rolls else OPS["clone_contiguous"]), (input,)
