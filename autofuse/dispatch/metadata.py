@@ -1,19 +1,25 @@
-"""Metadata: answered by the shell itself, nothing runs."""
+"""Metadata: answered by the shell itself, nothing runs; and what reads nothing else of a tensor."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ..chain.shell import Held, Tensor
+from ..chain.state import Node, this_thread
+from ..inside import is_foreign
+from ..program.program import Spec
 from ..record.writes import pending_version
-from ..torch_private import functions_off, looked_on
+from ..torch_private import InferenceMode, dispatch_modes, functions_off, looked_on
 from .eager import Handler, Plain, run_eager
-from .handlers import HOT, handle
+from .handlers import HOT, handle, unhandled
 from .protocol import HANDLERS, OPTIONS
+from .unrecorded import known_of
 
 _PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu is_meta is_sparse "
@@ -23,6 +29,13 @@ _METHODS = (
     "size stride dim numel nelement ndimension storage_offset is_contiguous element_size "
     "is_floating_point is_complex is_signed is_conj is_neg is_inference get_device dim_order "
     "is_same_size __len__"
+).split()
+
+
+# what makes a tensor as another is; and for its dtype and device
+_LIKE = (
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty "
+    "new_zeros new_ones new_full"
 ).split()
 
 
@@ -48,7 +61,43 @@ def _reading(base: Handler) -> Handler:
     return read
 
 
+def _making(func: Handler) -> Handler:
+    """A handler for what makes a tensor and reads no values: of a pending one nothing runs."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not args or this_thread.closed or looked_on() or dispatch_modes():
+            return run_eager(func, args, kwargs)
+        x = args[0]
+        state = x._af if x.__class__ is Tensor else None
+        more = any([isinstance(y, Plain) for y in (*args[1:], *kwargs.values())])
+        if not isinstance(state, Node) or state.meta is None or more:
+            return run_eager(func, args, kwargs)
+        stand = _without_memory(state.meta.spec, state.meta.dtype)
+        options = kwargs if kwargs.get("device") else {**kwargs, "device": state.meta.device}
+        try:
+            return run_eager(func, (stand, *args[1:]), options)
+        except Exception as error:
+            if is_foreign(error):
+                raise
+            return run_eager(func, args, kwargs)  # eager PyTorch will say it
+
+    handler, known = functools.wraps(func)(call), known_of(func)
+    if known.in_c:
+        HOT.append(("returning", handler, (func, known)))
+    return handler
+
+
+@lru_cache(256)
+def _without_memory(spec: Spec, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on no device that lies as such a one would."""
+    with InferenceMode(False):
+        return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta")
+
+
 def install_metadata() -> None:
+    for name in _LIKE:
+        for place, func in unhandled(name):
+            handle(place, name, _making(func))
     for name in _PROPERTIES:
         base = getattr(Plain, name, None)
         if base is None:
