@@ -46,28 +46,25 @@ PROGRAMS = {
 SHAPES = ((4, 8), (3, 5), (1, 7), (6, 1), (16, 32), (33, 64))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_they_are_eagers(on, always, name):
-    for shape in SHAPES:
-        u = values(shape)
+def compare(name, shapes, rtol, **how):
+    for shape in shapes:
+        u = values(shape, **how)
         want = PROGRAMS[name](u)
         for _ in range(3):
             got = PROGRAMS[name](autofuse.wrap(u))
             got, wanted = (list(t) if isinstance(t, tuple) else [t] for t in (got, want))
             got = [autofuse.unwrap(autofuse.materialize(t)) for t in got]
-            assert_same(got, wanted, 1e-5, f"{shape}")
+            assert_same(got, wanted, rtol, f"{shape}")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_they_are_eagers(on, always, name):
+    compare(name, SHAPES, 1e-5)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_for_cuda_read_them(kernels, name):  # noqa: F811
-    for shape in SHAPES[:-1]:
-        u = values(shape)
-        want = PROGRAMS[name](u)
-        for _ in range(2):
-            got = PROGRAMS[name](autofuse.wrap(u))
-            got, wanted = (list(t) if isinstance(t, tuple) else [t] for t in (got, want))
-            got = [autofuse.unwrap(autofuse.materialize(t)) for t in got]
-            assert_same(got, wanted, 1e-5, f"{shape}")
+    compare(name, SHAPES[:-1], 1e-5)
 
 
 def test_a_stencil_of_memory_is_one_kernel(kernels):  # noqa: F811
@@ -278,14 +275,8 @@ def test_random_stencils(kernels, always, seed):  # noqa: F811
 def test_on_a_gpu(name, dtype, always):
     if dtype is torch.bool:
         pytest.skip("programs of numbers")
-    for shape in (*SHAPES, (1000, 1000), (257, 1023), (2048, 4096)):
-        u = values(shape, dtype, device="cuda")
-        want = PROGRAMS[name](u)
-        for _ in range(2):
-            got = PROGRAMS[name](autofuse.wrap(u))
-            got, wanted = (list(t) if isinstance(t, tuple) else [t] for t in (got, want))
-            got = [autofuse.unwrap(autofuse.materialize(t)) for t in got]
-            assert_same(got, wanted, None, f"{shape}")
+    shapes = (*SHAPES, (1000, 1000), (257, 1023), (2048, 4096))
+    compare(name, shapes, None, dtype=dtype, device="cuda")
 
 
 @pytest.mark.cuda
