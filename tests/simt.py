@@ -369,7 +369,9 @@ class Translation:
     def cast(self, it):
         (a,) = it.operands
         x, to, name = self.value(a), it.type, it.opname
-        if name in ("zext", "inttoptr"):
+        if name == "zext":
+            return f"int({x})"
+        if name == "inttoptr":
             return x
         if name == "trunc":
             return f"{x} & {(1 << to.width) - 1}"

@@ -10,6 +10,8 @@ from test_groups import kernels  # noqa: F401
 from test_reductions import emulated, launched, recorded, recording, table  # noqa: F401
 
 import autofuse
+from autofuse import errors
+from autofuse.ops import rolls
 from support import assert_same, needs_cuda
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.bool)
@@ -38,6 +40,14 @@ PROGRAMS = {
     "upwind": upwind,
     "twice": lambda u: torch.roll(torch.roll(u, 1, 0) * 2.0, 3, 1) + u,
     "a view of it": lambda u: torch.roll(u * 2.0, 1, 0)[1:] * 3.0 + u[1:],
+    "its beginning": lambda u: torch.roll(u, len(u) - 1, 0)[: len(u) // 2 + 1] * 3.0 + 1.0,
+    "its end cut off": lambda u: torch.roll(u, 1, 1)[:, :-1] * 2.0 - u[:, 1:],
+    "its middle": lambda u: torch.roll(u, (-2, 3), (0, 1))[1:-1, 1:] * u[1:-1, 1:],
+    "every second": lambda u: torch.roll(u, 1, 1)[:, ::2] * 2.0,
+    "one row of it": lambda u: torch.roll(u, 1, 0)[0] * 3.0 + u[-1],
+    "one column of it": lambda u: torch.roll(u, 1, 1)[:, 0:1] * u,
+    "its diagonal": lambda u: torch.roll(u, 1, 1).diagonal() * 2.0,
+    "turned and cut": lambda u: torch.roll(u, 1, 0).t()[:-1] * 2.0,
     "of a view": lambda u: torch.roll(u.t().contiguous() * 2.0, 1, 0) * 2.0,
     "beside a row": lambda u: torch.roll(u, 2, 1) * u[0] + 1.0,
     "joined": lambda u: torch.cat([torch.roll(u, 1, 1) * 2.0, u * 3.0]),
@@ -47,6 +57,7 @@ SHAPES = ((4, 8), (3, 5), (1, 7), (6, 1), (16, 32), (33, 64))
 
 
 def compare(name, shapes, rtol, **how):
+    errors._said.clear()
     for shape in shapes:
         u = values(shape, **how)
         want = PROGRAMS[name](u)
@@ -55,6 +66,7 @@ def compare(name, shapes, rtol, **how):
             got, wanted = (list(t) if isinstance(t, tuple) else [t] for t in (got, want))
             got = [autofuse.unwrap(autofuse.materialize(t)) for t in got]
             assert_same(got, wanted, rtol, f"{shape}")
+    assert not errors._said  # no kernel has failed
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -162,6 +174,10 @@ CALLS = {
     "more shifts than dimensions": lambda x: x.roll((1, 2), 0),
     "more dimensions": lambda x: x.roll(1, (0, 1)),
     "out of range": lambda x: x.roll(1, 2),
+    "no dimensions": lambda x: x.roll((), ()),
+    "beyond int64": lambda x: x.roll(2**70, 1),
+    "beyond int64, by something": lambda x: x.roll(2**70 + 1, 1),
+    "as far as int64": lambda x: x.roll(2**62 + 1, 1),
     "a float": lambda x: x.roll(1.0, 0),
     "of nothing": lambda x: x[:0].clone().roll(1, 0),
     "a number": lambda x: x[0, 0].clone().roll(1, 0),
@@ -176,7 +192,7 @@ def test_calls_are_eagers(on, always, call):
     def outcome(x):
         try:
             return CALLS[call](x * 2.0)
-        except (RuntimeError, IndexError, TypeError) as error:
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
             return type(error), str(error)
 
     x = values((4, 8))
@@ -196,6 +212,19 @@ def test_of_every_dtype(on, always, dtype):
         x = values(shape, dtype)
         got = autofuse.materialize(torch.roll(autofuse.wrap(x), 1, dim) == x)
         assert_same(autofuse.unwrap(got), torch.roll(x, 1, dim) == x, None)
+
+
+def test_shifts_that_are_others_each_time_come_to_an_end(on, always, monkeypatch):
+    """As of augmentations: each would be a program of its own."""
+    monkeypatch.setattr(rolls, "_known", {})
+    w, u = autofuse.wrap(values((4, 1000))), values((4, 1000))
+    for shift in range(1, 200):
+        got = autofuse.materialize(torch.roll(w * 2.0, shift, 1) + 1.0)
+        assert_same(autofuse.unwrap(got), torch.roll(u * 2.0, shift, 1) + 1.0, None)
+    assert len(rolls._known) == rolls._MOST
+    autofuse.reset_stats()
+    autofuse.materialize(torch.roll(w * 2.0, 1, 1) + 1.0)  # these stay
+    assert autofuse.stats().ops_eager == 0
 
 
 def test_under_grad_they_are_torchs(on, always):
@@ -229,26 +258,32 @@ def test_shifts_are_no_part_of_a_kernel(kernels):  # noqa: F811
     assert len(names) == 1
 
 
+def expression(rng, depth):
+    """One over u and v, of their shape, or for a view of it of a part that all have."""
+    if depth == 0:
+        return rng.choice("uv")
+    a, b = expression(rng, depth - 1), expression(rng, rng.randint(0, depth - 1))
+    dims = rng.choice([(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+    shifts = tuple(rng.choice([-3, -1, 1, 2, 5]) for _ in dims)
+    return rng.choice([
+        f"torch.roll({a}, {shifts}, {dims})", f"(torch.roll({a}, {shifts}, {dims}) - {b})",
+        f"({a} * {b})", f"({a} + 0.5 * {b})", f"({a} - {b}[:, :1])", f"({b}[:, :, -1:] + {a})",
+        f"torch.cat([{a}[:, 1:], {a}[:, :1]], 1)",
+    ])  # fmt: skip
+
+
+PARTS = ["", "[:, :-1]", "[..., :-1]", "[..., 1:]", "[:, 0]", "[:, :1]", "[:, ::2]", "[..., ::3]",
+         ".transpose(0, 2)[:-1]", ".diagonal(0, 1, 2)", "[:1]", "[:, -1:, 1:]"]  # fmt: skip
+
+
 def drawn(rng):
     """The text of a program of stencils over u and v."""
-    lines, known = [], ["u", "v"]
-    for k in range(rng.randint(2, 8)):
-        a, b = rng.choice(known), rng.choice(known)
-        dims = rng.choice([(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
-        shifts = tuple(rng.choice([-3, -1, 1, 2]) for _ in dims)
-        form = rng.choice([
-            f"torch.roll({a}, {shifts}, {dims})", f"torch.roll({a}, {shifts}, {dims}) - {b}",
-            f"{a} * {b}", f"{a} + 0.5 * {b}", f"{a} - {b}[:, :1]",
-            f"{a}.roll({shifts[0]}, {dims[0]}) * {b}[:1]",
-        ])  # fmt: skip
+    lines = []
+    for k in range(rng.randint(1, 3)):
         if rng.random() < 0.15:
-            target = rng.choice(["u", "v"])
-            lines.append(f"{target} += {a} * 0.5")
-        lines.append(f"h{k} = {form}")
-        known.append(f"h{k}")
-    body = "".join(
-        f"    {line}\n" for line in [*lines, f"return [h{k}, {rng.choice(known)} * 1.0]"]
-    )
+            lines.append(f"{rng.choice('uv')} += {expression(rng, 1)} * 0.5")
+        lines.append(f"h{k} = ({expression(rng, rng.randint(1, 3))}){rng.choice(PARTS)} * 2.0")
+    body = "".join(f"    {line}\n" for line in [*lines, f"return [h{k}, h0 + 1.0]"])
     return f"def run(u, v):\n{body}"
 
 
@@ -261,11 +296,13 @@ def test_random_stencils(kernels, always, seed):  # noqa: F811
     shape = [rng.choice([1, 2, 3]), rng.choice([1, 2, 5, 8]), rng.choice([1, 3, 8, 33, 64])]
     own = [values(shape, seed=seed), values(shape, seed=seed + 1)]
     want = space["run"](*(t := [x.clone() for x in own])), t
+    errors._said.clear()
     for _ in range(2):
         mine = [x.clone() for x in own]
         got = [autofuse.unwrap(autofuse.materialize(h))
                for h in space["run"](*map(autofuse.wrap, mine))]  # fmt: skip
         assert_same([got, mine], [*want], 1e-4, f"{shape}\n{source}")
+    assert not any("failed" in said for said in errors._said), errors._said
 
 
 @pytest.mark.cuda

@@ -31,7 +31,8 @@ class Read:
     ref: Ref  # an Input, or a step whose value is stored
     offset: int  # elements from where its memory begins to the first one that is read
     walk: Ints  # elements along each axis of the loop
-    rolls: tuple[tuple[int, int], ...] = ()  # axes of the loop, from which element each begins
+    # axes of the loop, from which element each begins, and the size of the dimension in memory
+    rolls: tuple[tuple[int, int, int], ...] = ()
 
 
 Computed = tuple[int, Place]  # a step, and where it is computed
@@ -94,7 +95,7 @@ def _loop_over(
             for ref in step.args:
                 operand = _operand(program, given, ref, place, step.out.shape, sizes)
                 if rolls_of(step):
-                    operand = _rolled(operand, index, rolls_of(step), place, sizes)
+                    operand = _rolled(operand, index, rolls_of(step), place, step.out.shape)
                 if isinstance(operand, (Apart, _Cut)):
                     return operand
                 if isinstance(operand, tuple):
@@ -201,23 +202,31 @@ def rolls_of(step: Step) -> tuple[Ints, ...]:
 
 
 def _rolled(
-    operand: Found | Apart | _Cut, index: int, rolls: tuple[Ints, ...], place: Place, sizes: Ints
+    operand: Found | Apart | _Cut, index: int, rolls: tuple[Ints, ...], place: Place, shape: Ints
 ) -> Read | Apart | _Cut:
-    """`operand` of step `index`, which is computed at `place`, where it goes on from its beginning;
-    it has to be in memory, and an axis of the loop to go along a whole dimension."""
+    """`operand` of step `index`, of a value of `shape` that is computed at `place`, where it goes
+    on from its beginning; it has to be in memory, and a dimension along one axis of the loop, which
+    goes along no other."""
     if isinstance(operand, tuple):
         return Apart(operand[0])
     if not isinstance(operand, Read):
         assert isinstance(operand, (Apart, _Cut))
         return operand
-    found = []
+    if operand.rolls:
+        return Apart(index)
+    found, offset = [], operand.offset
     for dim, shift in rolls:
         start, moves = place[dim]
-        (axis, *others) = [axis for axis, move in enumerate(moves) if move]
-        if start or others or moves[axis] != 1 or operand.rolls:
+        axes = [axis for axis, move in enumerate(moves) if move]
+        if len(axes) != 1 or moves[axes[0]] != 1:
             return Apart(index)
-        found.append((axis, sizes[axis] - shift))
-    return replace(operand, rolls=tuple(found))
+        (axis,) = axes
+        if any(other[axis] for k, (_, other) in enumerate(place) if k != dim):
+            return Apart(index)
+        size = shape[dim]
+        found.append((axis, (start - shift) % size, size))
+        offset -= start * operand.walk[axis]
+    return replace(operand, offset=offset, rolls=tuple(found))
 
 
 def walk_of(stride: Ints, place: Place, rank: int) -> tuple[int, Ints]:

@@ -364,7 +364,7 @@ def _make_piece(
     shape = results[0].shape
     every = [*stores, *loads]
     # an axis along which something is rolled stays one: nothing else moves along it alone
-    rolled = sorted({axis for x in every for axis, _ in x.rolls})
+    rolled = sorted({axis for x in every for axis, *_ in x.rolls})
     alone = [tuple([int(axis == k) for axis in range(len(loop.sizes))]) for k in rolled]
     sizes, walks = layout.collapse(loop.sizes, [*[x.walk for x in every], *alone])
     walks, alone = walks[: len(every)], walks[len(every) :]
@@ -382,7 +382,7 @@ def _make_piece(
     wide = is_wide(shape, sizes, walks, results + reads)
     # from here on in the order of a kernel's parameters
     walks = walks[len(results) :] + walks[: len(results)]
-    begins = [{axis_of[axis]: begin for axis, begin in x.rolls} for x in [*loads, *stores]]
+    begins = [{axis_of[axis]: turn for axis, *turn in x.rolls} for x in [*loads, *stores]]
     operands = [
         Operand(spec.code, axes_of(walk, rolls))
         for spec, walk, rolls in zip(reads + results, walks, begins, strict=True)
@@ -413,7 +413,7 @@ def _make_piece(
         numel=layout.numel(shape),
         numbers=(
             *(*sizes[:-1], *_last_sizes(sizes[-1], lanes, spaced))[1:],
-            *numbers_of(walks, operands, sizes, begins),
+            *numbers_of(walks, operands, begins),
         ),
     )
 

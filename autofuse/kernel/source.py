@@ -44,8 +44,8 @@ def axes_of(walk: Ints, rolls: Container[int] = ()) -> Ints:
 
 
 def numbers_of(
-    walks: Sequence[Ints], operands: Sequence[Operand], sizes: Ints = (),
-    rolls: Sequence[Mapping[int, int]] = (),
+    walks: Sequence[Ints], operands: Sequence[Operand], 
+    rolls: Sequence[Mapping[int, Sequence[int]]] = (),
 ) -> list[int]:  # fmt: skip
     """What a kernel is given of `operands`: strides; of ROLLED axes also the element that each
     begins from, in `rolls`, and the size."""
@@ -53,7 +53,7 @@ def numbers_of(
     for k, (walk, operand) in enumerate(zip(walks, operands, strict=True)):
         for axis, how in enumerate(operand.axes):
             if how == ROLLED:
-                found += [walk[axis], rolls[k][axis], sizes[axis]]
+                found += [walk[axis], *rolls[k][axis]]
             elif how == STRIDED:
                 found.append(walk[axis])
     return found
