@@ -222,6 +222,15 @@ def test_long_rows_have_no_places(recorded):  # noqa: F811
         assert autofuse.is_pending(w.argmax(-1)) is pending
 
 
+def test_what_is_left_to_torch_once_is_not_for_ever(recorded):  # noqa: F811
+    """Where what decides it is no part of what machine code knows a call by."""
+    for left, kept, dim in (((1000, 100), (10, 100), None), ((1, 100), (10, 100), 0)):
+        for shape, pending in ((left, False), (kept, True), (left, False), (kept, True)):
+            for _ in range(4):
+                w = autofuse.wrap(table(*shape)) * 2.0
+                assert autofuse.is_pending(w.argmax(dim)) is pending
+
+
 @pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("dtype", DTYPES)

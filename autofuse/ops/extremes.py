@@ -33,6 +33,12 @@ _reduced = registrar(REDUCTIONS)
 _PLACE = Op("place_of", "x m p", "p if x == m or x != x else inf")
 _LARGEST = Op("largest_at", "x p i", "x if p == i else -inf")
 _SMALLEST = Op("smallest_at", "x p i", "x if p == i else inf")
+
+
+class _AskAgain(ValueError):
+    """Torch does it, this time: what decides that is no part of what choosers are known by."""
+
+
 _LONGEST = 1 << 16  # rows of which places are kept: of longer ones several blocks share one
 
 
@@ -78,20 +84,28 @@ def _places(x: Any, over: Over) -> torch.Tensor:
     return _kept_places(shape, x.device)
 
 
-@lru_cache(64)
-def _kept_places(shape: Ints, device: torch.device) -> torch.Tensor:
-    """There for every stream when this returns, which waits for nothing but a copy."""
+@cache
+def _all_places(device: torch.device) -> torch.Tensor:
+    """For rows of any length; there for every stream when this returns, which waits for nothing but
+    a copy."""
     with InferenceMode(False):
-        places = torch.arange(math.prod(shape), dtype=torch.float32, device="cpu").view(shape)
+        places = torch.arange(_LONGEST, dtype=torch.float32, device="cpu")
         if device.type == "cpu":
             return places
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a graph's memory is not for others: torch does it")
+            raise _AskAgain
         apart = torch.cuda.Stream(device)
         with torch.cuda.stream(apart):
             places = places.to(device)
             apart.synchronize()
         return places
+
+
+@lru_cache(256)
+def _kept_places(shape: Ints, device: torch.device) -> torch.Tensor:
+    places = _all_places(device)
+    with InferenceMode(False):
+        return places[: math.prod(shape)].view(shape)
 
 
 def _is_found(x: Any, dim: Any, keepdim: Any) -> Over | None:
@@ -100,9 +114,8 @@ def _is_found(x: Any, dim: Any, keepdim: Any) -> Over | None:
     if over is None or (dim is not ABSENT and type(dim) is not int):
         return None
     count = x.numel() if over.of_all else x.shape[dim]
-    if not 1 < count <= _LONGEST or (over.of_all and not x.is_contiguous()):
-        return None
-    return over
+    contiguous = not over.of_all or x.is_contiguous()
+    return over if 1 < count <= _LONGEST and contiguous else None
 
 
 def _selecting(name: str) -> None:
@@ -130,7 +143,11 @@ def _finding(name: str) -> None:
         input: Any, dim: Any = None, keepdim: bool = False
     ) -> tuple[Reduction, tuple[Any, ...]] | None:
         over = _is_found(input, ABSENT if dim is None else dim, keepdim)
-        return None if over is None else (_place(name, over), (input, _places(input, over)))
+        if over is not None:
+            return _place(name, over), (input, _places(input, over))
+        if is_recordable(input) and input.ndim > 1 and dim not in (-1, input.ndim - 1):
+            raise _AskAgain
+        return None
 
 
 for _name in ("max", "min"):
