@@ -1,5 +1,6 @@
 """Kernels that reduce are compared before they are used, on a GPU that is not verified."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -170,6 +171,41 @@ def test_one_that_cannot_be_compared_stays_unused(kernels, unverified, monkeypat
     assert [launches(largest, x, y) for _ in range(2)] == [0, 1]
 
 
+def test_an_interrupted_comparison_counts_for_nothing(kernels, unverified, monkeypatch):  # noqa: F811
+    """Whatever lies in the memory that it had taken for what it finds."""
+    monkeypatch.setattr(proof, "bits_differ", lambda got, want: torch.ones(1) > 0)
+    x, y = table(5, 40), table(5, 40, 1)
+    stack, empty = torch.stack, torch.empty
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).zero_())
+    launches(largest, x, y)
+    for _ in range(ROUNDS):
+        monkeypatch.setattr(torch, "stack", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            launches(largest, x, y)
+        monkeypatch.setattr(torch, "stack", stack)
+    for _ in range(ROUNDS + 4):
+        assert launches(largest, x, y) == 0
+
+
+def test_where_there_is_no_memory_it_is_tried_again(kernels, unverified, monkeypatch):  # noqa: F811
+    x, y = table(5, 40), table(5, 40, 1)
+    make, failures = proof.made_up, []
+
+    def short_of_memory(*args):
+        if len(failures) < 2:
+            failures.append(args)
+            raise torch.OutOfMemoryError
+        return make(*args)
+
+    monkeypatch.setattr(proof, "made_up", short_of_memory)
+    found = [launches(largest, x, y) for _ in range(ROUNDS + 6)]
+    assert len(failures) == 2 and found[-2:] == [1, 1]
+
+
 class _Event:
     """Over when it is asked for the third time."""
 
@@ -184,10 +220,16 @@ class _Event:
 def test_nobody_waits_for_a_comparison(unverified):
     """The next begins when the last is over, and nothing is read before."""
     made, begun = Proof(CPU, ["sum"], "about"), []
+    begin = made._begin
+
+    def begin_on_a_gpu(*args):
+        begin(*args)
+        made._found = made._found[0], _Event()
+
+    made._begin = begin_on_a_gpu
 
     def compute(operands):
         begun.append(operands)
-        made._event = _Event()
         return [x * 2.0 for x in operands]
 
     x = table(2, 3)

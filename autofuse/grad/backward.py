@@ -181,7 +181,7 @@ class Backward:
             warn_once(f"autofuse: a backward runs as torch ops, its kernel failed: {error!r}")
             self.answers[key] = None
             return None
-        if arrived is not None:
+        if arrived is not None or answer.is_refused:
             self.answers[key] = arrived
         return arrived
 

@@ -202,6 +202,11 @@ class Expected:
         self.order = Order([piece.plan for piece in self.pieces], device, counted=False)
         self.proof: Proof | None = None  # that they may be used, once they are there
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether torch's ops do it for good, for the kernels gave other bits."""
+        return self.proof is not None and self.proof.holds is False
+
     def ready(self) -> Answer | None:
         """The Answer, or None; asks for the kernels that are missing."""
         tape, device = self.tape, self.tape.recorder.device

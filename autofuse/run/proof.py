@@ -35,6 +35,7 @@ from .eager import Operands, replayed, replaying
 Compute = Callable[[Sequence[torch.Tensor]], Sequence[Any]]  # of operands; tensors, or None
 KINDS = ("plain", "wide", "special")
 _ROUNDS = 2 * KINDS
+_MOST_FAILURES = 3  # of comparisons for which there was no memory: that may come
 _SPECIAL = (math.inf, -math.inf, math.nan, -0.0, 0.0, 1e-40, -3e-41)
 
 
@@ -45,8 +46,9 @@ class Proof:
         """names: of the reductions. about: all that decides an order."""
         self.device, self.names, self.about = device, tuple(names), about
         self.round = 0
-        self._differs: torch.Tensor | None = None  # whether a bit does, in memory of the host...
-        self._event: torch.cuda.Event | None = None  # ...once this has come
+        # whether a bit differs, in memory of the host, once an event on CUDA has come
+        self._found: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._failures = 0  # for want of memory
         self.holds: bool | None = None
         if verified.is_proven(device, about):
             self.holds = True
@@ -61,14 +63,21 @@ class Proof:
                     return warn_once(
                         f"autofuse: a CUDA graph has captured a chain of {', '.join(self.names)} "
                         "as eager ops, for its kernel was not compared with these yet. Run the "
-                        f"chain {len(_ROUNDS) + config.compile_after} times before the capture."
+                        f"chain {config.compile_after} times, call autofuse.wait(), and run it "
+                        f"{len(_ROUNDS) + 1} times more before the capture."
                     )
-                if self._differs is not None and not self._ended():
+                found = self._found
+                if found is not None and not self._ended(*found):
                     return
                 if self.round == len(_ROUNDS):
                     return self._close(True)
                 try:
                     self._begin(ours, eager, like)
+                except torch.OutOfMemoryError:
+                    self._failures += 1
+                    if self._failures > _MOST_FAILURES:
+                        self.holds = False  # in this process
+                    return
                 except Exception as error:
                     if is_foreign(error):
                         raise
@@ -88,24 +97,23 @@ class Proof:
             for got, want in zip(ours(operands), eager(operands), strict=True)
             if want is not None
         ]
-        self.round += 1
         on_cuda = self.device.type == "cuda"
-        self._differs = torch.empty((), dtype=torch.bool, pin_memory=on_cuda)
-        self._differs.copy_(torch.stack(found).any(), non_blocking=True)
+        differs, event = torch.empty((), dtype=torch.bool, pin_memory=on_cuda), None
+        differs.copy_(torch.stack(found).any(), non_blocking=True)
         if on_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(self.device))
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+        # an interrupt before this leaves the round to the next call
+        self._found, self.round = (differs, event), self.round + 1
 
-    def _ended(self) -> bool:
+    def _ended(self, differing: torch.Tensor, event: torch.cuda.Event | None) -> bool:
         """Whether the last comparison is over; what it has found counts then."""
-        if self._event is not None:
+        if event is not None:
             if config.compile == "now":
-                self._event.synchronize()
-            elif not self._event.query():
+                event.synchronize()
+            elif not event.query():
                 return False
-        assert self._differs is not None
-        differs = bool(self._differs)
-        self._differs = self._event = None
+        differs, self._found = bool(differing), None
         if differs:
             self._close(False)
         return not differs
@@ -161,11 +169,12 @@ def proof_of(
     names = sorted({node.op.name for node in nodes if _is_asked(node.op)})
     if not names or verified.is_trusted(device) or nodes[-1].relaxed:
         return None
+    ops = [(node.op.name, getattr(node.op, "axes", ())) for node in nodes if _is_asked(node.op)]
     about = tuple(
         (key_of(kernel.source, "cuda"), piece.numbers, piece.numel.bit_length())
         for kernel, piece in zip(kernels, pieces, strict=True)
     )
-    return Proof(device, names, about)
+    return Proof(device, names, (*ops, *about))
 
 
 def _is_asked(op: object) -> TypeGuard[Op]:
