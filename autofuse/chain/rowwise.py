@@ -139,7 +139,7 @@ def _reason(op: Reduction, kinds: Sequence[Meta | type], device: torch.device) -
         if role in ("promote", "channel") and not isinstance(kind, Meta):
             return "numbers in place of tensors"
     x, *affine = [kind for kind in kinds if isinstance(kind, Meta)]
-    taken = x.dtype in DTYPES or (op.is_of_truth and x.dtype is torch.bool)
+    taken = x.dtype in DTYPES or (op.has_no_order and x.dtype is torch.bool)
     if device.type not in DEVICES or not taken or not x.ndim:
         return "a reduction of another kind"
     if any(meta.device is not device for meta in (x, *affine)):
@@ -175,7 +175,7 @@ def _has_graph(tip: Node, metas: list[Meta]) -> bool:
 
 def _ungraded(op: Reduction, metas: list[Meta], device: torch.device, tip: Node) -> str:
     """Why `op` over such operands has to be differentiated by eager PyTorch alone; empty if not."""
-    if op.is_of_truth or not _has_graph(tip, metas):
+    if op.has_no_order or not _has_graph(tip, metas):
         return ""
     if not has_node(op, device.type):
         return "a reduction that autograd takes apart"

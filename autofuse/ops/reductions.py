@@ -99,8 +99,9 @@ class Reduction(Op):
         return self.names[1:] == ("p",)
 
     @property
-    def is_of_truth(self) -> bool:
-        """Whether it is of what holds, which no order decides and which has no gradient."""
+    def has_no_order(self) -> bool:
+        """Whether no order decides its bits: of what holds, how often, or where something lies. It
+        has no gradient."""
         return self.result in (torch.bool, torch.int64)
 
     @property

@@ -32,6 +32,7 @@ def _roll(shifts: Ints, dims: Ints, rolls: tuple[Ints, ...]) -> Op | None:
 @spelled()
 def roll(input: Any, shifts: Any, dims: Any = None) -> tuple[Op, tuple[Any, ...]] | None:
     shifts, dims = ((x,) if type(x) is int else x for x in (shifts, dims))
+    shifts, dims = (tuple(x) if type(x) is list else x for x in (shifts, dims))
     if dims is None and input.ndim == 1:
         dims = (0,)
     if type(shifts) is not tuple or type(dims) is not tuple or not 0 < len(dims) == len(shifts):

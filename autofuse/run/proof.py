@@ -200,7 +200,7 @@ def made_up(like: torch.Tensor, kind: str, generator: torch.Generator) -> torch.
 def filled(count: int, kind: str, generator: torch.Generator, apart: int) -> torch.Tensor:
     """So many float32 numbers: "plain"; "wide", of very different sizes; "special", with
     infinities, NaN, zeros and subnormal numbers, each once in `apart`."""
-    make = {"device": generator.device, "generator": generator}
+    make: Any = {"device": generator.device, "generator": generator, "dtype": torch.float32}
     values = torch.randn(count, **make)
     if kind == "wide":
         values = values * torch.exp(4 * torch.randn(count, **make))
