@@ -12,6 +12,7 @@ SHAPES = {
     "transposed": lambda x: x.t(), "every second": lambda x: x[:, ::2],
     "expanded": lambda x: x[:1].expand(3, 4), "nothing": lambda x: x[:0],
     "a column": lambda x: x[:, :1].contiguous(), "images of one": lambda x: x.view(6, 1, 2, 2),
+    "a turned row": lambda x: x[:1].t().contiguous().t(), "a turned column": lambda x: x.t()[:, :1],
     "channels_last": lambda x: x.view(2, 3, 2, 2).to(memory_format=torch.channels_last),
 }  # fmt: skip
 MAKERS = {

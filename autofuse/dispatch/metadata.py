@@ -61,8 +61,11 @@ def _reading(base: Handler) -> Handler:
     return read
 
 
-def _making(func: Handler) -> Handler:
-    """A handler for what makes a tensor and reads no values: of a pending one nothing runs."""
+def _making(func: Handler, like: bool) -> Handler:
+    """A handler for what makes a tensor and reads no values: of a pending one nothing runs.
+
+    like: whether it reads strides, too.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not args or this_thread.closed or looked_on() or dispatch_modes():
@@ -70,10 +73,11 @@ def _making(func: Handler) -> Handler:
         x = args[0]
         state = x._af if x.__class__ is Tensor else None
         more = any([isinstance(y, Plain) for y in (*args[1:], *kwargs.values())])
-        if not isinstance(state, Node) or state.meta is None or more:
+        meta = state.meta if isinstance(state, Node) and not more else None
+        if meta is None or (like and 1 in meta.shape and not meta.flat):  # or others' strides count
             return run_eager(func, args, kwargs)
-        stand = _without_memory(state.meta.spec, state.meta.dtype)
-        options = kwargs if kwargs.get("device") else {**kwargs, "device": state.meta.device}
+        stand = _without_memory(meta.spec, meta.dtype)
+        options = kwargs if kwargs.get("device") else {**kwargs, "device": meta.device}
         try:
             return run_eager(func, (stand, *args[1:]), options)
         except Exception as error:
@@ -97,7 +101,7 @@ def _without_memory(spec: Spec, dtype: torch.dtype) -> torch.Tensor:
 def install_metadata() -> None:
     for name in _LIKE:
         for place, func in unhandled(name):
-            handle(place, name, _making(func))
+            handle(place, name, _making(func, name.endswith("_like")))
     for name in _PROPERTIES:
         base = getattr(Plain, name, None)
         if base is None:
