@@ -475,6 +475,9 @@ EXPLAINED: dict[str, Callable[[Case, set[tuple[str, str]]], bool]] = {
         and any(t.requires_grad for t in tensors(case.values))
     ),
     "in place on a real tensor it does nothing": lambda case, eager: case.entry == "conj_physical",
+    "a roll of what is not contiguous, or empty": lambda case, eager: (
+        case.entry == "roll" and not (case.values[0].is_contiguous() and case.values[0].numel())
+    ),
     "a copy into another layout": lambda case, eager: case.entry == "contiguous",
     "an empty pending value whose strides TensorIterator would not give": lambda case, eager: (
         "pending" in case.variant and not case.values[0].numel()
