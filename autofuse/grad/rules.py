@@ -204,7 +204,7 @@ class Expected:
 
     @property
     def is_refused(self) -> bool:
-        """Whether torch's ops do it for good, for the kernels gave other bits."""
+        """Whether torch's ops do it for good, as the proof has it."""
         return self.proof is not None and self.proof.holds is False
 
     def ready(self) -> Answer | None:
