@@ -227,6 +227,20 @@ def test_shifts_that_are_others_each_time_come_to_an_end(on, always, monkeypatch
     assert autofuse.stats().ops_eager == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim, fused", [(0, True), (1, False)])
+def test_on_a_cpu_rows_that_wrap_are_left_to_torch_where_they_are_long(on, dtype, dim, fused):
+    """Their loops are not vectorised."""
+    u = values((256, 256), dtype)
+    w = autofuse.wrap(u)
+    for _ in range(8):
+        autofuse.reset_stats()
+        got = autofuse.materialize(torch.roll(w, 1, dim) + w * 2.0 - w)
+        left = {name for name, _ in autofuse.stats().eager_ops}
+        assert_same(autofuse.unwrap(got), torch.roll(u, 1, dim) + u * 2.0 - u, 1e-2)
+    assert ("rolled" not in left) is fused, left
+
+
 def test_under_grad_they_are_torchs(on, always):
     x = values((4, 8)).requires_grad_()
     w = autofuse.wrap(x)

@@ -76,6 +76,10 @@ _GRAD_US = {
 _ARITHMETIC_US, _FUNCTION_US = 0.05, 1.0
 _FUNCTIONS_US = {"sigmoid": 0.22, "silu": 0.23, "rsqrt": 0.23, "sqrt": 0.38, "gelu": 0.47,
                  "exp": 0.65, "tanh": 2.2}  # fmt: skip
+# ...and what reading on from the beginning of the last dimension takes there, where nothing is
+# vectorised, of 16 bits and of more: a wave of 256x256 (bench/overhead.py) otherwise lost, at 1.06
+# and 4.1 of eager's time
+_TURNED_US = {2: 2.2, 4: 0.5}
 # what memory moves in 1 us; of a CPU, by what arithmetic on three tensors of float32 takes
 _BYTES_PER_US = {"cuda": 4e6, "cpu": 12 * 1000 / _ARITHMETIC_US}
 # us that one processor of a GPU takes for an op on an element, functions in ops (`kernel.plan`);
@@ -201,6 +205,8 @@ def _work(nodes: list[Node]) -> float:
         each = _ARITHMETIC_US
         if calls_functions(node.op, node.common):
             each = _FUNCTIONS_US.get(node.op.name, _FUNCTION_US)
+        if any([dim == node.meta.ndim - 1 for dim, _ in getattr(node.op, "rolls", ())]):
+            each -= 2 * _TURNED_US[min(max(node.meta.dtype.itemsize, 2), 4)]  # kernels take half
         total += each * math.prod(node.meta.shape) / 1000
     return total
 
