@@ -361,6 +361,7 @@ def act_at_places(program, action, step=1):
 def test_a_thread_that_a_handler_waits_for_at_every_place(action, places, monkeypatch):
     """It needs what is pending, also where its lock is taken and no flush is at it yet."""
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    monkeypatch.setattr(autofuse.config, "native", False)  # in machine code there are no places
     monkeypatch.setattr(flushing, "_WAIT_SECONDS", 0.01)
     x, stuck, errors = torch.rand(8), [], []
     w = autofuse.wrap(x)
