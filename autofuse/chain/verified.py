@@ -60,9 +60,8 @@ def refusal(device: torch.device, kind: str = "") -> str:
     are not."""
     if _assumed or device.type not in COMPARED:
         return ""
-    found = "a reduction, of which `python -m autofuse verify` found other bits than eager's"
     if _found(device) is False:
-        return found
+        return "a reduction, of which `python -m autofuse verify` found other bits than eager's"
     if kind and not is_trusted(device) and _found(device, kind) is False:
         return f"{kind}, of which a kernel has given other bits than eager's on this GPU"
     return ""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ def _making(func: Handler, like: bool) -> Handler:
                 raise
             return run_eager(func, args, kwargs)  # eager PyTorch will say it
 
-    handler, known = functools.wraps(func)(call), known_of(func)
+    handler, known = wraps(func)(call), known_of(func)
     if known.in_c:
         HOT.append(("returning", handler, (func, known)))
     return handler

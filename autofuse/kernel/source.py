@@ -44,9 +44,10 @@ def axes_of(walk: Ints, rolls: Container[int] = ()) -> Ints:
 
 
 def numbers_of(
-    walks: Sequence[Ints], operands: Sequence[Operand], 
+    walks: Sequence[Ints],
+    operands: Sequence[Operand],
     rolls: Sequence[Mapping[int, Sequence[int]]] = (),
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """What a kernel is given of `operands`: strides; of ROLLED axes also the element that each
     begins from, in `rolls`, and the size."""
     found: list[int] = []

@@ -132,9 +132,8 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if args and any(
-            [x.__class__ is Tensor for x in args[0]]
-        ):  # functions are off: C asks no class
+        # functions are off: C asks no class
+        if args and any([x.__class__ is Tensor for x in args[0]]):
             args, kwargs = released(args, {}), released(kwargs, {})
         if not is_differentiating():  # or it is part of one
             counts.backwards += 1  # no bool: torch 2.9 to 2.11, tracing this, cannot add and log it

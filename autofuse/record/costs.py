@@ -62,9 +62,9 @@ def traffic(nodes: list[Node], results: Sequence[int]) -> tuple[int, int]:
 
     for node in _eager(nodes):
         every += size(node.index) + sum(map(size, node.args))
-        if isinstance(node.op, Reduction) and node.op.name in ("sum", "count_nonzero"):
-            if node.op.has_no_order:
-                every += _COUNTING * sum(map(size, node.args))
+        counts = isinstance(node.op, Reduction) and node.op.name in ("sum", "count_nonzero")
+        if counts and node.op.has_no_order:  # type: ignore[union-attr]
+            every += _COUNTING * sum(map(size, node.args))
     stored = stored_of(nodes, results)
     kernels = max(1, len(shapes_of(nodes, stored)))
     if rows is not None and rows.blocks == 1:

@@ -21,6 +21,7 @@ from ..chain.steps import statistics_of
 from ..errors import warn_once
 from ..inside import is_foreign
 from ..kernel.plan import Piece
+from ..layout import reach
 from ..ops.reductions import Reduction
 from ..ops.row import Op
 from ..program.program import ALIAS, STORED, Output
@@ -191,10 +192,9 @@ def made_up(like: torch.Tensor, kind: str, generator: torch.Generator) -> torch.
     """
     if not like.dtype.is_floating_point or not like.numel():
         return like
-    shape, stride = like.shape, like.stride()
-    extent = 1 + sum((n - 1) * apart for n, apart in zip(shape, stride, strict=True))
-    row = shape[-1] if shape else 1
-    return filled(extent, kind, generator, 8 * row).to(like.dtype).as_strided(shape, stride)
+    shape, stride = tuple(like.shape), like.stride()
+    values = filled(reach(shape, stride), kind, generator, 8 * (shape or (1,))[-1])
+    return values.to(like.dtype).as_strided(shape, stride)
 
 
 def filled(count: int, kind: str, generator: torch.Generator, apart: int) -> torch.Tensor:
