@@ -106,10 +106,14 @@ def restore(lent: list[torch.Tensor]) -> None:
     while lent:
         tensor = lent[-1]
         key, its = id(tensor), tensor.__dict__
-        if loans[key] == 1 and tensor.__class__ is Tensor:
+        state = its["_af"] if "_af" in its else UNKNOWN
+        stays = state is not UNKNOWN and state.__class__ is not Meta
+        if loans[key] == 1 and tensor.__class__ is Tensor and not stays:
             set_class(tensor, Plain)
-        # no Python runs in either branch; the tensor is concrete, for all is flushed
-        if loans[key] == 1 and tensor.__class__ is not Tensor:
+        # no Python runs in either branch; the tensor is concrete, for all is flushed...
+        if loans[key] == 1 and stays:  # ...but where that failed, or C++ held what was in place
+            del loans[key], lent[-1]
+        elif loans[key] == 1 and tensor.__class__ is not Tensor:
             del loans[key], lent[-1]
             its["_af"] = UNKNOWN
             del its["_af"]

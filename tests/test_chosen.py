@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import autofuse
-from autofuse.dispatch import handlers
+from autofuse.dispatch import protocol
 from autofuse.dispatch.chosen import Choices, chosen_by
 from autofuse.hot import native
 from autofuse.ops import row as rows
@@ -85,7 +85,7 @@ ALIKE = {
 
 def kept():
     """What is known of all functions."""
-    return [data[2] for name, _, data in handlers.HOT if name == "spelling"]
+    return [data[2] for name, _, data in protocol.HOT if name == "spelling"]
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +278,7 @@ def test_what_is_met_once_is_not_asked_for(monkeypatch):
     asked = []
     choose = rows.SPELLINGS["lerp"]
     (choices,) = {
-        id(data[2]): data[2] for name, _, data in handlers.HOT
+        id(data[2]): data[2] for name, _, data in protocol.HOT
         if name == "spelling" and data[0] is torch.lerp
     }.values()  # fmt: skip
     monkeypatch.setattr(choices, "choose", lambda *args: asked.append(args) or choose(*args))

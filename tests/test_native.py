@@ -31,7 +31,7 @@ from autofuse.hot import native
 from autofuse.hot.c import GIVEN
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
-from autofuse.record import modes, numbers, record, writes
+from autofuse.record import in_place, modes, numbers, record, writes
 from autofuse.run import cuda
 from autofuse.torch_private import keys_of
 from support import DEVICES, assert_same, functions_called
@@ -107,7 +107,7 @@ class Operands:
 
     def inplace(self):
         made = self.x * 2.0
-        from_c(writes.record_inplace)(OPS["add"], made, (made, self.v))
+        from_c(in_place.record_inplace)(OPS["add"], made, (made, self.v))
 
     def write(self):
         made = self.v * 2.0

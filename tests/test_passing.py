@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import autofuse
 from autofuse.chain.state import this_thread
-from autofuse.dispatch.handlers import HOT
-from autofuse.dispatch.protocol import HANDLERS
+from autofuse.dispatch.protocol import HANDLERS, HOT
 from autofuse.record.flush import flush_all
 from support import DEVICES, NATIVE, assert_same, elsewhere, functions_called
 

@@ -13,8 +13,9 @@ PACKAGE = Path(autofuse.__file__).parent
 # the order of reading: a folder or a module of the package may import only what stands before it
 ORDER = [
     "errors", "hooks", "dtypes", "layout", "lines", "progress", "inside", "torch_private",
-    "settings", "ops", "program", "kernel", "supply", "chain", "run", "grad", "record", "dispatch",
-    "api", "lending", "fused", "patches", "observe", "hot", "__init__", "cli", "__main__",
+    "sole", "settings", "ops", "program", "kernel", "supply", "chain", "run", "grad", "record",
+    "dispatch", "api", "lending", "fused", "patches", "observe", "hot", "__init__", "cli",
+    "__main__",
 ]  # fmt: skip
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..dtypes import CODES
-from ..layout import Ints, contiguous, reach
+from ..layout import Ints, contiguous, is_dense, reach
 from ..ops.views import WriteOp
 from ..program.program import Spec
 from ..torch_private import (
@@ -38,8 +38,8 @@ MASK, MIXED = 0x7FFFFFFF, 0x9E3779B1  # ...and what makes a number of sizes, see
 class Meta:
     """What is known of a concrete tensor without reading its values; one object per content."""
 
-    __slots__ = ("checks", "device", "dtype", "flat", "inference", "keys", "kept", "nbytes",
-                 "ndim", "reach", "requires_grad", "shape", "spec", "stride", "ungraded",
+    __slots__ = ("checks", "dense", "device", "dtype", "flat", "inference", "keys", "kept",
+                 "nbytes", "ndim", "reach", "requires_grad", "shape", "spec", "stride", "ungraded",
                  "write")  # fmt: skip
     recorder: None = None  # a concrete tensor belongs to no chain
     index: int = -1
@@ -61,6 +61,7 @@ class Meta:
         self.inference: bool = inference
         self.ndim: int = len(shape)
         self.flat: bool = stride == contiguous(shape)
+        self.dense: bool = is_dense(shape, stride)
         self.nbytes: int = dtype.itemsize * math.prod(shape)
         # bytes from the first element to past the last
         self.reach: int = dtype.itemsize * reach(shape, stride)

@@ -21,6 +21,7 @@ from ..ops.row import Op
 from ..ops.views import JoinOp, ViewOp
 from ..program.program import Output, Ref, RowsOf
 from ..settings.config import config
+from ..sole import frees
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
 from . import verified
@@ -33,8 +34,8 @@ class Node:
 
     __slots__ = ("apart", "args", "autocast", "base", "by_outputs", "cast", "common", "consts",
                  "counted", "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs",
-                 "key", "known_views", "likely", "limits", "long", "looked_on", "meta", "next",
-                 "of", "offset", "op", "parent", "pinned_limit", "reason", "recent",
+                 "into", "key", "known_views", "likely", "limits", "long", "looked_on", "meta",
+                 "next", "of", "offset", "op", "parent", "pinned_limit", "reason", "recent",
                  "recorder", "relaxed", "returns", "rows", "runners", "saves", "shell", "skips",
                  "starts", "swept", "told", "turns", "unread", "usual", "viewed", "views",
                  "writers")  # fmt: skip
@@ -67,6 +68,8 @@ class Node:
         self.base, self.offset = -1, 0
         # of a statistic: the reduction, and which one of it; see `steps`
         self.of: tuple[int, int] | None = None
+        # of an op in place on a sole tensor: the Input whose memory its value gets
+        self.into: Ref | None = None
         # whether views or joins are among the nodes
         self.viewed: bool = False if parent is None else parent.viewed
         self.views: dict[Any, tuple[ViewOp, ...]] = {}  # ops of its views, by how they are asked
@@ -155,7 +158,7 @@ class Chain(list):  # type: ignore[type-arg]
     """
 
     __slots__ = ("bumps", "consts", "first", "hooks", "inputs", "into", "known", "late", "marks",
-                 "pinned", "start", "stream", "tip", "tried", "values")  # fmt: skip
+                 "pinned", "placed", "start", "stream", "tip", "tried", "values")  # fmt: skip
 
     def __init__(self, tip: Node) -> None:
         self.tip = tip
@@ -166,6 +169,8 @@ class Chain(list):  # type: ignore[type-arg]
         self.bumps: dict[int, int] | None = None  # node index -> in-place ops its handle has seen
         # memory that takes the last value, see `record_write`; None again once it has
         self.into: torch.Tensor | None = None
+        # node index -> position of the Input that the memory of its handle stands in meanwhile
+        self.placed: dict[int, int] | None = None
         self.values: dict[int, torch.Tensor] | None = None  # what a flush gives away, by node index
         self.pinned = 0  # bytes of Inputs since the last look at who holds them
         self.stream = 0
@@ -188,7 +193,8 @@ class Chain(list):  # type: ignore[type-arg]
         self.inputs, self.consts = [], []  # autograd may keep those of the last flush
         self.known.clear()
         self.marks.clear()
-        self.bumps = self.into = self.values = self.tried = self.hooks = self.start = None
+        self.bumps = self.placed = self.into = self.values = self.tried = None
+        self.hooks = self.start = None
         self.pinned = 0
         return self
 
@@ -196,15 +202,16 @@ class Chain(list):  # type: ignore[type-arg]
 class Recorder:
     """What one thread records on one device."""
 
-    __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "grad", "home",
-                 "hooks", "ident", "inference", "joins", "kind", "last_wait", "launches", "lock",
-                 "looked_on", "nowhere", "off", "reading", "release", "resting", "roots", "running",
-                 "runners", "size", "sizes", "spare", "stream", "thread", "untold",
+    __slots__ = ("__weakref__", "acquire", "autocast", "chain", "device", "ended", "frees", "grad",
+                 "home", "hooks", "ident", "inference", "joins", "kind", "last_wait", "launches",
+                 "lock", "looked_on", "nowhere", "off", "reading", "release", "resting", "roots",
+                 "running", "runners", "size", "sizes", "spare", "stream", "thread", "untold",
                  "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
         self.kind = KINDS[device.type]
+        self.frees = frees(device)  # see `sole`
         self.thread = ident  # whose it is; -1 once that has ended
         self.ident = ident  # the same, or 0 while a flush has taken the chain; -1 after `leave`
         self.relock()

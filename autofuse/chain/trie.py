@@ -15,7 +15,7 @@ import torch
 
 from ..ops.reductions import Reduction
 from ..ops.row import Op
-from ..ops.views import JoinOp, ViewOp, WriteOp
+from ..ops.views import InPlaceOp, JoinOp, ViewOp, WriteOp
 from ..program.program import RowsOf
 from ..settings.config import config
 from ..supply.load import processors_of
@@ -25,6 +25,9 @@ from .rowwise import goes_along, infer_outside, infer_rows
 from .state import Node, Recorder
 from .steps import channels_of
 from .verified import refusal
+
+IN_PLACE = "in place"  # why a chain ends: what follows does not go with memory that it writes to
+_IN_ONE_STEP = 1 << 17  # bytes on a CPU; several threads, who may be interrupted, would take more
 
 
 def eager_node(
@@ -78,8 +81,12 @@ def extend(
         return _extend_join(recorder, tip, op, operands)
     if isinstance(op, WriteOp):
         return _extend_write(recorder, tip, op, operands[0], metas)
+    if isinstance(op, InPlaceOp):
+        return _extend_in_place(recorder, tip, op, operands, metas)
     if isinstance(op, Reduction) and tip.viewed:  # row kernels read no index maps
         return _cut(recorder, tip, op, "views")
+    if isinstance(op, Reduction) and any(node.into is not None for node in tip.path()):
+        return _cut(recorder, tip, op, IN_PLACE)  # rows are read by more threads than write them
     rows = tip.rows
     if isinstance(op, Reduction):
         op, reduced = _reduced(recorder, tip, op, operands, metas)
@@ -164,6 +171,8 @@ def _extend_view(recorder: Recorder, tip: Node, op: ViewOp, operand: int | Meta 
     viewed = tip.path()[operand]
     node.args, node.viewed = (operand,), True
     node.base, node.offset = operand if viewed.base < 0 else viewed.base, op.offset
+    if viewed.into is not None:
+        return _cut(recorder, tip, op, IN_PLACE)
     assert viewed.meta is not None
     graph = viewed.meta.requires_grad
     node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device, graph)
@@ -183,6 +192,31 @@ def _extend_join(
     graph = any(path[index].meta.requires_grad for index in node.args)  # type: ignore[union-attr]
     node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device, graph)
     node.pinned_limit = tip.pinned_limit
+    return node
+
+
+def _extend_in_place(
+    recorder: Recorder, tip: Node, op: InPlaceOp, operands: Sequence[int | Meta | type],
+    metas: list[Meta],
+) -> Node:  # fmt: skip
+    """The node for an op on a tensor that alone holds its memory, or on what has come of it so."""
+    first = operands[0]
+    assert op.row is not None and not isinstance(first, type)
+    if isinstance(first, Meta):
+        into, meta = ~len(tip.inputs), first
+    else:
+        into = first if first < 0 else tip.path()[first].into  # type: ignore[assignment]
+        meta = tip.inputs[~first] if first < 0 else metas[first]
+    read = [*tip.inputs, *(x for x in operands if isinstance(x, Meta))] if tip.grad_mode else []
+    if tip.rows is not None or tip.holds_grad or any(x.requires_grad for x in read):
+        return eager_node(recorder, tip, op, "in place, beside rows or a gradient")
+    if recorder.device.type == "cpu" and meta.nbytes > _IN_ONE_STEP:
+        return eager_node(recorder, tip, op, "in place, by several threads")
+    node = extend(recorder, tip, op.row, operands, metas)
+    if node.meta is meta and not (node.reason or node.cuts or node.cast):
+        node.into = into
+    elif not (node.reason or node.cuts):
+        node = eager_node(recorder, tip, op, "in place, of another dtype or layout")
     return node
 
 

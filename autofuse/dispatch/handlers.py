@@ -17,28 +17,23 @@ import torch
 import torch.nn.functional as F
 from torch import is_autocast_enabled, is_grad_enabled
 
-from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta
+from ..chain.meta import UNKNOWN, concrete_meta, likely_meta
 from ..chain.shell import Tensor
-from ..chain.state import counts, is_alone, this_thread, writing
+from ..chain.state import this_thread
 from ..ops import arithmetic, operators
 from ..ops import row as rows
 from ..ops.autocast import COMPOSITES
 from ..ops.row import MAKING, OPS, PENDING, RETURNING, Op, Several
-from ..record.flush import flush_thread
 from ..record.numbers import follows
 from ..record.origins import keep
-from ..record.record import Refusal, record, record_fresh, relieve, slot_in
-from ..record.writes import flush_readers, record_inplace, record_write
-from ..torch_private import autocast_is_on, dispatch_modes, functions_off, looked_on
+from ..record.record import record, record_fresh, relieve, slot_in
+from ..record.writes import flush_readers, record_write
+from ..torch_private import autocast_is_on, dispatch_modes, looked_on
 from .chosen import Choices, chosen_by, recorded, without
-from .eager import OURS, Handler, Parameter, Plain, begin, has_others, run_eager, run_short
-from .protocol import HANDLERS, OPTIONS
-from .unrecorded import TARGETS, Known, known_of, reason_of
-
-# (function of `hot`, the one here that it stands for, what it is given of that)
-HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
-_OPERANDS = set(map(id, (int, float, bool, Plain, Parameter)))  # classes, of ops in the table
-
+from .eager import OURS, Handler, Parameter, Plain, has_others, run_eager, run_short
+from .in_place import in_place
+from .protocol import HANDLERS, HOT, OPTIONS
+from .unrecorded import TARGETS, known_of
 
 # --- recorded at once, generated per op: the hot path ---------------------------------------
 
@@ -250,18 +245,6 @@ def _has_inplace(func: Handler) -> bool:
     return isinstance(func, FunctionType) and "inplace" in func.__code__.co_varnames
 
 
-def eager_alone(*args: Any, **kwargs: Any) -> None:
-    """A chooser for what is not recorded."""
-
-
-def write_chosen(chosen: Any, target: Any) -> bool | Refusal:
-    """Record what was chosen as a write to `target`, if that can be: as `record_write`."""
-    if chosen.__class__ is not tuple or id(target.__class__) not in OURS:
-        return False
-    put = record_write if target._af.recorder is None else record_inplace
-    return put(chosen[0], target, chosen[1])
-
-
 def _composite(compose: Handler, func: Handler) -> Handler:
     """A handler for functions that PyTorch makes of other ones; what it passes on runs eagerly."""
 
@@ -293,68 +276,6 @@ def _of_pending(row: Op, func: Handler, rest: Handler) -> Handler:
         return shell if isinstance(shell, Tensor) else run_eager(func, args, kwargs, shell)
 
     return call
-
-
-def in_place(choose: Handler, func: Handler, plain: Op | None = None) -> Handler:
-    """The in-place form: recorded on a pending tensor, and with what is pending; else immediate.
-
-    plain: the op that it is without options, if that is one and the same.
-    """
-    known = Known(func)
-    known.reason = reason_of(known.name, "a write with nothing pending to fuse it with")
-
-    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if looked_on() or dispatch_modes():
-            return run_eager(func, (self, *args), kwargs)
-        settled = _is_concrete(self) if self.__class__ is Tensor else id(self.__class__) in OURS
-        if settled:
-            for x in args if not kwargs else (*args, *kwargs.values()):
-                if id(x.__class__) not in _OPERANDS and not (
-                    x.__class__ is Tensor and _is_concrete(x)
-                ):
-                    settled = False
-                    break
-        if settled:
-            return _write_now(func, known, self, args, kwargs)
-        return pending(self, *args, **kwargs)
-
-    def pending(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        done = write_chosen(chosen_by(choose, (self, *args), kwargs), self)
-        return self if done is True else run_eager(func, (self, *args), kwargs, done)
-
-    arity = 0 if plain is None else len(plain.names)
-    choices = None if choose is eager_alone or choose in MAKING else Choices(choose)
-    HOT.append(("writing", call, (func, known, plain, arity, choices, pending)))
-    return call
-
-
-def _is_concrete(x: Tensor) -> bool:
-    state = x._af
-    return state.__class__ is Meta or state is UNKNOWN
-
-
-def _write_now(func: Handler, known: Known, target: Any, args: Any, kwargs: Any) -> Any:
-    """Run an in-place op of the table on concrete operands, at once."""
-    if this_thread.current is None:
-        begin((target, *args))
-    ident = get_ident()
-    nested = ident in writing
-    try:
-        writing[ident] = True  # as `announced`
-        if not is_alone():
-            flush_readers(target, known.name, others=True)
-        flush_thread(known.name)
-        with functions_off():
-            result = func(target, *args, **kwargs)
-        counts.eager[known.reason] += 1
-    finally:
-        if not nested:
-            writing.pop(ident, None)
-    if result is NotImplemented:
-        return result
-    if target.__class__ is Tensor and is_grad_enabled():  # it may require grad now
-        target.__dict__["_af"] = UNKNOWN
-    return target
 
 
 def eagerly(func: Handler) -> Handler:

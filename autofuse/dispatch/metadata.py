@@ -16,8 +16,8 @@ from ..program.program import Spec
 from ..record.writes import pending_version
 from ..torch_private import InferenceMode, dispatch_modes, functions_off, looked_on
 from .eager import Handler, Plain, run_eager
-from .handlers import HOT, handle, unhandled
-from .protocol import HANDLERS, OPTIONS
+from .handlers import handle, unhandled
+from .protocol import HANDLERS, HOT, OPTIONS
 from .unrecorded import known_of
 
 _PROPERTIES = (

@@ -13,20 +13,13 @@ from ..chain.state import this_thread
 from ..ops.row import SPELLINGS
 from ..ops.views import ATTRIBUTES
 from ..record.writes import record_copy, record_item
+from ..sole import tell_place
 from ..torch_private import TensorBase, looked_on
 from .chosen import Choices, chosen_by
 from .eager import OURS, Handler, Plain, run_eager
-from .handlers import (
-    HOT,
-    eager_alone,
-    eagerly,
-    handle,
-    in_place,
-    passing,
-    unhandled,
-    write_chosen,
-)
-from .protocol import HANDLERS, OPTIONS
+from .handlers import eagerly, handle, passing, unhandled
+from .in_place import eager_alone, in_place, write_chosen
+from .protocol import HANDLERS, HOT, OPTIONS
 from .shapes import viewing
 from .unrecorded import IN_C, LIKE_C, PASSED, WRITERS, asks_for_overrides, known_of
 
@@ -35,6 +28,7 @@ def install_methods() -> None:
     """Every other C method of a tensor, and the functions that stand beside chains."""
     handle(Plain, "__hash__", Plain.__hash__)
     handle(Plain, "copy_", _copying(Plain.copy_))
+    handle(Plain, "data_ptr", _placing(Plain.data_ptr))
     for name in WRITERS:
         for place, func in unhandled(name):
             handle(place, name, in_place(eager_alone, func))
@@ -90,6 +84,18 @@ def _setting(func: Handler) -> Handler:
         return run_eager(func, args, kwargs)
 
     HOT.append(("setting", call, (func, known_of(func), Choices(_fill))))
+    return call
+
+
+def _placing(func: Handler) -> Handler:
+    """A handler for `x.data_ptr()`: whoever has that may look there at any time."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        address = run_eager(func, args, kwargs)
+        if args and args[0].__class__ is Tensor and args[0]._af.recorder is None:
+            tell_place(args[0])
+        return address
+
     return call
 
 

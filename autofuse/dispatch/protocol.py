@@ -24,6 +24,8 @@ from .unrecorded import known_of
 
 HANDLERS: dict[Any, Handler] = {}  # torch function -> what to call instead, arguments by position
 OPTIONS: dict[Any, Handler] = {}  # the same for calls with keywords
+# (function of `hot`, the handler that it stands for, what it is given of that)
+HOT: list[tuple[str, Handler, tuple[Any, ...]]] = []
 
 
 def torch_function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

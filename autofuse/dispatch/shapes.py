@@ -24,8 +24,8 @@ from ..record.views import record_view
 from ..torch_private import looked_on
 from .chosen import Choices, chosen_by
 from .eager import Handler, run_eager
-from .handlers import HOT, handle, passing, unhandled
-from .protocol import HANDLERS
+from .handlers import handle, passing, unhandled
+from .protocol import HANDLERS, HOT
 from .unrecorded import known_of
 
 # torch functions and methods of the table; those here run mostly at once, and where a function in

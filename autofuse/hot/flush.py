@@ -198,6 +198,7 @@ def ran(recorder: Recorder, chain: Chain, size, program: Words, reason, target):
             chain.consts = emptied(chain.consts)
             chain.values = None
             chain.bumps = None
+            chain.placed = None
             chain.hooks = None
             PyList_SetSlice(chain.marks, 0, PyList_Size(chain.marks), 0)
             if PyDict_Size(chain.known) != 0:

@@ -16,8 +16,11 @@ from ..run.words import (
     MADE,
     OUTPUTS,
     OWNED,
+    PLACED,
+    PLACED_AT,
     PLACES,
     POINTERS,
+    READY,
     RUNS,
     Words,
 )
@@ -70,7 +73,27 @@ def viewed(program: Words, words):
 
 
 def sent(words, at, consts, stream):
-    """Launch the pieces, with `consts` as items; whether that went well."""
+    """Launch the pieces, with `consts` as items; 1 if all are, -1 if some are, 0 if none is."""
+    pieces = at[0]
+    ready = words[READY]
+    if are_ready(words, at, consts, ready) == 0:
+        return 0
+    for k in range(pieces):
+        # the launch may wait for room in the device's queue
+        thread = PyEval_SaveThread()
+        error = call_pointer(words[LAUNCH], ready[0], ready[1], 1, 1, ready[2], 1, 1, 0,
+                             stream, ready[3], 0)  # fmt: skip
+        PyEval_RestoreThread(thread)
+        if error & 0xFFFFFFFF != 0:
+            if k == 0:
+                return 0
+            return -1
+        ready += 32
+    return 1
+
+
+def are_ready(words, at, consts, ready):
+    """Write the parameters of the pieces, and what is to be launched; whether that went well."""
     pointers = words[POINTERS]
     pieces = at[0]
     at += 8
@@ -121,13 +144,11 @@ def sent(words, at, consts, stream):
             at += 16
         if PyErr_Occurred() != 0:
             return 0
-        # the launch may wait for room in the device's queue
-        thread = PyEval_SaveThread()
-        error = call_pointer(words[LAUNCH], entry, blocks, 1, 1, threads, 1, 1, 0,
-                             stream, parameters, 0)  # fmt: skip
-        PyEval_RestoreThread(thread)
-        if error & 0xFFFFFFFF != 0:
-            return 0
+        ready[0] = entry
+        ready[1] = blocks
+        ready[2] = threads
+        ready[3] = parameters
+        ready += 32
     return 1
 
 
@@ -173,6 +194,9 @@ def ran_kernels(chain: Chain, program: Words, words):
         return 0
     if program.viewer is not None and viewed(program, words) == 0:
         return 0
+    placed = words[PLACED]
+    if placed != 0:
+        overwriting(chain, words)
     into = kept(chain.into)
     own = None
     if into is not None:
@@ -180,24 +204,28 @@ def ran_kernels(chain: Chain, program: Words, words):
         if pointer == -1:
             return 0
         pointers[words[PLACES] - 1] = pointer
+    if into is not None or placed != 0:
         own = values_of(words, visible, shells)
         if own == 0:
             return 0
-    if chain.bumps is not None:  # up to Python 3.11 this runs finalizers
+    if chain.bumps is not None and placed == 0:  # up to Python 3.11 this runs finalizers
         count_writes(chain.bumps, words, visible, shells)
     if chain.values is not None:  # a finalizer was faster, or another thread
         return 0
-    if into is not None:  # what is launched next cannot be repeated
+    if into is not None or placed != 0:  # what is launched next cannot be repeated
         chain.values = WRITING
         chain.into = None
     done = 1 + (at[0] != 0)
     went = sent(words, at, load(chain.consts + LISTED), PyLong_AsVoidPtr(chain.stream))
-    if into is not None:
+    if into is not None or placed != 0:
         chain.values = None
-        if went != 0:
+        if went > 0:
             chain.values = own
-            bumped(into)
-    if went == 0:
+            if into is not None:
+                bumped(into)
+        if went != 0 and placed != 0:  # where a part of it is done Python finds what has changed
+            count_writes(chain.bumps, words, visible, shells)
+    if went < 1:
         return 0
     if program.attach is not None:
         made = words[OWNED]
@@ -213,6 +241,15 @@ def ran_kernels(chain: Chain, program: Words, words):
     if settled(chain, words, visible, shells) == 0:
         return 0
     return done
+
+
+def overwriting(chain: Chain, words):
+    """Put the Inputs whose memory the kernel writes to after the outputs."""
+    outputs = words[OUTPUTS]
+    places = words[PLACED_AT]
+    for k in range(words[PLACED]):
+        outputs[words[MADE]] = kept(PyList_GetItem(chain.inputs, places[k]))
+        words[MADE] = words[MADE] + 1
 
 
 def values_of(words, at, shells) -> object:
@@ -267,7 +304,7 @@ def answered(program: Words, words, incoming: tuple, saved: tuple, given) -> obj
     if program.numbers is not None:
         consts = PyObject_CallOneArg(program.numbers, given)
     stream = PyObject_CallNoArgs(program.stream)
-    if sent(words, at, consts + ITEMS, PyLong_AsVoidPtr(stream)) == 0:
+    if sent(words, at, consts + ITEMS, PyLong_AsVoidPtr(stream)) < 1:
         return 0
     refs: tuple = program.results  # None, a result as k, an incoming gradient as ~k
     result: tuple = PyTuple_New(len(refs))

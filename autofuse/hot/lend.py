@@ -6,7 +6,7 @@ And calls that are left plain.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import UNKNOWN
+from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Recorder
 from ..fused import Owner
@@ -157,6 +157,9 @@ def restoring(entry, lent: list) -> object:
 def restore_one(loans: dict, x, lent: list, size):
     """Make the last of `lent` plain, if this call alone has lent it: no Python runs here."""
     if len(lent) != size or class_of(x) is not Tensor:
+        return 0
+    state = state_of(x)
+    if class_of(state) is not Meta and state is not UNKNOWN:
         return 0
     key = PyLong_FromLong(x)
     count = PyDict_GetItemWithError(loans, key)

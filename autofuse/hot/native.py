@@ -3,8 +3,8 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. Its parts:
-`values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `view`, `write`,
-`spell`, `reduce`, `join`, `lend` and `builtins`, in the language of `body`.
+`values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `view`, `in_place`,
+`write`, `spell`, `reduce`, `join`, `lend` and `builtins`, in the language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -31,12 +31,12 @@ import torch
 from .. import api, fused, hooks, lending
 from ..chain import liveness, state, verified
 from ..chain.shell import Tensor
-from ..dispatch import eager, handlers, nested, protocol, unrecorded
+from ..dispatch import eager, nested, protocol, unrecorded
 from ..dtypes import CODES
 from ..errors import warn_once
 from ..kernel.llvm import processor
 from ..ops.row import OPS
-from ..record import flush, numbers, origins, ranges, record, writes
+from ..record import flush, in_place, numbers, origins, ranges, record, writes
 from ..run import cuda, words
 from ..settings.config import config, watch
 from ..torch_private import DeviceContext, TensorBase, count_write, function_mode_at
@@ -44,6 +44,7 @@ from . import builtins as _builtins
 from . import c, call, choice, inputs, lend, overrides, values, view, write
 from . import flush as _flush
 from . import handle as _handle
+from . import in_place as _in_place
 from . import join as _join
 from . import launch as _launch
 from . import record as _record
@@ -64,8 +65,8 @@ from .places import (
 from .verdict import verdict
 
 _STAGES = (
-    values, inputs, _record, _launch, _flush, choice, view, call, _handle, overrides, write, _spell,
-    _reduce, _join, lend, _builtins,
+    values, inputs, _record, _launch, _flush, choice, view, call, _handle, overrides, _in_place,
+    write, _spell, _reduce, _join, lend, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
 
@@ -232,7 +233,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
     return [
         ("record", record.record, ()),
         ("follows", numbers.number_next, ()),
-        ("record_inplace", writes.record_inplace, ()),
+        ("record_inplace", in_place.record_inplace, ()),
         ("record_write", writes.record_write, ()),
         ("flush", flush.flush, ()),
         ("flush_pending", flush.flush_thread, ()),
@@ -242,7 +243,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("answer", words.answer, ()),
         ("torch_function", protocol.torch_function, (protocol.HANDLERS,)),
         ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS, protocol.OPTIONS)),
-        *handlers.HOT,
+        *protocol.HOT,
     ]
 
 

@@ -16,6 +16,7 @@ import torch
 from .. import torch_private
 from ..chain.shell import Tensor
 from ..dtypes import CODES
+from ..sole import PARTS
 from ..torch_private import TensorBase, count_write, raw_version_of
 from . import c
 
@@ -108,6 +109,9 @@ def of_tensors() -> dict[str, int]:
     return {
         "getitem": vars(TensorBase)["__getitem__"], "GETITEM": _slot(TensorBase, _MP_SUBSCRIPT),
         "setitem": vars(TensorBase)["__setitem__"], "SETITEM": _slot(TensorBase, _MP_ASS_SUBSCRIPT),
+        "OWNER_AT": 0 if PARTS is None else 8 * PARTS.owner,
+        "AUTOGRAD_AT": 0 if PARTS is None else 8 * PARTS.autograd,
+        "KNOWN_AT": 0 if PARTS is None else 8 * PARTS.known,
         "TENSOR_AT": found[0], "VERSION_AT": places[0],
         "ADDRESS_OF": c.Address(address), "COUNTER_OF": c.Address(counter), **_contents(found[0]),
     }  # fmt: skip

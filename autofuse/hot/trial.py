@@ -29,7 +29,7 @@ from ..kernel.llvm import link, parsed, target_machine, undisturbed
 from ..observe import counters as report
 from ..ops.arithmetic import OPS
 from ..ops.reductions import DEVICES
-from ..record import flush, modes, record, writes
+from ..record import flush, in_place, modes, record, writes
 from ..run import cuda, devices
 from ..settings.config import config
 from ..supply.worker import send
@@ -267,7 +267,7 @@ def _writes(s: _State) -> Any:
 
 def _writes_by_hand(s: _State) -> Any:
     t = s.w * 2.0
-    done = Called(writes.record_inplace)(OPS["mul"], t, (t, 3.0))
+    done = Called(in_place.record_inplace)(OPS["mul"], t, (t, 3.0))
     u = s.v * 0.5
     wrote = Called(writes.record_write)(OPS["add"], s.w, (s.w, u))
     return done, wrote, t, u

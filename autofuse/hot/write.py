@@ -1,4 +1,4 @@
-"""In-place ops, as machine code: `record.writes`, and what leads there."""
+"""Writes, as machine code: `record.writes`, and what leads there and to `in_place`."""
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
@@ -11,8 +11,9 @@ from .c import *
 from .call import are_modes_off, called_lending, is_everyday, is_pending_elsewhere
 from .choice import choice_for
 from .flush import flush_into, flush_now
+from .in_place import is_sole, renamed, taken
 from .inputs import is_as, item_of, lies_as, likely_meta
-from .record import are_watched, placed, recorded, relieved
+from .record import are_watched, placed, recorded
 from .values import (
     address_of,
     class_of,
@@ -44,10 +45,16 @@ def writing(entry, function, args, count, names) -> object:
     known: Known = entry[1]
     written = 0
     if are_settled(args, every) != 0:
-        if flush_now(recorder, known.name) == 0:
-            return 0
-        if is_empty(recorder) != 0:
-            written = write_now(entry[0], known, args, count, names)
+        done = 0
+        if is_sole(recorder, target) != 0:
+            done = taken_by(recorder, entry, args, count, names)
+        if done == 1 or PyErr_Occurred() != 0:
+            written = done
+        elif done == 0:
+            if flush_now(recorder, known.name) == 0:
+                return 0
+            if is_empty(recorder) != 0:
+                written = write_now(entry[0], known, args, count, names)
     elif names == 0 and entry[2] is not None and count == entry[3]:
         written = recorded_on(entry[2], target, args, count)
     elif entry[4] is not None:
@@ -59,6 +66,22 @@ def writing(entry, function, args, count, names) -> object:
     if written == 1:
         return target
     return PyObject_Vectorcall(entry[5], args, count, names)
+
+
+def taken_by(recorder: Recorder, entry, args, count, names):
+    """`taken`, of what the op is with these arguments."""
+    if names == 0 and entry[2] is not None and count == entry[3]:
+        return taken(recorder, entry[2], args[0], args, count)
+    if entry[4] is None:
+        return 0
+    found = choice_for(entry[4], args, count, names)
+    if found == 0:
+        return 2
+    if class_of(found) is not tuple:
+        return 0
+    own: tuple = found
+    operands = room(8)
+    return taken(recorder, own[0], args[0], operands, placed(operands, own, args))
 
 
 def written_after(recorder: Recorder, entry, args, count, names):
@@ -86,6 +109,11 @@ def recorded_on(op, target, operands, count):
     """Record an op on `target`, pending or with what it reads, as a write; 0 if Python has to."""
     if node_of(target) != 0:
         return renamed(op, target, operands, count)
+    recorder: Recorder = current_recorder()
+    if recorder != 0 and is_sole(recorder, target) != 0:
+        done = taken(recorder, op, target, operands, count)
+        if done != 0 or PyErr_Occurred() != 0:
+            return done == 1
     return wrote(op, target, operands, count)
 
 
@@ -221,64 +249,6 @@ def write_now(function, known: Known, args, count, names):
     if grad_mode() != 0 and class_of(args[0]) is Tensor:  # it may require grad now
         PyObject_GenericSetAttr(args[0], AF, UNKNOWN)
     return 1
-
-
-def record_inplace(entry, op, target: Tensor, operands: tuple) -> object:
-    """`record_inplace`."""
-    if renamed(op, target, operands + ITEMS, len(operands)) == 0:
-        return 0
-    return True
-
-
-def renamed(op, target, operands, count):
-    """Record an op on a pending `target`, whose handle then names the result; or 0."""
-    node: Node = node_of(target)
-    if node == 0:
-        return 0
-    recorder: Recorder = node.recorder
-    if recorder is None or int(recorder.ident) != PyThread_get_thread_ident():
-        return 0
-    chain: Chain = kept(recorder.chain)
-    tip: Node = chain.tip
-    first = int(node.index)
-    if tip.holds_grad is True or tip.viewed is True or first >= len(chain):
-        return 0
-    if chain[first] is not target:
-        return 0
-    result = recorded(0, op, operands, count, node.meta)
-    if result == 0:
-        return 0
-    new: Node = node_of(result)
-    if new == 0:
-        return 0
-    if new.grad_mode is True:
-        metas: tuple = new.inputs
-        for k in range(len(metas)):
-            read: Meta = metas[k]
-            if read.requires_grad is True:
-                return 0
-    bumps = chain.bumps
-    if bumps is None:
-        bumps = PyDict_New()  # up to Python 3.11 this runs finalizers
-    times = 1
-    before = PyDict_GetItemWithError(bumps, node.index)
-    if before != 0:
-        times += int(before)
-    number = PyLong_FromLong(times)
-    if recorder.chain is not chain or chain.tip is not new or state_of(target) is not node:
-        return 0
-    last = int(new.index)
-    chain[first] = result
-    chain[last] = target
-    node.shell = result
-    new.shell = target
-    PyObject_GenericSetAttr(target, AF, new)
-    PyObject_GenericSetAttr(result, AF, node)
-    if before != 0:
-        PyDict_DelItem(bumps, node.index)
-    PyDict_SetItem(bumps, new.index, number)
-    chain.bumps = bumps
-    return relieved(recorder, chain, new)
 
 
 def record_write(entry, op, target, operands: tuple) -> object:

@@ -72,12 +72,12 @@ class _Forward(_Case):
 
     def __init__(self, flush: Flush, chain: Chain, node: Node) -> None:
         self.flush, self.into, self.nodes = flush, chain.into, node.path()
-        into = self.into
+        into, placed = self.into, [*(chain.placed or {}).values()]
         self.shells = [chain[index] for index in flush.live]
-        inputs = [
-            x.clone() if into is not None and address_of(x) == address_of(into) else x
-            for x in map(_plain, chain.inputs)
-        ]
+        inputs = [*map(_plain, chain.inputs)]
+        for k, x in enumerate(inputs):
+            if k in placed or (into is not None and address_of(x) == address_of(into)):
+                inputs[k] = x.clone()
         super().__init__(node.recorder, inputs, chain.consts)
         self.what = [f"the result of op {index}, {flush.ops[index]}" for index in flush.live]
         self.want = self.eager(eager_of)

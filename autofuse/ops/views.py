@@ -69,6 +69,25 @@ class WriteOp(Op):
     stride: Ints = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class InPlaceOp(Op):
+    """A row of the table on its first operand, whose memory takes the result."""
+
+    row: Op | None = None
+
+
+in_place_ops: dict[Op, InPlaceOp] = {}  # by their rows; machine code asks
+
+
+def in_place_op(row: Op) -> InPlaceOp:
+    """The op that is `row` in place."""
+    known = in_place_ops.get(row)
+    if known is None:
+        made = InPlaceOp(row.name, row.params, row.expr, one_device=row.one_device, row=row)
+        known = in_place_ops.setdefault(row, made)
+    return known
+
+
 def write_op(row: Op, dtype: torch.dtype, shape: Ints, stride: Ints) -> WriteOp:
     """The op that writes to memory of such a layout. row: converts to `dtype`."""
     return WriteOp(

@@ -13,9 +13,8 @@ from ..chain import state as _state
 from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor, set_attribute
 from ..chain.state import announced, writing
-from ..dispatch.handlers import HOT
 from ..dispatch.nested import SIMPLE
-from ..dispatch.protocol import HANDLERS, OPTIONS
+from ..dispatch.protocol import HANDLERS, HOT, OPTIONS
 from ..dispatch.unrecorded import EXPORTS
 from ..lending import is_lent, others_lend
 from ..record.flush import flush_all, flush_tensor

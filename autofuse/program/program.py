@@ -83,6 +83,7 @@ NEW = "new"  # memory of its own, for a shell that somebody holds
 STORED = "stored"  # memory of its own, for a backward alone
 WRITE = "write"  # memory that is there, in one step with computing it; only the last value
 COPY = "copy"  # memory of its own, which is then copied to memory that is there; likewise
+IN_PLACE = "in place"  # that of an Input which nobody else reads, once the kernel has read it
 ALIAS = "alias"  # none of its own: torch's view of the memory of the step that it lies in
 
 

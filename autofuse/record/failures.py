@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from ..chain.shell import Lost, set_attribute
+from ..chain.meta import UNKNOWN
+from ..chain.shell import Lost, become, set_attribute
 from ..chain.state import Chain, counts
-from ..errors import ColdKernelError, NotReadyError, StaleInputError, warn_once
+from ..errors import (
+    ColdKernelError,
+    HalfDoneError,
+    NotReadyError,
+    StaleInputError,
+    warn_once,
+)
 from ..program.program import Ref
 from ..run.eager import replayed, run_ops
 from ..run.runner import Runner
 from ..run.settle import publish, settle
-from ..torch_private import NoModes
+from ..torch_private import NoModes, is_shell
 
 
 def is_lost(runner: Runner, error: Exception) -> bool:
     """Whether a run has failed in such a way that nothing can compute its chain any more."""
     cold = isinstance(error, ColdKernelError) and not runner.kernels  # in the middle of a capture
-    return cold or isinstance(error, StaleInputError)
+    return cold or isinstance(error, (StaleInputError, HalfDoneError))
 
 
 def lose(chain: Chain, runner: Runner, error: Exception) -> None:
-    """Say that the live-outs are lost, but for those that have their values."""
+    """Say that the live-outs are lost, but for those that have their values.
+
+    What was in place has its memory again, with what is in that.
+    """
     chain.values = {}  # nobody computes them any more
+    for index, position in (chain.placed or {}).items():
+        shell, memory = chain[index], chain.inputs[position]
+        if shell is not None and not is_shell(memory):
+            node = chain.tip.path()[index]
+            with NoModes():
+                node.shell = become(shell, memory, UNKNOWN, node)
+            chain[index] = None
     for owner in [*runner.owners, *runner.views]:
         shell = chain[owner.index]
         if shell is not None:

@@ -441,7 +441,12 @@ def relieve(recorder: Recorder, chain: Chain) -> None:
     """Flush if Inputs that only this chain keeps alive have come to much memory."""
     refcounts = counts_of(chain.inputs)
     metas = chain.tip.inputs
-    dead = [meta.nbytes for meta, held in zip(metas, refcounts, strict=False) if held <= ALONE]
+    placed = [*(chain.placed or {}).values()]  # which eager has, too
+    dead = [
+        meta.nbytes
+        for k, (meta, held) in enumerate(zip(metas, refcounts, strict=False))
+        if held <= ALONE and k not in placed
+    ]
     chain.pinned = sum(dead)
     if chain.pinned > chain.tip.pinned_limit:
         flush(recorder, "memory")

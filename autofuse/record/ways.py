@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ..chain.liveness import DEAD
 from ..chain.state import LATER, Chain, Node, Recorder
@@ -12,10 +14,11 @@ from ..errors import ColdKernelError, KernelError
 from ..grad.backward import Graph
 from ..grad.segments import Outline, outline_of
 from ..inside import is_foreign
+from ..kernel.overwrite import is_overwritten, stored_last
 from ..kernel.plan import Piece, completed
 from ..kernel.rows import RowPlan, make_pieces
 from ..layout import is_dense
-from ..program.program import ALIAS, COPY, NEW, STORED, WRITE, Output
+from ..program.program import ALIAS, COPY, IN_PLACE, NEW, STORED, WRITE, Output
 from ..run.devices import runner_class
 from ..run.eager import EagerRunner
 from ..run.outside import finishing
@@ -50,10 +53,17 @@ def outputs_of(nodes: list[Node], refcounts: tuple[int, ...], writes: bool) -> t
     """
     written = len(refcounts) - 1 if writes else -1
     return tuple(
-        Output(index, WRITE if index == written else NEW if nodes[index].base < 0 else ALIAS)
+        Output(index, WRITE if index == written else _kind_of(nodes[index]))
         for index, held in enumerate(refcounts)
         if held > DEAD or index == written
     )
+
+
+def _kind_of(node: Node) -> str:
+    """Where the value of `node` goes, for a shell that somebody holds."""
+    if node.into is not None:
+        return IN_PLACE
+    return NEW if node.base < 0 else ALIAS
 
 
 def runner_for(recorder: Recorder, node: Node, refcounts: tuple[int, ...], writes: bool) -> Runner:
@@ -125,6 +135,9 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
     program = completed(program_of(node, computed), device.type)
     computed, pieces = program.outputs, make_pieces(program, device.type, processors_of(device))
     if computed[-1:] and computed[-1].kind == WRITE:
+        pieces = stored_last(pieces, node.index)
+    computed = tuple([_in_memory(output, pieces, nodes) for output in computed])
+    if computed[-1:] and computed[-1].kind == WRITE:
         end = pieces[-1] if pieces else None  # what runs last
         # rows are read by more threads than write them
         if end is None or node.index not in end.stores or isinstance(end.plan, RowPlan):
@@ -134,6 +147,14 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
             *others, last = computed
             computed = (*others, Output(last.step, COPY))
     return WaitingRunner(node, computed, pieces, graph, gain).ready()
+
+
+def _in_memory(output: Output, pieces: Sequence[Piece], nodes: list[Node]) -> Output:
+    """`output`, which if it is in place may have to go to memory of its own, and be copied."""
+    into = nodes[output.step].into if output.kind == IN_PLACE else None
+    if into is None or is_overwritten(pieces, output.step, into):
+        return output
+    return replace(output, kind=NEW)
 
 
 def _tells(node: Node) -> bool:

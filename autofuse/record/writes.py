@@ -1,4 +1,4 @@
-"""Writes: in-place ops on pending values, and on memory, by the kernel of what they read.
+"""Writes to memory, at once, by the kernel of what they read.
 
 A write flushes those that read its memory first.
 """
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..chain.liveness import DEAD, counts_of
 from ..chain.meta import Meta, concrete_meta, likely_meta, make_meta, plain_meta, still_lies_as
 from ..chain.shell import Held, Lost, Tensor
 from ..chain.state import (
@@ -30,7 +29,6 @@ from ..errors import StaleInputError
 from ..inside import is_foreign
 from ..layout import Ints, broadcast, is_injective, meets
 from ..ops.arithmetic import CASTS
-from ..ops.autocast import is_cast
 from ..ops.row import Op
 from ..ops.views import WriteOp, write_op
 from ..program.program import Ref
@@ -43,83 +41,10 @@ from ..torch_private import (
     raw_version_of,
 )
 from .flush import flush
+from .in_place import is_cast_for, node_of
 from .record import Refusal, record
 
 _storage_of = torch.Tensor.untyped_storage
-
-
-def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Refusal:
-    """Record an in-place op on a pending `target`: a new node, which the handle then names.
-
-    False if that is not possible, or what `record` says; nothing has then changed.
-    """
-    node = target._af
-    recorder = node.recorder
-    if recorder is None or recorder.ident != get_ident() or recorder.chain.tip.holds_grad:
-        return False  # under grad the value before the write may be saved for backward
-    if _is_cast(op, recorder) or _is_seen_apart(recorder.chain, node):
-        return False
-    result = record(op, operands)
-    if isinstance(result, tuple):
-        return result
-    meta, new = node.meta, _node_of(result)
-    if new is None or new.meta.shape != meta.shape:  # type: ignore[union-attr]
-        return False
-    if new.meta.dtype is not meta.dtype:  # type: ignore[union-attr]
-        if not torch.can_cast(new.meta.dtype, meta.dtype):  # type: ignore[union-attr]
-            return False
-        result = record(CASTS[meta.dtype], (result,))
-        new = _node_of(result)
-    if not isinstance(result, Tensor) or new is None:
-        return False
-    if new.recorder is not recorder or new.meta is not meta:
-        return False
-    # in place a comparison, whose result has no gradient, makes its target require one
-    if new.grad_mode and any(x.requires_grad for x in new.inputs):
-        return False
-    chain = recorder.chain
-    bumps = chain.bumps or {}
-    first, last, seen = node.index, new.index, bumps.get(node.index, 0) + 1
-    mine, its = target.__dict__, result.__dict__
-    if _is_seen_apart(chain, node):  # by now
-        return False
-    if recorder.chain is chain and chain.tip is new and target._af is node and result._af is new:
-        # no Python runs from here...
-        chain[first] = result
-        chain[last] = target
-        node.shell = result
-        new.shell = target
-        mine["_af"] = new
-        its["_af"] = node
-        bumps[first] = 0
-        bumps[last] = seen
-        chain.bumps = bumps
-        # ...to here
-        return True
-    return False
-
-
-def _is_seen_apart(chain: Chain, node: Node) -> bool:
-    """Whether somebody holds another value of `chain` in the memory of `node`, and sees a write."""
-    if not chain.tip.viewed:
-        return False
-    if node.base >= 0:
-        return True
-    held = counts_of(chain)
-    return any(view.base == node.index and held[view.index] > DEAD for view in chain.tip.path())
-
-
-def _is_cast(op: Op, recorder: Recorder | None) -> bool:
-    """Whether autocast may cast for `op`, which it does not for its in-place form."""
-    if recorder is None or not torch.is_autocast_enabled(recorder.device.type):
-        return False
-    return is_cast(op.name, recorder.device.type)
-
-
-def _node_of(result: Any) -> Node | None:
-    """The node of what was just recorded; None if it was not, or is computed by now."""
-    node = result._af if result.__class__ is Tensor else None
-    return node if node.__class__ is Node else None
 
 
 def record_write(
@@ -133,7 +58,7 @@ def record_write(
     """
     for x in operands:
         if x.__class__ is Tensor and x._af.recorder is not None:
-            if _is_cast(op, x._af.recorder):
+            if is_cast_for(op, x._af.recorder):
                 return False
             break
     else:
@@ -143,7 +68,7 @@ def record_write(
         return False
     meta, made = metas
     result = record(op, operands)
-    node = _node_of(result)
+    node = node_of(result)
     if node is not None and node.meta is not made:
         assert node.meta is not None
         dtype, write = node.meta.dtype, _write_op(made)
@@ -243,7 +168,7 @@ def _write(result: Any, target: torch.Tensor, meta: Meta, made: Meta) -> bool:
 
     meta, made: as from `_destination`.
     """
-    node = _node_of(result)
+    node = node_of(result)
     if node is None or node.meta is not made:
         return False
     recorder = node.recorder
@@ -321,7 +246,10 @@ def pending_version(tensor: Tensor) -> int:
         return pending_version(state.real)
     if state.recorder is not None:
         chain = state.recorder.running or state.recorder.chain
-        return (chain.bumps or {}).get(state.index if state.base < 0 else state.base, 0)
+        own = state.index if state.base < 0 else state.base
+        position = (chain.placed or {}).get(own)
+        before = 0 if position is None else chain.marks[2 * position]
+        return before + (chain.bumps or {}).get(own, 0)  # type: ignore[no-any-return]
     with NoTorchFunction():
         return raw_version_of(tensor)
 

@@ -20,7 +20,7 @@ from ..program.program import Ref
 from ..torch_private import NoModes, address_of, count_write
 from .generated import declared, log_of, result_of, tuple_of
 from .runner import Runner, check_inputs
-from .settle import WRITING, bump, publish, settle
+from .settle import WRITING, bump, publish, settle, writes_of
 from .views import viewer
 from .words import Answer
 
@@ -87,7 +87,10 @@ class CpuRunner(Runner):
     def _compute(
         self, addresses: list[int], consts: Sequence[Any], chain: Chain | None
     ) -> dict[int, torch.Tensor]:
-        """The values of `made`, by node index; the last piece may write to `chain.into`."""
+        """The values of `made`, by node index, and of what is in place.
+
+        The last piece may write to `chain.into`, and one that is alone to what it reads.
+        """
         values: dict[int, torch.Tensor] = {}
         outs: dict[int, torch.Tensor] = {}
         for pack, _, (shape, stride, dtype) in self.memory:
@@ -105,6 +108,15 @@ class CpuRunner(Runner):
                 outs[self.live[-1]] = values[self.live[-1]] = torch.empty_strided(
                     into.shape, into.stride(), dtype=into.dtype
                 )
+        overwrites = into is not None and outs[self.live[-1]] is into
+        if self.placed and chain is not None:
+            alone = len(self.pieces) == 1 and _shares(self.pieces[0])[1] < 2
+            for step, position in self.placed.items():
+                memory, like = chain.inputs[position], self.inputs[position]
+                if not alone:  # not in one step, and so not in place
+                    memory = torch.empty_strided(like.shape, like.stride, dtype=like.dtype)
+                values[step] = outs[step] = memory
+            overwrites |= alone
         for piece, entry, offsets in zip(self.pieces, self._entries, self._offsets, strict=True):
             pointers = [
                 addresses[~ref] if ref < 0 else address_of(outs[ref])
@@ -115,27 +127,28 @@ class CpuRunner(Runner):
             scalars = [consts[const] for const in piece.consts]
             arguments = (*pointers, *scalars, piece.numel, *piece.numbers)
             steps, chunks = _shares(piece)
-            if into is None or piece is not self.pieces[-1] or outs[self.live[-1]] is not into:
-                self._loop(entry, steps, chunks, arguments)
-            else:
+            if overwrites and piece is self.pieces[-1]:
                 assert chain is not None
-                self._write(chain, into, values, entry, steps, arguments)
+                self._write(chain, values, entry, steps, arguments)
+            else:
+                self._loop(entry, steps, chunks, arguments)
         return values
 
     @staticmethod
     def _write(
         chain: Chain,
-        into: torch.Tensor,
         values: dict[int, torch.Tensor],
         entry: Any,
         steps: int,
         arguments: tuple[Any, ...],
     ) -> None:
-        """Run the kernel that writes to `into`, in one step that nothing interrupts."""
+        """Run the kernel that writes to memory that is there, in a step that nothing interrupts."""
+        into = chain.into
         done: list[None] = []
         # runs when `done` takes its result
         run = itertools.starmap(entry, [declared(entry, 0, steps, *arguments)])
-        written = iter([into])  # C would make one, in the midst of which Python 3.11 may collect
+        # C would make one, in the midst of which Python 3.11 may collect
+        written = iter(writes_of(chain, values))
         bump(chain, values)
         if chain.values is None:
             try:

@@ -18,7 +18,7 @@ import torch
 
 from ..chain.shell import Tensor
 from ..chain.verified import is_trusted
-from ..errors import KernelError, NotReadyError
+from ..errors import HalfDoneError, KernelError, NotReadyError
 from ..kernel.plan import Piece
 from ..kernel.rows import RowPlan, launch_of, unvectorised
 from ..kernel.source import Parameters
@@ -36,7 +36,7 @@ from ..torch_private import (
 )
 from .generated import declared, defined, log_of, reciprocal_of, result_of, tuple_of
 from .runner import Runner, check_inputs
-from .settle import WRITING, bump, settle
+from .settle import WRITING, bump, settle, writes_of
 from .views import viewer
 from .words import RUNS, Answer, Words, answer
 
@@ -155,11 +155,13 @@ class Unaligned:
         return entry, slots.blocks, slots.address
 
 
-def _fail(pieces: tuple[Piece, ...], error: int) -> None:
+def _fail(pieces: tuple[Piece, ...], *errors: int) -> None:
     from cuda.bindings import driver
 
     names = ", ".join(piece.plan.name for piece in pieces)
-    raise KernelError(f"cannot launch {names}: {driver.CUresult(error)}")
+    error = next(filter(None, errors))
+    kind = HalfDoneError if 0 in errors else KernelError
+    raise kind(f"cannot launch {names}: {driver.CUresult(error)}")
 
 
 class CudaRunner(Runner):
@@ -206,7 +208,8 @@ class CudaRunner(Runner):
     def _programmed(self) -> Words | None:
         """`run` as Words."""
         outputs = [*(pack[0] for pack, _, _ in self.memory), *(node.index for node in self.views)]
-        if self.attach_views or (self.tells and not self.visible):
+        outputs += self.placed
+        if self.attach_views or self.puts_back or (self.tells and not self.visible):
             return None
         if not {owner.index for owner in self.visible} <= {*outputs}:
             return None
@@ -232,12 +235,18 @@ class CudaRunner(Runner):
                 places[value] = len(places)
         if self.writes:
             places[self.live[-1]] = len(places)
+        places |= self.placed
         made = len(self.memory)
-        sizes = made + 3, len(places), made + len(self.views)
+        sizes = made + 3, len(places), made + len(self.views) + len(self.placed)
         room = [(ctypes.c_int64 * n)() for n in sizes]
         device = self.device.index if torch.cuda.device_count() > 1 else -1
-        words = [0, len(self.inputs), *map(ctypes.addressof, room), len(places), device,
-                 self._entry, 0, 0, len(self.made), *begin, made]  # fmt: skip
+        placed = (ctypes.c_int64 * len(self.placed))(*self.placed.values())
+        ready = (ctypes.c_int64 * (4 * len(self.pieces)))()
+        kept += [placed, ready]
+        pointers = len(places) - len(placed)
+        words = [0, len(self.inputs), *map(ctypes.addressof, room), pointers, device,
+                 self._entry, 0, 0, len(self.made), len(placed), ctypes.addressof(placed),
+                 ctypes.addressof(ready), *begin, made]  # fmt: skip
         for pack, nbytes, arguments in self.memory:
             kept += [empty_strided, arguments]
             words += [id(empty_strided), id(arguments), len(pack), nbytes]
@@ -300,6 +309,7 @@ class CudaRunner(Runner):
         space: dict[str, Any] = {
             **names,
             "NoModes": NoModes, "check": check_inputs, "fail": partial(_fail, self.pieces),
+            "writes_of": writes_of,
             "unaligned": self._unaligned, "launch": self._launch,
             "empty": empty_strided,
             "version": raw_version_of, "address": address_of, "use_count": use_count,
@@ -320,9 +330,13 @@ class CudaRunner(Runner):
             space["views"] = self._viewer
             bases = ", ".join(f"o{base}" for base in self._bases)
             lines.append(f"{self._named_views} = views({bases})")
-        writing = len(self.pieces) - 1 if self.writes else -1
+        lines += [f"o{step} = i{k}; q{step} = p{k}" for step, k in self.placed.items()]
+        # those that write what is read, here or elsewhere, come last
+        first = 0 if self.placed else len(self.pieces) - 1 if self.writes else len(self.pieces)
         for k, piece in enumerate(self.pieces):
-            lines += self._generate_piece(k, piece, space, writing=k == writing)
+            lines += self._generate_piece(k, piece, space, at_once=k < first)
+        if first < len(self.pieces):
+            lines += self._generate_writing(range(first, len(self.pieces)), space)
         lines += end
         if torch.cuda.device_count() > 1:
             space["device"], space["number"] = torch.cuda.device, self.device.index
@@ -344,7 +358,7 @@ class CudaRunner(Runner):
 
     def _generate_settle(self, space: dict[str, Any]) -> list[str]:
         """`settle`, unrolled: 0.3 us less for one live-out."""
-        if self.writes:
+        if self.writes or self.placed:
             lines = []
         elif not (self.visible or self.tells):
             return []
@@ -361,6 +375,8 @@ class CudaRunner(Runner):
             lines.append("if chain.values is None: chain.values = made; chain.bumps = None")
         shells = [f"s{owner.index}" for owner in self.visible]
         lines += [f"s{owner.index} = chain[{owner.index}]" for owner in self.visible]
+        if self.puts_back:
+            return [*lines, "settle(chain, visible)"]
         simple = ["chain.values is made", "chain.into is None"]
         simple += [f"use_count({s}) == 1" for s in shells]
         lines += [f"if {' and '.join(simple)}:", "    pass"]
@@ -389,13 +405,9 @@ class CudaRunner(Runner):
         return [f"made = {{{made}}}", "if chain.bumps is not None: bump(chain, made)"]
 
     def _generate_piece(
-        self, k: int, piece: Piece, space: dict[str, Any], writing: bool
+        self, k: int, piece: Piece, space: dict[str, Any], at_once: bool
     ) -> list[str]:
-        """Piece k; the one that writes to `into` comes last and cannot be repeated.
-
-        So no Python runs there between the look at `values` and the end of the launch, not even a
-        finalizer by the collector, nor before the write is counted.
-        """
+        """Piece k, launched or only ready to be."""
         entry, slots, _ = self._parts[k]
         space[f"entry{k}"], space[f"pack{k}"] = entry, slots.pack
         space[f"buffer{k}"], space[f"slots{k}"] = slots.buffer, slots
@@ -424,24 +436,32 @@ class CudaRunner(Runner):
                 *("    " + line for line in lines),
             ]
         arguments = f"entry, blocks, 1, 1, {slots.threads}, 1, 1, 0, stream, params, 0"
-        if not writing:
+        if at_once:
             return [*lines, f"error = launch({arguments})", "if error: fail(error)"]
+        return [*lines, f"arguments{k} = declared(launch, {arguments})"]
+
+    def _generate_writing(self, pieces: range, space: dict[str, Any]) -> list[str]:
+        """The launches that write to memory that is there, which cannot be repeated.
+
+        So no Python runs between the look at `values` and the end of the last one, not even a
+        finalizer by the collector, nor before the writes are counted.
+        """
         space |= {"count_write": count_write, "starmap": itertools.starmap, "WRITING": WRITING,
-                  "declared": declared, "zero": [0]}  # fmt: skip
+                  "declared": declared, "zeros": [0] * len(pieces)}  # fmt: skip
+        arguments = ", ".join(f"arguments{k}" for k in pieces)
         return [
-            *lines,
             *self._generate_made(),
-            f"arguments, written = declared(launch, {arguments}), iter([into])",
-            "errors = []; run = starmap(launch, [arguments])  # runs when `errors` takes it",
+            "into, written = chain.into, iter(writes_of(chain, made))",
+            f"errors = []; run = starmap(launch, [{arguments}])  # runs when `errors` takes it",
             "if chain.values is None:",
             "    try:",
             "        chain.values = WRITING; chain.into = None; errors += run",
             "    finally:",
             "        chain.values = None; chain.into = into",
-            "        if errors == zero:",
+            "        if errors == zeros:",
             "            chain.values = made; chain.into = chain.bumps = None",
             "            count_write(written)",
-            "    if errors[0]: fail(errors[0])",
+            "    if errors != zeros: fail(*errors)",
         ]
 
 

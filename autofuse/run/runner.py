@@ -17,7 +17,7 @@ from ..chain.steps import statistics_of
 from ..errors import AutofuseError, StaleInputError
 from ..kernel.plan import Piece
 from ..lines import shown, user_position
-from ..program.program import ALIAS, COPY, NEW, WRITE, Output
+from ..program.program import ALIAS, COPY, IN_PLACE, NEW, WRITE, Output
 from ..supply.load import Kernel
 from ..torch_private import NoModes, address_of, version_of
 from .words import Words
@@ -57,13 +57,19 @@ class Runner:
         self.live = tuple(output.step for output in outputs)
         self.writes = bool(outputs) and outputs[-1].kind == WRITE
         self.copied = bool(outputs) and outputs[-1].kind == COPY
-        # nodes of values that get memory of their own (not WRITE or ALIAS), and those whose shells
-        # get them (not STORED), among which are views of others
-        apart, seen = (WRITE, ALIAS), (NEW, COPY, ALIAS)
+        # nodes of values that get memory of their own (not WRITE, IN_PLACE or ALIAS), and those
+        # whose shells get them (not STORED), among which are views of others
+        apart, seen = (WRITE, IN_PLACE, ALIAS), (NEW, COPY, IN_PLACE, ALIAS)
         self.steps = [*self.nodes, *statistics_of(self.nodes)]  # what an Output may be
         self.owners = [self.steps[output.step] for output in outputs if output.kind not in apart]
         self.visible = [self.nodes[output.step] for output in outputs if output.kind in seen]
         self.views = [self.nodes[output.step] for output in outputs if output.kind == ALIAS]
+        # steps that kernels write to the memory of an Input, and which that is
+        self.placed = {output.step: ~self.nodes[output.step].into  # type: ignore[operator]
+                       for output in outputs if output.kind == IN_PLACE}  # fmt: skip
+        # whether others go to memory of their own first, and are copied when they are given away
+        self.puts_back = any(node.into is not None and node.index not in self.placed
+                             for node in self.visible)  # fmt: skip
         self.stored = len(outputs) - len(self.views)
         memory = _memory(self.owners, packs)
         self.made = [pack[0] for pack, _, _ in memory]  # owners, a pack by its first

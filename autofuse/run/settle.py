@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from ..chain.meta import UNKNOWN, fresh_meta
 from ..chain.shell import become, gave
 from ..chain.state import Chain, Node
-from ..torch_private import NoModes, copy_to, is_shell, set_grad_enabled
+from ..torch_private import NoModes, copy_to, is_shell, raw_version_of, set_grad_enabled
 
 WRITING: dict[int, torch.Tensor] = {}  # `Chain.values` while C writes to memory that is read too
 
@@ -33,6 +33,8 @@ def settle(
                 continue
             real = values[node.index]
             assert meta is not None
+            if chain.placed is not None and node.index in chain.placed:
+                real = put_back(chain, chain.placed[node.index], real)
             if again and is_shell(real):
                 node.shell = gave(shell, real, UNKNOWN, node)
             else:
@@ -40,6 +42,20 @@ def settle(
                     meta = UNKNOWN  # never believed to be what it is not
                 node.shell = become(shell, real, meta, node)
             chain[node.index] = None
+
+
+def put_back(chain: Chain, position: int, value: torch.Tensor) -> torch.Tensor:
+    """The Input at `position`, whose memory is to have `value`: what a handle gets back.
+
+    Its versions are those that were, and as many as ops in place on the handle have made.
+    """
+    memory = chain.inputs[position]
+    if value is not memory and not is_shell(memory):  # no kernel has written there
+        copy_to(memory, value)
+        version = chain.marks[2 * position] + raw_version_of(value)
+        while raw_version_of(memory) < version:
+            increment_version(memory)
+    return memory
 
 
 def write_out(chain: Chain, value: torch.Tensor) -> None:
@@ -56,10 +72,26 @@ def write_out(chain: Chain, value: torch.Tensor) -> None:
 
 
 def bump(chain: Chain, reals: dict[int, torch.Tensor]) -> None:
-    """Give each value the version that its in-place ops have made, before it is saved."""
+    """Give each new value the version that its in-place ops have made, before it is saved."""
     for index, times in (chain.bumps or {}).items():
-        for _ in range(times if index in reals else 0):
-            increment_version(reals[index])
+        if index in reals and not _is_memory(chain, index, reals[index]):
+            for _ in range(times):
+                increment_version(reals[index])
+
+
+def _is_memory(chain: Chain, index: int, real: torch.Tensor) -> bool:
+    """Whether `real`, the value of a node in place, is the Input that it has overwritten."""
+    position = (chain.placed or {}).get(index)
+    return position is not None and chain.inputs[position] is real
+
+
+def writes_of(chain: Chain, reals: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """Whose memory the kernels of `chain` write to, as often as that counts as a write."""
+    written = [] if chain.into is None else [chain.into]
+    for index in chain.placed or ():
+        if index in reals and _is_memory(chain, index, reals[index]):
+            written += [reals[index]] * (chain.bumps or {}).get(index, 0)
+    return written
 
 
 def publish(chain: Chain, values: dict[int, torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ Answer = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], list[Any]], t
 
 # Words begin with these, by their places
 (RUNS, INPUTS, ARGUMENTS, POINTERS, OUTPUTS, PLACES, DEVICE, LAUNCH, MADE, BUSY, OWNED,
- FIRST) = range(12)  # fmt: skip
+ PLACED, PLACED_AT, READY, FIRST) = range(15)  # fmt: skip
 
 
 class Words:
@@ -25,8 +25,9 @@ class Words:
 
     Counters and scratch come first (runs, Inputs, room for arguments, pointers and outputs, how
     many pointers, the device if there are several, cuLaunchKernel, tensors made so far, whether it
-    is running, how many of these are values of steps, before scratch), then what is read one after
-    another: Inputs, live shells, outputs, pieces.
+    is running, how many of these are values of steps, before scratch, how many Inputs are
+    overwritten and where it says which, room for launches that are ready: what, blocks, threads,
+    parameters), then what is read one after another: Inputs, live shells, outputs, pieces.
     """
 
     __slots__ = ("address", "attach", "bases", "kept", "memory", "numbers", "python", "results",
