@@ -461,9 +461,9 @@ def test_the_same_chain_again_in_the_middle_of_a_write(target, monkeypatch):
             assert held[1].tolist() == (x * 3.0 + z).tolist(), count
 
 
-@pytest.mark.parametrize("place", ["_node_of", "Chain"])
+@pytest.mark.parametrize("place", ["node_of", "Chain"])
 def test_another_op_where_a_write_has_been_recorded(place, monkeypatch):
-    """Where `_node_of` ends, as Python 3.10 allows it, and where a spare chain is made."""
+    """Where `node_of` ends, as Python 3.10 allows it, and where a spare chain is made."""
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     x, z = torch.rand(32), torch.rand(32)
     w, u, held, begun = autofuse.wrap(x), autofuse.wrap(z), [], []
@@ -473,13 +473,13 @@ def test_another_op_where_a_write_has_been_recorded(place, monkeypatch):
 
     def middle():
         begun.append(place)
-        if place == "_node_of":
+        if place == "node_of":
             flushing.flush_all("test")
             held.append(u + w * 3.0)  # a chain that ends alike
         else:
             held.append(u + w * 3.0)  # one op more
 
-    real, init = writing._node_of, state.Chain.__init__
+    real, init = writing.node_of, state.Chain.__init__
 
     def node_of(result):
         node = real(result)
@@ -495,8 +495,8 @@ def test_another_op_where_a_write_has_been_recorded(place, monkeypatch):
     with torch.no_grad():
         torch.zeros(32).add_(w * 2.0)
         t, y = torch.zeros(32), w * 2.0
-        if place == "_node_of":
-            monkeypatch.setattr(writing, "_node_of", node_of)
+        if place == "node_of":
+            monkeypatch.setattr(writing, "node_of", node_of)
         else:
             state.this_thread.current.spare = None
             monkeypatch.setattr(state.Chain, "__init__", made)
@@ -601,8 +601,8 @@ def test_a_tracer_that_records(program):
 def test_what_a_finalizer_records_in_the_flush_before_a_write_reads_what_was_there(write):
     with torch.no_grad():
         for _ in range(4):  # by machine code, once it knows all this
-            x = autofuse.wrap(torch.arange(4.0) - 1)
-            seen = []
+            memory = torch.arange(4.0) - 1
+            x, seen = autofuse.wrap(memory), []  # written at once, for another sees it
 
             class Late:
                 def __del__(self, x=x, seen=seen):

@@ -738,7 +738,8 @@ def test_another_device_of_the_thread_does_not_matter():
     """A write stays with machine code where nothing is pending on the thread's other devices."""
     from autofuse.chain.state import recorder_for
 
-    w, v = autofuse.wrap(torch.ones(4)), autofuse.wrap(torch.ones(4))
+    memory = torch.ones(4)
+    w, v = autofuse.wrap(memory), autofuse.wrap(torch.ones(4))
     (w + 1.0).tolist()
     recorder_for(torch.device("cpu", 0))
     try:

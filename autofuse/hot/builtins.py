@@ -125,6 +125,10 @@ def unread(table, function, args, count, names) -> object:
     if names != 0:
         values += PyTuple_Size(names)
     known = 0
+    if count != 0 and class_of(args[0]) is Tensor:  # which may be recorded
+        known = override(run, args, values, names)
+        if known != 0:
+            return PyObject_Vectorcall(known, args, count, names)
     for k in range(1, values):
         kind = class_of(args[k])
         if kind is Tensor or kind is list or kind is tuple:

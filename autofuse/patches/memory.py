@@ -101,6 +101,9 @@ def _reads_first(original: Callable[..., Any], name: str) -> Callable[..., Any]:
                     if _asks_us(args, kwargs):
                         return handler(*args, **kwargs)  # torch would take 4 us to find it
                     break
+        elif handler is not None and args and args[0].__class__ is Tensor:
+            if not _goes(args[0]) and _asks_us(args, kwargs):
+                return handler(*args, **kwargs)  # which may record it
         ident = get_ident()
         nested = ident in writing
         try:

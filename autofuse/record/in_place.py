@@ -18,7 +18,7 @@ import torch
 from ..chain.liveness import DEAD, counts_of
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, still_lies_as
 from ..chain.shell import Tensor
-from ..chain.state import Chain, Node, Recorder, is_alone, recorder_for
+from ..chain.state import Chain, Node, Recorder, is_alone, recorder_for, this_thread
 from ..inside import is_foreign
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import is_cast
@@ -147,9 +147,9 @@ def record_sole(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Refus
 
 def _of_sole(target: Tensor) -> tuple[Meta | None, Reach | None]:
     """What is known of `target`, and who can reach it, if that is nobody else."""
-    meta = target._af
+    meta, current = target._af, this_thread.current
     if meta is UNKNOWN:
-        meta = concrete_meta(target)
+        meta = concrete_meta(target, None if current is None else current.chain.tip)
     if not isinstance(meta, Meta) or meta.requires_grad or meta.inference:
         return None, None
     if not (meta.nbytes and meta.dense):
