@@ -301,7 +301,7 @@ def beside_eager(
     rounds: int,
 ) -> None:  # fmt: skip
     """`program` of plain tensors and of wrapped ones, in turns, as a row."""
-    wrapped = list(map(autofuse.wrap, tensors))
+    wrapped = [autofuse.wrap(x.clone()) for x in tensors]  # memory that nobody else can reach
     series = interleaved(
         {"eager": lambda: program(*tensors),
          "fused": lambda: autofuse.materialize(program(*wrapped))},
@@ -434,6 +434,35 @@ def _waved(u: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return 2.0 * u - before + 0.1 * (around - 4.0 * u)
 
 
+@torch.no_grad()
+def in_place(device: str, numel: int, rounds: int) -> None:
+    """State that is updated in place: of an optimizer, of particles, a sum before an activation."""
+    for n in (1 << 14, numel // 4):
+        for step, count in ((_adam, 4), (_kicked, 3), (_residual, 2)):
+            tensors = [torch.rand(n, device=device) for _ in range(count)]
+            beside_eager(f"{step.__name__[1:]} of {n}", step, tensors, device, rounds)
+
+
+def _adam(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    m.mul_(0.9).add_(g, alpha=0.1)
+    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    p.addcdiv_(m, v.sqrt().add_(1e-8), value=-1e-3)
+    return p
+
+
+def _kicked(x: torch.Tensor, v: torch.Tensor, force: torch.Tensor) -> torch.Tensor:
+    v += 0.01 * (force - x)
+    v *= 0.999
+    x += 0.01 * v
+    return x
+
+
+def _residual(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = torch.flip(x, (0,))  # which is not recorded: its result is in memory
+    out += y
+    return torch.relu_(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -462,6 +491,7 @@ def main() -> None:
     axes(args.device, args.large, args.rounds)
     extremes(args.device, args.large, args.rounds)
     rolls(args.device, args.large, args.rounds)
+    in_place(args.device, args.large, args.rounds)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,9 @@ def emit_cpu(source: Source, halves: bool) -> ir.Module:
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     zero = builder.ashr(start, I64(63))
     emitter = _Emitter(source, builder, Cpu(builder, halves, zero), params)
+    accesses = _Distinct(module, [], name=str(len(module.metadata)))
     if source.rank == 1:
-        with _loop(builder, start, stop) as column:
+        with _loop(builder, start, stop, accesses) as column:
             emitter.work([column], column)
     else:
         columns = emitter.sizes[-1]
@@ -68,15 +69,34 @@ def emit_cpu(source: Source, halves: bool) -> ir.Module:
                 # look before the loops, and not vectorise, if it knew what a row is
                 row = builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [row], False)
             outer = emitter.walks(row, emitter.sizes[:-1])
-            with _loop(builder, I64(0), columns) as column:
+            with _loop(builder, I64(0), columns, accesses) as column:
                 emitter.work([*outer, column], column)
     builder.ret_void()
+    for block in function.blocks:
+        for instruction in block.instructions:
+            if isinstance(instruction, (ir.LoadInstr, ir.StoreInstr)):
+                instruction.set_metadata("llvm.access.group", accesses)
     return module
 
 
+class _Distinct(ir.MDValue):
+    """Metadata that is equal to none other."""
+
+    def descr(self, buf: list[str]) -> None:
+        buf.append("distinct ")
+        super().descr(buf)
+
+
 @contextmanager
-def _loop(builder: ir.IRBuilder, start: Any, stop: Any) -> Iterator[Any]:
-    """`for position in range(start, stop)` around what is built inside."""
+def _loop(
+    builder: ir.IRBuilder, start: Any, stop: Any, accesses: ir.MDValue | None = None
+) -> Iterator[Any]:
+    """`for position in range(start, stop)` around what is built inside.
+
+    accesses: to memory that no two iterations have in common, where one of them writes to it. What
+    is overwritten has one place in each iteration; LLVM, which would look whether memory overlaps,
+    would then not vectorise.
+    """
     before = builder.block
     head = builder.append_basic_block("head")
     builder.branch(head)
@@ -88,7 +108,15 @@ def _loop(builder: ir.IRBuilder, start: Any, stop: Any) -> Iterator[Any]:
     builder.position_at_end(body)
     yield position
     position.add_incoming(builder.add(position, I64(1), flags=["nsw"]), builder.block)
-    builder.branch(head)
+    again = builder.branch(head)
+    if accesses is not None:
+        module = builder.module
+        apart = module.add_metadata(
+            [ir.MetaDataString(module, "llvm.loop.parallel_accesses"), accesses]
+        )
+        loop = _Distinct(module, [apart], name=str(len(module.metadata)))
+        loop.operands = (loop, apart)
+        again.set_metadata("llvm.loop", loop)
     builder.position_at_end(after)
 
 
