@@ -74,9 +74,14 @@ def frees(device: torch.device) -> int:
     """What frees the memory that torch gives on `device`; 0 where that is hidden."""
     if PARTS is None:
         return 0
-    with NoModes(), InferenceMode(False):
-        owner = _inner(torch.empty(1, device=device))[PARTS.owner]
-        return int(_words(owner, _OWNER)[FREES]) if owner else 0  # a mode may have made it
+    if not _frees.get(device):
+        with NoModes(), InferenceMode(False):
+            owner = _inner(torch.empty(1, device=device))[PARTS.owner]
+            _frees[device] = _words(owner, _OWNER)[FREES] if owner else 0  # a mode may have made it
+    return _frees[device]
+
+
+_frees: dict[torch.device, int] = {}
 
 
 class Reach(NamedTuple):

@@ -27,9 +27,7 @@ from .steps import channels_of
 from .verified import refusal
 
 IN_PLACE = "in place"  # why a chain ends: what follows does not go with memory that it writes to
-# bytes that one thread writes on a CPU; several may be interrupted. There it does not pay either: an
-# op in place allocates nothing, and three updates of 16384 elements took 1.16 of eager's time
-_IN_ONE_STEP = 1 << 17
+_IN_ONE_STEP = 1 << 17  # bytes on a CPU; several threads, which may be interrupted, take more
 
 
 def eager_node(
@@ -212,7 +210,7 @@ def _extend_in_place(
     read = [*tip.inputs, *(x for x in operands if isinstance(x, Meta))] if tip.grad_mode else []
     if tip.rows is not None or tip.holds_grad or any(x.requires_grad for x in read):
         return eager_node(recorder, tip, op, "in place, beside rows or a gradient")
-    if recorder.device.type == "cpu" and (meta.nbytes > _IN_ONE_STEP or not config.always_fuse):
+    if recorder.device.type == "cpu" and meta.nbytes > _IN_ONE_STEP:
         return eager_node(recorder, tip, op, "in place, on a CPU")
     node = extend(recorder, tip, op.row, operands, metas)
     if node.meta is meta and not (node.reason or node.cuts or node.cast):
