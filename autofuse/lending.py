@@ -16,6 +16,7 @@ from .api import is_dense
 from .chain.meta import UNKNOWN, Meta
 from .chain.shell import Tensor, set_class
 from .chain.state import this_thread
+from .dispatch.eager import make_plain
 from .dispatch.nested import SIMPLE
 from .record.flush import value_of
 from .torch_private import NoModes, function_modes, keys_of
@@ -137,10 +138,7 @@ def become_plain(tensor: Tensor) -> torch.Tensor:
         value = value_of(tensor, "fuse")
         if value is not tensor:
             return value
-    its = tensor.__dict__
-    its["_af"] = UNKNOWN
-    del its["_af"]
-    set_class(tensor, Plain)
+    make_plain(tensor, "fuse")
     return tensor
 
 

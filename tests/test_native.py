@@ -489,7 +489,7 @@ def test_writes_need_little_python(device):
     if device == "cpu" and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
         pytest.skip("CPU kernels are launched by Python")
     ones = torch.ones(8, device=device)
-    w, p = autofuse.wrap(ones), torch.nn.Parameter(ones.clone())
+    w, p, memory = autofuse.wrap(ones), torch.nn.Parameter(ones.clone()), ones.clone()
 
     def program(target):
         return lambda: operator.isub(target, w * 2.0)
@@ -497,7 +497,7 @@ def test_writes_need_little_python(device):
     modes.forget_all("test")  # or the trie may be full in the middle
     with torch.no_grad():
         for target, told in ((p, {"call", "_asks_us", "flush_readers"}),
-                             (autofuse.wrap(ones.clone()), set())):  # fmt: skip
+                             (autofuse.wrap(memory), set())):  # fmt: skip
             for _ in range(4):
                 program(target)()
                 assert state.this_thread.current.spare is not None
@@ -657,7 +657,8 @@ def test_a_write_of_several_kernels_needs_no_python(device):
     if device == "cpu" and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
         pytest.skip("CPU kernels are launched by Python")
     x, row = torch.randn(6, 8, device=device), torch.randn(8, device=device)
-    target, want = autofuse.wrap(x.clone()), x.clone()
+    memory, want = x.clone(), x.clone()
+    target = autofuse.wrap(memory)  # written at once, for another sees it
     w, r = autofuse.wrap(x), autofuse.wrap(row)
 
     def program(target, w, r, kept):

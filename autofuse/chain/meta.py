@@ -83,6 +83,16 @@ class Unknown:
 
 
 UNKNOWN = Unknown()
+
+
+def remember(tensor: torch.Tensor, state: Any) -> None:
+    """Let that be known of a concrete tensor of ours; where it is pending by now that stays so."""
+    its = tensor.__dict__
+    # no Python runs from here...
+    if "_af" not in its or its["_af"].recorder is None:
+        its["_af"] = state  # ...to here
+
+
 _metas: dict[tuple[Any, ...], Meta] = {}
 # where `hot` finds them: those with a test, by their sizes and strides, the last one first
 by_size: list[Meta | None] = [None] * (BUCKETS * EACH)
@@ -283,7 +293,7 @@ def concrete_meta(tensor: torch.Tensor, place: Place | None = None) -> Meta | No
                 return None
             if place is not None:
                 _learn(tensor, meta, place)
-    tensor.__dict__["_af"] = meta
+    remember(tensor, meta)
     return meta
 
 

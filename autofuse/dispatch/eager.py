@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from .. import hooks
-from ..chain.meta import UNKNOWN, Meta
-from ..chain.shell import Held, Lost, Tensor, set_attribute
+from ..chain.meta import UNKNOWN, Meta, remember
+from ..chain.shell import Held, Lost, Tensor, set_class
 from ..chain.state import (
     announced,
     counts,
@@ -134,6 +134,28 @@ def _made_concrete(items: Any, known: Known) -> bool:
     return True
 
 
+def forget(tensor: Tensor, cls: type | None = None) -> bool:
+    """Let nothing be known of a concrete tensor of ours; False where it is pending by now.
+
+    cls: of which it is from now on.
+    """
+    its = tensor.__dict__
+    # no Python runs from here...
+    if "_af" in its:
+        if its["_af"].recorder is not None:
+            return False
+        del its["_af"]
+    if cls is not None:
+        set_class(tensor, cls)  # ...to its end
+    return True
+
+
+def make_plain(tensor: Tensor, reason: str) -> None:
+    """Let a tensor of ours, with its value, be of torch's own class: in its own memory."""
+    while not forget(tensor, Plain):
+        flush_tensor(tensor, reason)
+
+
 def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     """Run an op of the table, on concrete operands, that the trie has found better off eager."""
     if function_modes() and looked_on():
@@ -206,7 +228,7 @@ def run_any(
         flush_thread(name) if is_alone() else flush_all(name)
         for tensor in wrapped:
             if not _is_apart(tensor):
-                set_attribute(tensor, "_af", UNKNOWN)
+                remember(tensor, UNKNOWN)
     if any(map(_is_apart, wrapped)):
         stood: dict[int, Tensor] = {}
         args, kwargs = released(args, stood), released(kwargs or {}, stood)
@@ -214,7 +236,7 @@ def run_any(
         return stood.get(id(result), result)  # in-place functions return an argument
     if name in COPIES:
         for tensor in wrapped:
-            tensor.__dict__.pop("_af", None)  # what a copy takes along is the user's alone
+            forget(tensor)  # what a copy takes along is the user's alone
     if in_c:
         with functions_off():
             result = func(*args, **kwargs) if kwargs else func(*args)
@@ -223,8 +245,7 @@ def run_any(
             pass_over(first)
         return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
     for tensor in wrapped:
-        tensor.__dict__.pop("_af", None)  # it may have other contents afterwards
-        set_attribute(tensor, "__class__", Plain)
+        make_plain(tensor, name)  # it may have other contents afterwards
     try:
         result = (call or func)(*args, **kwargs or {})
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import is_grad_enabled
 
-from ..chain.meta import UNKNOWN, Meta
+from ..chain.meta import UNKNOWN, Meta, remember
 from ..chain.shell import Tensor
 from ..chain.state import counts, is_alone, this_thread, writing
 from ..ops.row import MAKING, Op
@@ -107,5 +107,5 @@ def _write_now(
     if result is NotImplemented:
         return result
     if target.__class__ is Tensor and is_grad_enabled():  # it may require grad now
-        target.__dict__["_af"] = UNKNOWN
+        remember(target, UNKNOWN)
     return target

@@ -30,6 +30,7 @@ from .values import (
     is_simple,
     item_at,
     looked_on,
+    node_of,
     set_class,
     slot_of,
     state_of,
@@ -118,6 +119,9 @@ def run(function, known: Known, reason, args, count, names) -> object:
     pending = is_next(chain)
     lent = lend(plain, 0, args, every, 16)
     for k in range(lent):
+        if node_of(plain[k]) != 0:  # a finalizer has made it pending
+            take_back(plain, lent)
+            return 0
         if state_of(plain[k]) is not UNKNOWN:  # a hook, say, may set its data without our seeing it
             PyObject_GenericSetAttr(plain[k], AF, 0)
     result = tried(PyObject_Vectorcall(function, args, count, names))
@@ -437,7 +441,8 @@ def look_again(values, count, result):
         x = values[k]
         if class_of(x) is Tensor:
             if result == 0:  # an error is at hand, which a look would forget
-                PyObject_GenericSetAttr(x, AF, UNKNOWN)
+                if node_of(x) == 0:
+                    PyObject_GenericSetAttr(x, AF, UNKNOWN)
             else:
                 state = state_of(x)
                 if class_of(state) is Meta:

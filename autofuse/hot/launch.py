@@ -195,8 +195,8 @@ def ran_kernels(chain: Chain, program: Words, words):
     if program.viewer is not None and viewed(program, words) == 0:
         return 0
     placed = words[PLACED]
-    if placed != 0:
-        overwriting(chain, words)
+    if placed != 0 and overwriting(chain, words) == 0:
+        return 0
     into = kept(chain.into)
     own = None
     if into is not None:
@@ -244,12 +244,19 @@ def ran_kernels(chain: Chain, program: Words, words):
 
 
 def overwriting(chain: Chain, words):
-    """Put the Inputs whose memory the kernel writes to after the outputs."""
+    """Put the Inputs whose memory is written to after the outputs; 0 if a handle has it still."""
     outputs = words[OUTPUTS]
     places = words[PLACED_AT]
-    for k in range(words[PLACED]):
-        outputs[words[MADE]] = kept(PyList_GetItem(chain.inputs, places[k]))
+    if chain.placed is None:
+        return 0
+    for _ in range(words[PLACED]):
+        step = PyLong_FromLong(places[0])
+        if PyDict_GetItemWithError(chain.placed, step) == 0:
+            return 0
+        outputs[words[MADE]] = kept(PyList_GetItem(chain.inputs, places[1]))
         words[MADE] = words[MADE] + 1
+        places += 16
+    return 1
 
 
 def values_of(words, at, shells) -> object:

@@ -246,8 +246,8 @@ def write_now(function, known: Known, args, count, names):
     BEGUN[0] = BEGUN[0] - 1
     if result == 0 or result is NotImplemented:  # of an operator's method; Python comes to the same
         return 0
-    if grad_mode() != 0 and class_of(args[0]) is Tensor:  # it may require grad now
-        PyObject_GenericSetAttr(args[0], AF, UNKNOWN)
+    if grad_mode() != 0 and class_of(args[0]) is Tensor and node_of(args[0]) == 0:
+        PyObject_GenericSetAttr(args[0], AF, UNKNOWN)  # it may require grad now
     return 1
 
 

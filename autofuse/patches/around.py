@@ -10,6 +10,7 @@ import torch
 
 from ..api import unwrap
 from ..chain.shell import Tensor, set_class
+from ..dispatch.eager import make_plain
 from ..dispatch.nested import mapped
 from ..lending import loans
 from ..record.modes import close_thread, reopen_thread, run_closed
@@ -85,8 +86,7 @@ def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
         lent = {id(leaf) for leaf in leaves if id(leaf) in loans}
         try:
             for leaf in leaves:
-                leaf.__dict__.pop("_af", None)  # it may have other contents afterwards
-                set_class(leaf, torch.Tensor)
+                make_plain(leaf, reason)  # it may have other contents afterwards
             return run_closed(reason, function, args, kwargs)
         finally:
             for leaf in leaves:  # one that is lent stays plain: its lenders may be gone by now

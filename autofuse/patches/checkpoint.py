@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ..chain.meta import UNKNOWN
+from ..chain.meta import UNKNOWN, remember
 from ..chain.shell import Tensor
 from ..chain.state import this_thread
 from ..dispatch.nested import mapped, tensors_in, wrapped_in
@@ -129,5 +129,5 @@ def _settled(result: Any) -> Any:
     if result.__class__ is Tensor:
         result = value_of(result, "apply")
         if result.__class__ is Tensor:
-            result.__dict__["_af"] = UNKNOWN
+            remember(result, UNKNOWN)
     return result

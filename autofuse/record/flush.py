@@ -68,7 +68,7 @@ from .failures import is_lost, lose, recover
 from .numbers import is_next
 from .origins import credit
 from .starts import doubt_starts, tell_start
-from .ways import runner_for
+from .ways import apart, runner_for
 
 
 class Watch(Protocol):
@@ -219,6 +219,7 @@ def _flush(
     spare, recorder.spare = recorder.spare, None
     chain = interrupted = recorder.running
     same = same and (node is None or recorder.chain is open_ and open_.tip is node)
+    same = same and (into is None or into._af.recorder is None)  # its memory is its own still
     if chain is None and spare is not None and same:
         chain, recorder.chain = recorder.chain, spare
         recorder.running = chain
@@ -298,6 +299,8 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
         if runner is None:
             with NoModes():
                 runner = runner_for(recorder, node, refcounts, writes)
+        if runner.placed and not runner.placed.keys() <= (chain.placed or {}).keys():
+            runner = apart(runner)  # an op has been recorded whose handle has another memory yet
         if chain.tried is not None:
             credit(chain, runner)
         if chain.start is not None:

@@ -107,7 +107,7 @@ def record_sole(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Refus
     chain, position = recorder.chain, ~node.into
     bumps, placed = chain.bumps or {}, chain.placed or {}
     mine, its = target.__dict__, result.__dict__
-    exchange, done = starmap(swap, [(target, result)]), list[None]()
+    exchange, done, unknown = starmap(swap, [(target, result)]), list[None](), dict[int, int]()
     inner, owner, autograd, known = reach
     if not (recorder.ident == get_ident() and chain.tip is node and result._af is node):
         return False
@@ -124,7 +124,7 @@ def record_sole(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Refus
             if recorder.chain is chain and result._af is node:
                 chain[node.index] = target
                 chain.inputs[position] = result
-                chain.known.clear()
+                chain.known = unknown
                 node.shell = target
                 mine["_af"] = node
                 its["_af"] = meta

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ..chain.liveness import ALONE, counts_of
-from ..chain.meta import UNKNOWN, Unknown
+from ..chain.meta import UNKNOWN, Unknown, remember
 from ..chain.shell import Tensor
 from ..chain.state import Chain, counts, this_thread
 from ..run.runner import Runner
@@ -290,7 +290,7 @@ def is_on_trial(state: Any, x: Tensor) -> TypeGuard[Tried]:
         return False
     if state.trial == trials.count:
         return True
-    x.__dict__["_af"] = UNKNOWN
+    remember(x, UNKNOWN)
     return False
 
 

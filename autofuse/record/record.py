@@ -21,6 +21,7 @@ from ..chain.meta import (
     lies_as,
     likely_meta,
     plain_meta,
+    remember,
     still_lies_as,
 )
 from ..chain.shell import Held, Lost, Tensor, make_shell
@@ -232,7 +233,7 @@ def record_fresh(
             if (recorder.grad and requires_grad_of(x) is not meta.requires_grad) or (
                 x.__class__ is Tensor and not lies_as(x, meta)
             ):
-                x.__dict__["_af"] = UNKNOWN
+                remember(x, UNKNOWN)
                 return False
             try:
                 marks += (raw_version_of(x), address_of(x))
@@ -373,7 +374,7 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
             tried = is_on_trial(state, x)
             meta = concrete_meta(x, None if recorder is None else recorder.chain.tip)
             if tried:  # and stays so, for who runs the op if it is not recorded
-                x.__dict__["_af"] = state
+                remember(x, state)
     elif cls is torch.Tensor or cls is _Parameter:
         meta = plain_meta(x) if recorder is None else likely_meta(x, recorder.chain.tip)
     else:

@@ -240,12 +240,12 @@ class CudaRunner(Runner):
         sizes = made + 3, len(places), made + len(self.views) + len(self.placed)
         room = [(ctypes.c_int64 * n)() for n in sizes]
         device = self.device.index if torch.cuda.device_count() > 1 else -1
-        placed = (ctypes.c_int64 * len(self.placed))(*self.placed.values())
+        placed = (ctypes.c_int64 * (2 * len(self.placed)))(*itertools.chain(*self.placed.items()))
         ready = (ctypes.c_int64 * (4 * len(self.pieces)))()
         kept += [placed, ready]
-        pointers = len(places) - len(placed)
+        pointers = len(places) - len(self.placed)
         words = [0, len(self.inputs), *map(ctypes.addressof, room), pointers, device,
-                 self._entry, 0, 0, len(self.made), len(placed), ctypes.addressof(placed),
+                 self._entry, 0, 0, len(self.made), len(self.placed), ctypes.addressof(placed),
                  ctypes.addressof(ready), *begin, made]  # fmt: skip
         for pack, nbytes, arguments in self.memory:
             kept += [empty_strided, arguments]

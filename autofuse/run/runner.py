@@ -52,7 +52,7 @@ class Runner:
 
         packs: owners that share one tensor, one after another.
         """
-        self.tip, self.pieces, self.kernels = tip, pieces, kernels
+        self.tip, self.pieces, self.kernels, self.outputs = tip, pieces, kernels, outputs
         self.device, self.nodes, self.inputs = tip.recorder.device, tip.path(), tip.inputs
         self.live = tuple(output.step for output in outputs)
         self.writes = bool(outputs) and outputs[-1].kind == WRITE

@@ -26,8 +26,9 @@ class Words:
     Counters and scratch come first (runs, Inputs, room for arguments, pointers and outputs, how
     many pointers, the device if there are several, cuLaunchKernel, tensors made so far, whether it
     is running, how many of these are values of steps, before scratch, how many Inputs are
-    overwritten and where it says which, room for launches that are ready: what, blocks, threads,
-    parameters), then what is read one after another: Inputs, live shells, outputs, pieces.
+    overwritten and where it says by which steps and which, room for launches that are ready: what,
+    blocks, threads, parameters), then what is read one after another: Inputs, live shells, outputs,
+    pieces.
     """
 
     __slots__ = ("address", "attach", "bases", "kept", "memory", "numbers", "python", "results",

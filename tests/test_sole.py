@@ -1,0 +1,464 @@
+"""Ops in place on memory that its tensor alone holds: recorded, and written by the kernel."""
+
+import contextlib
+import ctypes
+import gc
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_middle import Middle
+
+import autofuse
+from autofuse import sole
+from autofuse.chain import state
+from autofuse.record import flush as flushing
+from autofuse.record import modes
+from autofuse.run import cuda
+from autofuse.torch_private import NoModes, address_of
+from support import DEVICES, assert_same, elsewhere, needs_cuda, write_unseen
+
+W = autofuse.wrap
+pytestmark = [pytest.mark.usefixtures("always", "alone")]
+device_param = pytest.mark.parametrize("device", DEVICES)
+SEED = int(os.environ.get("AUTOFUSE_TEST_SEED", "0"))
+
+
+def is_sole(x):
+    with NoModes():
+        reach = sole.reach_of(x, x.nbytes, sole.frees(x.device))
+    return reach is not None and reach.is_sole()
+
+
+def place_of(x):
+    """The address of the memory of `x`, which it does not tell `x` that anybody knows."""
+    with NoModes():
+        return address_of(autofuse.materialize(x))
+
+
+# what else reaches the memory of a tensor, held while it is looked at; then whether it goes again
+OTHERS = {
+    "nothing": (lambda x: None, True),
+    "another name": (lambda x: [x, x], None),
+    "a view": (lambda x: x[1:], False),
+    "detach": (lambda x: x.detach(), False),
+    "data": (lambda x: x.data, False),
+    "an alias of ours": (autofuse.wrap, False),
+    "a graph": (lambda x: x * torch.ones(4, device=x.device, requires_grad=True), False),
+    "its storage": (lambda x: x.untyped_storage(), False),
+    "an iterator": (lambda x: list(x.unbind()), False),
+}
+
+
+@device_param
+@pytest.mark.parametrize("name", OTHERS)
+def test_who_reaches_a_tensor(name, device):
+    x = torch.ones(4, device=device)
+    assert is_sole(x)
+    other = OTHERS[name][0](x)
+    assert is_sole(x) == (OTHERS[name][1] is not False), other
+    del other
+    assert is_sole(x) == (name != "its storage")  # by which its address may be known
+
+
+def test_memory_that_is_not_torchs_own():
+    assert not is_sole(torch.from_numpy(np.zeros(4)))
+    assert not is_sole(torch.frombuffer(bytearray(16), dtype=torch.float32))
+    assert not is_sole(torch.zeros(4).share_memory_())
+    x = torch.zeros(4)
+    x.numpy()
+    assert is_sole(x)
+    x.resize_(2)
+    assert not is_sole(x)  # it may be made larger again
+    assert not is_sole(torch.zeros(4, requires_grad=True))
+    with torch.inference_mode():
+        y = W(torch.zeros(4)) * 1.0
+        y += 1.0
+    assert y.tolist() == [1.0] * 4
+
+
+@device_param
+def test_who_has_asked_for_the_address_sees_each_write_at_once(on, device):
+    x = W(torch.ones(4, device=device))
+    if device == "cpu":
+        seen = (ctypes.c_float * 4).from_address(x.data_ptr())
+    else:
+        x.data_ptr()
+    for k in range(3):
+        x += 1.0
+        assert not autofuse.is_pending(x)
+        if device == "cpu":
+            assert list(seen) == [k + 2.0] * 4
+
+
+def adam(p, g, m, v):
+    m.mul_(0.9).add_(g, alpha=0.1)
+    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    p.addcdiv_(m, v.sqrt().add_(1e-8), value=-1e-3)
+    return p
+
+
+@device_param
+@pytest.mark.parametrize("shapes", [[(64, 6)], [(64, 6), (6,), (6, 6)]], ids=["one", "three"])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_optimizer_by_hand_is_a_kernel_for_each_shape(on, shapes, leaves, device):
+    """In memory that stays where it is; Parameters are written once all that they need is known."""
+    made = [[torch.rand(shape, device=device) for _ in range(4)] for shape in shapes]
+    plain = [[x.clone() for x in xs] for xs in made]
+    wrapped = [[W(x.clone()) for x in xs] for xs in made]
+    if leaves:
+        for xs in wrapped:
+            xs[0] = torch.nn.Parameter(autofuse.unwrap(xs[0]))
+    places = [[place_of(x) for x in xs] for xs in wrapped]
+    with torch.no_grad():
+        for step in range(4):
+            autofuse.reset_stats()
+            for xs in wrapped:
+                adam(*xs)
+            pending = [autofuse.is_pending(x) for xs in wrapped for x in (xs[2], xs[3])]
+            for xs in wrapped:
+                autofuse.materialize(xs)
+            assert autofuse.stats().kernels_launched == len(shapes), step
+            assert any(pending) != leaves
+            for xs in plain:
+                adam(*xs)
+    for xs, ys, at in zip(wrapped, plain, places, strict=True):
+        assert [place_of(x) for x in xs] == at
+        for x, y in zip(xs, ys, strict=True):
+            assert_same(x.detach(), y, 1e-6 if device == "cpu" else None)
+            assert x._version == y._version
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_nothing_is_allocated_for_it(on):
+    xs = [W(torch.rand(64, 6, device="cuda")) for _ in range(4)]
+    for _ in range(4):
+        autofuse.materialize(adam(*xs))
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(4):
+        autofuse.materialize(adam(*xs))
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+# what comes before and after an op in place on `x`, and of which kernels it is
+AROUND = {
+    "a value of what was there": (lambda x, y: (x * 2.0, x.add_(y)), 1),
+    "read after": (lambda x, y: (x.add_(y), x * y), 1),
+    "of itself": (lambda x, y: (x.addcmul_(x, x), x.mul_(x)), 1),
+    "of what comes of it": (lambda x, y: (x.sub_(torch.relu(x * y) * 0.5),), 1),
+    "two of one shape": (lambda x, y: (x.add_(1.0), y.mul_(x)), 1),
+    "what was there, turned": (lambda x, y: (x.t() * 2.0, x.add_(y)), None),
+    "what was there, in a slice": (lambda x, y: ((x * 2.0)[1:] + 1.0, x.add_(y)), None),
+    "what was there, rolled": (lambda x, y: (x.add_(torch.roll(x, 1, 1)),), None),
+    "what was there, its sum": (lambda x, y: (x.div_(x.sum(-1, True)),), None),
+    "what was there, in a row": (lambda x, y: (x[0] * 2.0, x.mul_(2.0), y + x), None),
+    "a view of it": (lambda x, y: (x.add_(y)[1:] * 2.0, x), None),
+    "a view that is written": (lambda x, y: (x.add_(y), x[0].mul_(3.0), x), None),
+    "an item": (lambda x, y: (x.add_(y), x.__setitem__(0, x[1]), x), None),
+    "its softmax": (lambda x, y: (x.add_(y), torch.softmax(x, -1), x.mul_(2.0)), None),
+    "side by side": (lambda x, y: (torch.cat([x.add_(y), y * 2.0]), x), None),
+    "copied into": (lambda x, y: (x.mul_(y), x.copy_(y + 1.0), x.add_(x)), None),
+    "cleared": (lambda x, y: (x.mul_(y), x.zero_(), x.add_(y)), None),
+    "out=": (lambda x, y: (x.mul_(y), torch.add(x, y, out=x), x.mul_(2.0)), None),
+    "another dtype": (lambda x, y: (x.add_(y > 0), x.gt_(y), x.mul_(2)), None),
+    "its shape": (lambda x, y: (x.add_(y).t_(), x.mul_(2.0), x.unsqueeze_(0)), None),
+    "detached": (lambda x, y: (x.add_(y).detach(), x.mul_(2.0), x), None),
+    "by functions": (lambda x, y: (torch.relu_(x), F.elu(x, inplace=True), F.relu(y, True)), 1),
+    "with a mask": (lambda x, y: (x.masked_fill_(y > 0, 0.5), x.clamp_(-1.0, 1.0)), 1),
+}
+
+
+@device_param
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_around_it(name, on, device):
+    program, kernels = AROUND[name]
+    for k in range(3):
+        plain = [torch.randn(4, 6, device=device) for _ in "xy"]
+        x, y = (W(t.clone()) for t in plain)
+        autofuse.reset_stats()
+        got = program(x, y)
+        autofuse.materialize(got), autofuse.materialize((x, y))
+        launched = autofuse.stats().kernels_launched
+        want = program(*plain)
+        assert_same([*got, x, y], [*want, *plain], 1e-6 if device == "cpu" else None)
+        assert [x._version, y._version] == [t._version for t in plain]
+        assert kernels is None or launched == kernels, k
+
+
+@device_param
+def test_memory_of_a_tensor_that_is_gone_is_not_written(device):
+    x = W(torch.ones(4, 6, device=device))
+    y = x.add_(1.0) * 2.0
+    del x
+    autofuse.reset_stats()
+    autofuse.materialize(y)
+    assert autofuse.stats().live_outs_stored == 1
+    assert y.sum() == 96.0
+
+
+@device_param
+def test_arguments_of_fused_calls(on, device):
+    """They are updated in place, and plain and where they were when the call ends, however."""
+
+    @autofuse.fuse
+    def step(x, v, force, fails=False):
+        v += (force - x) * 0.5
+        v *= 0.25
+        x += v
+        if fails:
+            raise LookupError
+        return x * 2.0
+
+    plain = [torch.rand(4, 6, device=device) for _ in range(3)]
+    ours = [x.clone() for x in plain]
+    places = list(map(place_of, ours))
+    with torch.no_grad():
+        for k in range(6):
+            autofuse.reset_stats()
+            with pytest.raises(LookupError) if k == 4 else contextlib.nullcontext():
+                got = step(*ours, fails=k == 4)
+            assert autofuse.stats().kernels_launched == 1
+            plain[1].add_((plain[2] - plain[0]) * 0.5).mul_(0.25)
+            plain[0].add_(plain[1])
+            assert_same([*ours, got], [*plain, plain[0] * 2.0] if k != 4 else [*plain, got], 1e-6)
+            assert all(type(x) is torch.Tensor and "_af" not in vars(x) for x in ours)
+            assert list(map(place_of, ours)) == places
+            assert [x._version for x in ours] == [x._version for x in plain]
+
+
+@device_param
+def test_an_input_that_somebody_has_changed(on, device):
+    """The op is as one that has raised: its tensor is what it was."""
+    for _ in range(3):
+        x, y = torch.ones(4, device=device), W(torch.zeros(4, device=device))
+        with torch.no_grad():
+            y.add_(W(x)).mul_(2.0)
+            write_unseen(x)
+            with pytest.raises(autofuse.StaleInputError):
+                y.tolist()
+        assert y.tolist() == [0.0] * 4 and y._version == 0
+        assert (y + 1.0).tolist() == [1.0] * 4
+
+
+@pytest.mark.skipif(not os.environ.get("AUTOFUSE_TEST_LAUNCH"), reason="CUDA has no such failures")
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_launch_that_fails(on, fails, monkeypatch):
+    """The first is repeated by eager ops; after it, what has been written cannot be."""
+    calls, failing = [], set()
+
+    def launch(*args):
+        calls.append(args[0])
+        return 1 if len(calls) in failing else real(*args)
+
+    real = cuda.launcher()
+    failable = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(launch)
+    monkeypatch.setattr(cuda, "launcher", lambda: failable)
+    modes.forget_all("test")
+    for k in range(5):
+        x, y = W(torch.ones(4, 6)), W(torch.ones(6))
+        failing = {fails} if k == 4 else set()
+        y.mul_(2.0)
+        x.add_(y)
+        calls.clear()
+        if k == 4 and fails == 2:
+            with pytest.raises(autofuse.AutofuseError):
+                autofuse.materialize((x, y))
+            assert not autofuse.is_pending(x) and not autofuse.is_pending(y)
+            x.fill_(0.0)
+            assert (x + y).shape == (4, 6)  # the thread goes on, and they have their memory
+        else:
+            with pytest.warns() if False else contextlib.nullcontext():
+                assert x.tolist() == [[3.0] * 6] * 4 and y.tolist() == [2.0] * 6
+            assert x._version == y._version == 1
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_a_cuda_graph_reads_what_was_written_before_its_replay():
+    x, out = W(torch.zeros(64, device="cuda")), torch.zeros(64, device="cuda")
+    memory = autofuse.unwrap(x)
+    with torch.no_grad():
+        torch.mul(memory, 2.0, out=out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.mul(memory, 2.0, out=out)
+        del memory
+        for k in range(4):
+            x.add_(1.0)
+            graph.replay()
+            assert out.tolist() == [2.0 * (k + 1)] * 64
+
+
+def test_chains_of_other_threads_that_read_it():
+    """They are flushed before, or the op is not recorded."""
+    x = W(torch.ones(8))
+    got, kept = [], []
+
+    def read():
+        kept.append(x * 3.0)  # pending in a thread that is gone
+
+    assert elsewhere(read) is None
+    x.add_(1.0)
+    got.append(kept[0].tolist())
+    assert got == [[3.0] * 8] and x.tolist() == [2.0] * 8
+    assert elsewhere(lambda: got.append((x * 1.0).tolist())) is None
+    x.mul_(2.0)
+    assert elsewhere(lambda: got.append((x * 1.0).tolist())) is None
+    assert got[1:] == [[2.0] * 8, [4.0] * 8]
+
+
+ACTIONS = {
+    "flush": lambda x, seen: flushing.flush_all("test"),
+    "read": lambda x, seen: seen.append((x * 1.0).tolist()[0]),
+    "hold": lambda x, seen: seen.append(x * 1.0),
+    "update": lambda x, seen: x.add_(100.0),
+    "collect": lambda x, seen: gc.collect(),
+    "forget": lambda x, seen: modes.forget_all("test"),
+}
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize("known", [False, True])
+def test_what_runs_in_the_middle(name, known, monkeypatch):
+    """Each of many places: what is read there is a value between two ops, and nothing is lost."""
+    monkeypatch.setattr(autofuse.config, "native", False)  # which has no places
+    values = {1.0, 3.0, 6.0, 6.5}
+    values |= {v + 100 * f for v in values for f in (0.0, 1.0, 2.0)}  # written to before, or after
+
+    def program(x):
+        y = x * 0.0
+        x.add_(2.0)
+        x.mul_(2.0)
+        x += y + 0.5
+        return autofuse.materialize(x)
+
+    done = count = 0
+    while not done:
+        count += 1
+        if not known:
+            modes.forget_all("test")
+        x, seen = W(torch.ones(32)), []
+        with (
+            torch.no_grad(),
+            Middle(count, lambda x=x, seen=seen: ACTIONS[name](x, seen)) as middle,
+        ):
+            program(x)
+        done = middle.left > 0
+        held = [v if isinstance(v, float) else v.tolist()[0] for v in seen]
+        assert set(held) <= values, (count, held)
+        last = x.tolist()
+        if name == "update" and not done:
+            assert last[0] in (106.5, 206.5), (count, last[0])
+        else:
+            assert last == [6.5] * 32, (count, last[0])
+        assert x._version == 3 + (name == "update" and not done), count
+    assert count > 50
+
+
+@device_param
+def test_no_reference_is_kept(on, device):
+    x = W(torch.ones(64, 64, device=device))
+
+    def step():
+        x.mul_(0.5)
+        y = x.add_(1.0) * 2.0
+        autofuse.materialize((x, y))
+
+    for _ in range(5):
+        step()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(200):
+        step()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 50
+    assert len(state.this_thread.current.chain) == 0 and is_sole(x)
+
+
+# --- random programs ------------------------------------------------------------------------------
+
+UPDATES = [
+    lambda x, a, b: x.add_(a), lambda x, a, b: x.mul_(a), lambda x, a, b: x.mul_(0.5),
+    lambda x, a, b: x.addcmul_(a, b, value=0.25), lambda x, a, b: x.sub_(a, alpha=2),
+    lambda x, a, b: x.clamp_(-3, 3), lambda x, a, b: x.neg_(), lambda x, a, b: x.lerp_(a, 0.25),
+    lambda x, a, b: x.abs_(), lambda x, a, b: x.masked_fill_(a > 0, 0.5),
+    lambda x, a, b: x.__iadd__(a), lambda x, a, b: x.__imul__(0.75), lambda x, a, b: x.zero_(),
+    lambda x, a, b: x.gt_(a), lambda x, a, b: torch.relu_(x), lambda x, a, b: F.relu(x, True),
+    lambda x, a, b: x.copy_(a), lambda x, a, b: x.fill_(1.5), lambda x, a, b: x.add_(x),
+    lambda x, a, b: x.mul_(x).add_(a), lambda x, a, b: torch.add(x, a, out=x),
+]  # fmt: skip
+RESULTS = [
+    lambda a, b: a + b, lambda a, b: a * b, lambda a, b: a - b * 2, torch.maximum,
+    lambda a, b: a.abs() + 1, lambda a, b: torch.where(a > b, a, b), lambda a, b: a * 0.5,
+]  # fmt: skip
+VIEWS = [
+    lambda x: x.t(), lambda x: x[1:], lambda x: x[:, 0], lambda x: x.reshape(-1),
+    lambda x: x.unsqueeze(0), lambda x: x.detach(),
+]  # fmt: skip
+READS = [
+    lambda x: x.sum(-1), lambda x: torch.softmax(x, -1) * 2, lambda x: torch.cat([x, x * 2]),
+    lambda x: torch.roll(x, 1, -1) + x, lambda x: x.clone(),
+]  # fmt: skip
+
+
+def fits(x, a):
+    """Whether `a` can be an operand of what is written to `x`."""
+    try:
+        return torch.broadcast_shapes(x.shape, a.shape) == x.shape
+    except RuntimeError:
+        return False
+
+
+def run(seed, wrap, device):
+    """A random program; every second tensor that it begins with is seen by another, too."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(4, 6), (4, 6), (6,), (4, 1), (1,), (4, 6)]
+    made = [torch.randint(-8, 9, s, generator=generator).float().div(4) for s in shapes]
+    made = [x.to(device) for x in made]
+    shared, xs, seen = made[::2], list(map(wrap, made)), []
+    del made
+    for _ in range(rng.randint(2, 14)):
+        x, kind = rng.choice(xs), rng.random()
+        a, b = (rng.choice([y for y in xs if fits(x, y)]) for _ in "ab")
+        if kind < 0.45:
+            rng.choice(UPDATES)(x, a, b)
+        elif kind < 0.65:
+            xs.append(rng.choice(RESULTS)(x, a))
+        elif kind < 0.72 and x.dim() == 2:
+            xs.append(rng.choice(VIEWS)(x))
+        elif kind < 0.80 and x.dim() == 2:
+            seen.append(rng.choice(READS)(x))
+        elif kind < 0.85:
+            seen.append(x._version)
+        elif kind < 0.90 and len(xs) > 2:
+            del xs[next(k for k, y in enumerate(xs) if y is x)]
+        elif kind < 0.95:
+            seen.append(x.tolist())
+        elif x.dim() == 2 and x.shape[0] > 1:
+            x[0] = x[1] * 2
+    tensors = [x for x in [*xs, *seen, *shared] if isinstance(x, torch.Tensor)]
+    versions = [x._version for x in tensors]
+    return tensors, versions, [x for x in seen if not isinstance(x, torch.Tensor)]
+
+
+@device_param
+@pytest.mark.parametrize("part", range(4))
+def test_random_programs(part, on, device):
+    for k in range(60 if device == "cpu" else 100):
+        seed = 1000 * SEED + 250 * part + k
+        try:
+            want = run(seed, lambda x: x, device)
+        except (RuntimeError, ValueError) as error:  # such as of a view that cannot be written to
+            with pytest.raises(type(error)):
+                run(seed, W, device)
+            continue
+        for _ in range(2):
+            tensors, versions, others = run(seed, W, device)
+            assert_same(tensors, want[0], 1e-6 if device == "cpu" else None, f"seed {seed}")
+            assert versions == want[1] and others == want[2], seed
