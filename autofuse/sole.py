@@ -110,6 +110,8 @@ def reach_of(tensor: torch.Tensor, nbytes: int, frees: int) -> Reach | None:
         return None
     with NoModes():
         inner = _inner(tensor)
+    if not inner[PARTS.owner]:
+        return None
     owner = _words(inner[PARTS.owner], _OWNER)
     if owner[FREES] != frees or owner[BYTES] != nbytes:
         return None

@@ -411,6 +411,11 @@ writing: dict[int, bool] = {}  # threads that look for readers of what they are 
 begun = ctypes.c_int64(0)
 
 
+# threads in the middle of an op that eager PyTorch runs: tensors that it has found concrete stay so,
+# whatever a signal handler does to them
+using: dict[int, bool] = {}
+
+
 def is_alone() -> bool:
     """Whether no other thread has recorded anything."""
     return len(all_recorders.refs) == len(this_thread.recorders)
@@ -426,6 +431,18 @@ def announced(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return write(*args, **kwargs)
     finally:
         writing.pop(ident, None)
+
+
+def in_use(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `run` gives, in which no concrete tensor becomes pending."""
+    ident = get_ident()
+    if ident in using:
+        return run(*args, **kwargs)
+    try:
+        using[ident] = True
+        return run(*args, **kwargs)
+    finally:
+        using.pop(ident, None)
 
 
 class Counts:

@@ -19,10 +19,12 @@ from ..chain.shell import Held, Lost, Tensor, set_class
 from ..chain.state import (
     announced,
     counts,
+    in_use,
     is_alone,
     make_current,
     recorder_for,
     this_thread,
+    using,
     writing,
 )
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread, write_first
@@ -65,6 +67,8 @@ def run_eager(
         return func(*args, **kwargs or {})  # it tells them, and whoever passes it on comes here
     if known.writes or not known.in_c or (kwargs and _has_target(known, kwargs)):
         return run_any(func, known, args, kwargs, None, refusal)
+    if get_ident() not in using:
+        return in_use(run_eager, func, args, kwargs, refusal)
     recorder, first = this_thread.current, None
     if this_thread.closed and dispatch_modes():  # they are told of classes too
         return run_any(func, known, args, kwargs, None, refusal)
@@ -160,6 +164,8 @@ def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     """Run an op of the table, on concrete operands, that the trie has found better off eager."""
     if function_modes() and looked_on():
         return run_eager(func, operands)
+    if get_ident() not in using:
+        return in_use(run_short, func, node, *operands)
     node.recorder.reading = False
     skipped(node)
     with functions_off():
@@ -197,6 +203,8 @@ def run_any(
 
     call: what to call with plain tensors in place of `func`.
     """
+    if get_ident() not in using:
+        return in_use(run_any, func, known, args, kwargs, call, refusal)
     name = known.name
     writes = known.writes or (kwargs and _has_target(known, kwargs))
     if writes and get_ident() not in writing:

@@ -102,9 +102,10 @@ SIZED = 16  # where a tuple has how many
 COUNT = (1 << 63) - 1  # of the flags of a vectorcall, how many arguments have no keyword
 LISTED = 24  # where a list has the address of its first item
 SLICED = 16  # where a slice has its start, stop and step
-AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, OUT, DIM = (
+(AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, OUT, DIM,
+ ATTRIBUTES) = (
     "_af", "autofuse_current", "flushing", "words", "recorders", "",
-    "write", "inplace", "materialize", "out", "dim",
+    "write", "inplace", "materialize", "out", "dim", "__dict__",
 )  # fmt: skip
 GRAD, CASTS = "grad mode", "autocast"
 
@@ -128,6 +129,7 @@ CLONE: Any = GIVEN  # its op
 inside: Any = GIVEN
 is_foreign: Any = GIVEN
 others_writing: Any = GIVEN
+using: Any = GIVEN
 BEGUN: Any = GIVEN  # where `state.begun` has its value
 all_recorders: Any = GIVEN
 relieve: Any = GIVEN

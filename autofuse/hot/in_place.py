@@ -108,6 +108,8 @@ def taken(recorder: Recorder, op, target, operands, count):
     """
     if recorder.inference is True or operands[0] is not target or is_alone() == 0:
         return 0
+    if PyDict_Size(using) != 0 or has_attributes(target) != 0:
+        return 0
     meta: Meta = state_of(target)
     if meta is UNKNOWN:
         chain: Chain = recorder.chain
@@ -177,6 +179,15 @@ def exchanged(recorder: Recorder, target, meta: Meta, result):
     chain.bumps = bumps
     chain.placed = places
     return relieved(recorder, chain, node)
+
+
+def has_attributes(x):
+    """Whether somebody has set some of his own, which a shell must not have."""
+    own: dict = tried(PyObject_GetAttr(x, ATTRIBUTES))
+    if own == 0:
+        PyErr_Clear()
+        return 1
+    return PyDict_Size(own) > 1 or (PyDict_Size(own) == 1 and PyDict_GetItemWithError(own, AF) == 0)
 
 
 def is_alone():

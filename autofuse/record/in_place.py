@@ -18,7 +18,7 @@ import torch
 from ..chain.liveness import DEAD, counts_of
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, still_lies_as
 from ..chain.shell import Tensor
-from ..chain.state import Chain, Node, Recorder, is_alone, recorder_for, this_thread
+from ..chain.state import Chain, Node, Recorder, is_alone, recorder_for, this_thread, using
 from ..inside import is_foreign
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import is_cast
@@ -107,6 +107,8 @@ def record_sole(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Refus
     chain, position = recorder.chain, ~node.into
     bumps, placed = chain.bumps or {}, chain.placed or {}
     mine, its = target.__dict__, result.__dict__
+    if [*mine] not in ([], ["_af"]):
+        return False  # a shell that is used again has nothing of the user's
     exchange, done, unknown = starmap(swap, [(target, result)]), list[None](), dict[int, int]()
     inner, owner, autograd, known = reach
     if not (recorder.ident == get_ident() and chain.tip is node and result._af is node):
@@ -154,7 +156,12 @@ def _of_sole(target: Tensor) -> tuple[Meta | None, Reach | None]:
         return None, None
     if not (meta.nbytes and meta.dense):
         return None, None
-    if not is_alone() or torch.is_inference_mode_enabled() or not still_lies_as(target, meta):
+    if (
+        using
+        or not is_alone()
+        or torch.is_inference_mode_enabled()
+        or not still_lies_as(target, meta)
+    ):
         return None, None
     reach = reach_of(target, meta.nbytes, recorder_for(meta.device).frees)
     return meta, reach if reach is not None and reach.is_sole() else None

@@ -19,6 +19,7 @@ from ..chain.state import (
     begun,
     make_current,
     this_thread,
+    using,
     writing,
 )
 from ..inside import helping, inside, is_owned, whatever_interrupts
@@ -174,7 +175,7 @@ def forget_kernels() -> None:
 
 def forget_threads() -> None:
     """After a fork: what other threads had pending does not exist here."""
-    for threads in (inside, helping, writing):
+    for threads in (inside, helping, writing, using):
         for ident in set(threads) - {get_ident()}:
             del threads[ident]
     begun.value = 0

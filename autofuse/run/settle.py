@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 from ..chain.meta import UNKNOWN, fresh_meta
 from ..chain.shell import become, gave
 from ..chain.state import Chain, Node
+from ..sole import frees, reach_of
 from ..torch_private import NoModes, copy_to, is_shell, raw_version_of, set_grad_enabled
 
 WRITING: dict[int, torch.Tensor] = {}  # `Chain.values` while C writes to memory that is read too
@@ -45,16 +46,21 @@ def settle(
 
 
 def put_back(chain: Chain, position: int, value: torch.Tensor) -> torch.Tensor:
-    """The Input at `position`, whose memory is to have `value`: what a handle gets back.
+    """What a handle gets back: the Input at `position`, whose memory is to have `value`.
 
     Its versions are those that were, and as many as ops in place on the handle have made.
     """
     memory = chain.inputs[position]
-    if value is not memory and not is_shell(memory):  # no kernel has written there
+    if value is memory or is_shell(memory):
+        return memory
+    version = chain.marks[2 * position] + raw_version_of(value)  # no kernel has written there
+    seen = reach_of(value, chain.tip.inputs[position].nbytes, frees(value.device))
+    if seen is None or not seen.is_sole():  # who has it in the middle of the flush shares memory
+        memory = value
+    else:
         copy_to(memory, value)
-        version = chain.marks[2 * position] + raw_version_of(value)
-        while raw_version_of(memory) < version:
-            increment_version(memory)
+    while raw_version_of(memory) < version:
+        increment_version(memory)
     return memory
 
 
