@@ -39,13 +39,6 @@ class KernelError(AutofuseError):
     """
 
 
-class HalfDoneError(KernelError):
-    """A launch failed once other kernels of its chain had written to memory that they read.
-
-    What the chain was to compute is lost, and that memory has what was written by then.
-    """
-
-
 class ColdKernelError(AutofuseError):
     """A kernel would have to be compiled inside `no_compile` or while a CUDA graph is captured.
 

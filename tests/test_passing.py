@@ -1157,8 +1157,8 @@ SETTLED = {
 @pytest.mark.parametrize("name", SETTLED)
 def test_a_write_with_nothing_pending_runs_no_python(name, alone):
     autofuse.config.native = True
-    h, x, i = torch.ones(3, 4), autofuse.wrap(torch.ones(3, 4)), autofuse.wrap(torch.arange(3))
-    x = x if "x[0]" not in name else autofuse.wrap(torch.ones(4))
+    memory = torch.ones(4) if "x[0]" in name else torch.ones(3, 4)  # where x is not alone
+    h, x, i = torch.ones(3, 4), autofuse.wrap(memory), autofuse.wrap(torch.arange(3))
     m = autofuse.wrap(torch.ones(3, 4, dtype=torch.bool))
     autofuse.materialize(x + 1)
     for _ in range(3):

@@ -411,7 +411,7 @@ writing: dict[int, bool] = {}  # threads that look for readers of what they are 
 begun = ctypes.c_int64(0)
 
 
-# threads in the middle of an op that eager PyTorch runs: tensors that it has found concrete stay so,
+# threads in the middle of an op that eager PyTorch runs: what it has found concrete stays so,
 # whatever a signal handler does to them
 using: dict[int, bool] = {}
 

@@ -7,7 +7,6 @@ from ..chain.shell import Lost, become, set_attribute
 from ..chain.state import Chain, counts
 from ..errors import (
     ColdKernelError,
-    HalfDoneError,
     NotReadyError,
     StaleInputError,
     warn_once,
@@ -22,7 +21,7 @@ from ..torch_private import NoModes, is_shell
 def is_lost(runner: Runner, error: Exception) -> bool:
     """Whether a run has failed in such a way that nothing can compute its chain any more."""
     cold = isinstance(error, ColdKernelError) and not runner.kernels  # in the middle of a capture
-    return cold or isinstance(error, (StaleInputError, HalfDoneError))
+    return cold or isinstance(error, StaleInputError)
 
 
 def lose(chain: Chain, runner: Runner, error: Exception) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from ..chain.shell import Tensor
 from ..chain.verified import is_trusted
-from ..errors import HalfDoneError, KernelError, NotReadyError
+from ..errors import KernelError, NotReadyError, StaleInputError
 from ..kernel.plan import Piece
 from ..kernel.rows import RowPlan, launch_of, unvectorised
 from ..kernel.source import Parameters
@@ -160,8 +160,10 @@ def _fail(pieces: tuple[Piece, ...], *errors: int) -> None:
 
     names = ", ".join(piece.plan.name for piece in pieces)
     error = next(filter(None, errors))
-    kind = HalfDoneError if 0 in errors else KernelError
-    raise kind(f"cannot launch {names}: {driver.CUresult(error)}")
+    if 0 in errors:  # and they cannot be repeated
+        what = f"{driver.CUresult(error)} once others had written to what they read"
+        raise StaleInputError(f"cannot launch all of {names}: {what}")
+    raise KernelError(f"cannot launch {names}: {driver.CUresult(error)}")
 
 
 class CudaRunner(Runner):
