@@ -128,7 +128,7 @@ def test_in_place_on_a_pending_value_is_a_new_node(device):
 
 
 @device_param
-def test_a_write_to_memory_is_fused_with_what_it_reads(device):
+def test_a_write_to_memory_is_fused_with_what_it_reads(device, always, alone):
     p, g = pair(device)
     wp, wg, state = autofuse.wrap(p), autofuse.wrap(g), autofuse.wrap(torch.zeros_like(p))
     want_state, want = torch.zeros_like(p), p.clone()

@@ -251,7 +251,8 @@ def pending_version(tensor: Tensor) -> int:
         before = 0 if position is None else chain.marks[2 * position]
         return before + (chain.bumps or {}).get(own, 0)  # type: ignore[no-any-return]
     with NoTorchFunction():
-        return raw_version_of(tensor)
+        version = raw_version_of(tensor)
+    return version if tensor._af is state else pending_version(tensor)  # pending by now
 
 
 def flush_readers(tensor: torch.Tensor, reason: str, others: bool = False) -> None:

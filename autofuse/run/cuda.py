@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -156,14 +157,15 @@ class Unaligned:
 
 
 def _fail(pieces: tuple[Piece, ...], *errors: int) -> None:
+    """Raise what says so. errors: of a launch; or, of several, those before the one that failed."""
     from cuda.bindings import driver
 
     names = ", ".join(piece.plan.name for piece in pieces)
-    error = next(filter(None, errors))
     if 0 in errors:  # and they cannot be repeated
-        what = f"{driver.CUresult(error)} once others had written to what they read"
-        raise StaleInputError(f"cannot launch all of {names}: {what}")
-    raise KernelError(f"cannot launch {names}: {driver.CUresult(error)}")
+        raise StaleInputError(
+            f"cannot launch all of {names}: some have written to what others read"
+        )
+    raise KernelError(f"cannot launch {names}: {[driver.CUresult(error) for error in errors]}")
 
 
 class CudaRunner(Runner):
@@ -449,12 +451,18 @@ class CudaRunner(Runner):
         finalizer by the collector, nor before the writes are counted.
         """
         space |= {"count_write": count_write, "starmap": itertools.starmap, "WRITING": WRITING,
-                  "declared": declared, "zeros": [0] * len(pieces)}  # fmt: skip
+                  "declared": declared, "zeros": [0] * len(pieces), "not_": operator.not_,
+                  "takewhile": itertools.takewhile}  # fmt: skip
         arguments = ", ".join(f"arguments{k}" for k in pieces)
         return [
             *self._generate_made(),
             "into, written = chain.into, iter(writes_of(chain, made))",
             f"errors = []; run = starmap(launch, [{arguments}])  # runs when `errors` takes it",
+            *(
+                ["run = takewhile(not_, run)  # and not after one that fails"]
+                if len(pieces) > 1
+                else []
+            ),
             "if chain.values is None:",
             "    try:",
             "        chain.values = WRITING; chain.into = None; errors += run",
