@@ -18,7 +18,16 @@ import torch
 from ..chain.liveness import DEAD, counts_of
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, still_lies_as
 from ..chain.shell import Tensor
-from ..chain.state import Chain, Node, Recorder, is_alone, recorder_for, this_thread, using
+from ..chain.state import (
+    Chain,
+    Node,
+    Recorder,
+    announced,
+    is_alone,
+    recorder_for,
+    this_thread,
+    using,
+)
 from ..inside import is_foreign
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import is_cast
@@ -103,10 +112,21 @@ def record_sole(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Refus
     node = node_of(result)
     if node is None or node.into is None:
         return False
+    return bool(announced(_exchanged, target, meta, reach, result, node))
+
+
+def _exchanged(target: Tensor, meta: Meta, reach: Reach, result: Tensor, node: Node) -> bool:
+    """Let `target` be what `node`, just recorded, gives, and `result` have its memory.
+
+    Others who read that have been told that it is written, as far as there are any.
+    """
     recorder = node.recorder
+    assert node.into is not None
     chain, position = recorder.chain, ~node.into
     bumps, placed = chain.bumps or {}, chain.placed or {}
     mine, its = target.__dict__, result.__dict__
+    if not is_alone():  # by now
+        return False
     if [*mine] not in ([], ["_af"]):
         return False  # a shell that is used again has nothing of the user's
     exchange, done, unknown = starmap(swap, [(target, result)]), list[None](), dict[int, int]()

@@ -398,7 +398,7 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
     full = len(path) >= config.max_nodes or (
         len(tip.inputs) + new_inputs > config.max_inputs and len(path) > 0
     )
-    looped = len(path) >= config.loop_nodes and path[0].op is op
+    looped = len(path) >= config.loop_nodes and path[0].key[0] == key[0]
     if recorder.size >= config.max_trie and not path:
         forget(recorder)
         return None
