@@ -15,7 +15,7 @@ import signal
 from _thread import LockType, allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import RLock, get_ident
+from threading import RLock, _active, get_ident
 from traceback import clear_frames
 from typing import Any, TypeVar
 
@@ -60,6 +60,9 @@ def patient(lock: Any, seconds: float = 2.0) -> Iterator[None]:
             lock.release()
 
 
+# threads of autofuse's own, which know no tensor of the program's
+serving: dict[int, bool] = {}
+threads: dict[int, Any] = _active  # all that Python has begun
 helping: dict[int, bool] = {}  # threads of `in_another_thread`, whose callers hold locks meanwhile
 _running: set[LockType] = set()  # taken while such a thread runs
 

@@ -15,20 +15,13 @@ import torch
 from .api import is_dense
 from .chain.meta import UNKNOWN, Meta
 from .chain.shell import Tensor, set_class
-from .chain.state import this_thread
+from .chain.state import loans, this_thread
 from .dispatch.eager import make_plain
 from .dispatch.nested import SIMPLE
 from .record.flush import value_of
 from .torch_private import NoModes, function_modes, keys_of
 
 Plain = torch.Tensor
-# id of a tensor that fused calls have lent -> how many of them. Any thread, and what runs in the
-# middle of another call, changes it in a stretch of plain code in which no Python runs: reads,
-# comparisons and stores that make no container (up to Python 3.11 finalizers run there). A change
-# of class is no part of one: it tells audit hooks, such as filelock's, which torch.compile brings.
-# Who is not counted is plain; who is counted may be plain for a while, and its ops run eagerly.
-# After a condition that did not hold Python 3.10 may run some: what it said is looked at again.
-loans: dict[int, int] = {}
 
 lending_codes: set[CodeType] = set()  # of functions whose `lent` is what they have lent
 

@@ -411,6 +411,13 @@ writing: dict[int, bool] = {}  # threads that look for readers of what they are 
 begun = ctypes.c_int64(0)
 
 
+# id of a tensor that fused calls have lent -> how many of them. Any thread, and what runs in the
+# middle of another call, changes it in a stretch of plain code in which no Python runs: reads,
+# comparisons and stores that make no container (up to Python 3.11 finalizers run there). A change
+# of class is no part of one: it tells audit hooks, such as filelock's, which torch.compile brings.
+# Who is not counted is plain; who is counted may be plain for a while, and its ops run eagerly.
+# After a condition that did not hold Python 3.10 may run some: what it said is looked at again.
+loans: dict[int, int] = {}
 # threads in the middle of an op that eager PyTorch runs: what it has found concrete stays so,
 # whatever a signal handler does to them
 using: dict[int, bool] = {}

@@ -108,7 +108,7 @@ def taken(recorder: Recorder, op, target, operands, count):
     """
     if recorder.inference is True or operands[0] is not target or is_alone() == 0:
         return 0
-    if PyDict_Size(using) != 0 or has_attributes(target) != 0:
+    if PyDict_Size(using) != 0 or has_attributes(target) != 0 or is_shared(target) != 0:
         return 0
     meta: Meta = state_of(target)
     if meta is UNKNOWN:
@@ -179,6 +179,14 @@ def exchanged(recorder: Recorder, target, meta: Meta, result):
     chain.bumps = bumps
     chain.placed = places
     return relieved(recorder, chain, node)
+
+
+def is_shared(x):
+    """Whether another thread may have it plain, for it is lent."""
+    if len(loans) == 0 or PyDict_Size(threads) <= 1 + PyDict_Size(serving):
+        return 0
+    key = PyLong_FromLong(x)
+    return PyDict_GetItemWithError(loans, key) != 0
 
 
 def has_attributes(x):

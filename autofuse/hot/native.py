@@ -28,7 +28,7 @@ from typing import Any
 import llvmlite
 import torch
 
-from .. import api, fused, hooks, lending
+from .. import api, fused, hooks, inside, lending
 from ..chain import liveness, state, verified
 from ..chain.shell import Tensor
 from ..dispatch import eager, nested, protocol, unrecorded
@@ -258,6 +258,7 @@ def _given() -> dict[str, Any]:
         "chain_flush": flush.flush, "tell": flush.tell,
         "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": state.writing, "using": state.using,
+        "threads": inside.threads, "serving": inside.serving,
         "BEGUN": c.Address(ctypes.addressof(state.begun)),
         "all_recorders": state.all_recorders.refs,
         "lifted": eager.lifted, "relieve": record.relieve, "record_anew": record.record,

@@ -22,13 +22,14 @@ from ..chain.state import (
     Chain,
     Node,
     Recorder,
-    announced,
+    all_recorders,
     is_alone,
+    loans,
     recorder_for,
     this_thread,
     using,
 )
-from ..inside import is_foreign
+from ..inside import is_foreign, serving, threads
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import is_cast
 from ..ops.row import Op
@@ -57,6 +58,10 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Re
     if isinstance(result, tuple):
         return result
     meta, new = node.meta, node_of(result)
+    if new is not None and new.into is not None and target._af is not node:  # the chain was cut
+        own, reach = _of_sole(target)
+        done = own is not None and reach is not None
+        return done and _exchanged(target, own, reach, result, new)  # type: ignore[arg-type]
     if new is None or new.meta.shape != meta.shape:  # type: ignore[union-attr]
         return False
     if new.meta.dtype is not meta.dtype:  # type: ignore[union-attr]
@@ -112,34 +117,33 @@ def record_sole(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Refus
     node = node_of(result)
     if node is None or node.into is None:
         return False
-    return bool(announced(_exchanged, target, meta, reach, result, node))
+    return _exchanged(target, meta, reach, result, node)
 
 
 def _exchanged(target: Tensor, meta: Meta, reach: Reach, result: Tensor, node: Node) -> bool:
-    """Let `target` be what `node`, just recorded, gives, and `result` have its memory.
-
-    Others who read that have been told that it is written, as far as there are any.
-    """
+    """Let `target` be what `node`, just recorded, gives, and `result` have its memory."""
     recorder = node.recorder
     assert node.into is not None
     chain, position = recorder.chain, ~node.into
     bumps, placed = chain.bumps or {}, chain.placed or {}
     mine, its = target.__dict__, result.__dict__
-    if not is_alone():  # by now
-        return False
     if [*mine] not in ([], ["_af"]):
         return False  # a shell that is used again has nothing of the user's
     exchange, done, unknown = starmap(swap, [(target, result)]), list[None](), dict[int, int]()
     inner, owner, autograd, known = reach
-    if not (recorder.ident == get_ident() and chain.tip is node and result._af is node):
+    recorders = [*all_recorders.refs]
+    if len(recorders) != len(this_thread.recorders) or recorder.ident != get_ident():
         return False
     try:
         if (
             recorder.chain is chain
+            and chain.tip is node
+            and result._af is node
             and target._af is meta
             and chain.inputs[position] is target
             and inner[REFERENCES] & ONES == owner[REFERENCES] & ONES == 1
             and inner[autograd] == owner[known] == 0
+            and all_recorders.refs == recorders  # whoever uses it in C meanwhile has one
         ):
             # no Python runs from here, but for finalizers up to 3.11 before the exchange is done...
             done += exchange
@@ -183,6 +187,8 @@ def _of_sole(target: Tensor) -> tuple[Meta | None, Reach | None]:
         or not still_lies_as(target, meta)
     ):
         return None, None
+    if id(target) in loans and len(threads) > 1 + len(serving):
+        return None, None  # others may have it plain, in C, where nobody sees that
     reach = reach_of(target, meta.nbytes, recorder_for(meta.device).frees)
     return meta, reach if reach is not None and reach.is_sole() else None
 

@@ -22,7 +22,7 @@ from ..chain.state import (
     using,
     writing,
 )
-from ..inside import helping, inside, is_owned, whatever_interrupts
+from ..inside import helping, inside, is_owned, serving, whatever_interrupts
 from ..settings.config import config, watch
 from ..supply import kernels as compiling
 from .flush import flush, flush_all
@@ -175,7 +175,7 @@ def forget_kernels() -> None:
 
 def forget_threads() -> None:
     """After a fork: what other threads had pending does not exist here."""
-    for threads in (inside, helping, writing, using):
+    for threads in (inside, helping, serving, writing, using):
         for ident in set(threads) - {get_ident()}:
             del threads[ident]
     begun.value = 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..chain.state import Chain
-from ..inside import inside
+from ..inside import inside, serving
 from ..kernel.plan import Piece
 from ..layout import is_dense
 from ..program.program import Ref
@@ -32,9 +32,13 @@ def _threads() -> ThreadPoolExecutor:
     global _pool
     if _pool is None:
         _pool = ThreadPoolExecutor(  # started as they are needed
-            os.cpu_count(), "autofuse", initializer=lambda: inside.update({get_ident(): True})
+            os.cpu_count(), "autofuse", initializer=_serve
         )
     return _pool
+
+
+def _serve() -> None:
+    inside[get_ident()] = serving[get_ident()] = True
 
 
 def forget_threads() -> None:

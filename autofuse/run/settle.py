@@ -35,7 +35,7 @@ def settle(
             real = values[node.index]
             assert meta is not None
             if chain.placed is not None and node.index in chain.placed:
-                real = put_back(chain, chain.placed[node.index], real)
+                real = put_back(chain, node.index, chain.placed[node.index], real)
             if again and is_shell(real):
                 node.shell = gave(shell, real, UNKNOWN, node)
             else:
@@ -45,8 +45,8 @@ def settle(
             chain[node.index] = None
 
 
-def put_back(chain: Chain, position: int, value: torch.Tensor) -> torch.Tensor:
-    """What a handle gets back: the Input at `position`, whose memory is to have `value`.
+def put_back(chain: Chain, index: int, position: int, value: torch.Tensor) -> torch.Tensor:
+    """What the handle of node `index` gets back: the Input at `position`, once it has `value`.
 
     Its versions are those that were, and as many as ops in place on the handle have made.
     """
@@ -54,11 +54,12 @@ def put_back(chain: Chain, position: int, value: torch.Tensor) -> torch.Tensor:
     if value is memory or is_shell(memory):
         return memory
     version = chain.marks[2 * position] + raw_version_of(value)  # no kernel has written there
-    seen = reach_of(value, chain.tip.inputs[position].nbytes, frees(value.device))
-    if seen is None or not seen.is_sole():  # who has it in the middle of the flush shares memory
-        memory = value
-    else:
-        copy_to(memory, value)
+    assert chain.values is not None
+    copy_to(memory, value)
+    chain.values[index] = memory  # for who asks from here on...
+    reach = reach_of(value, chain.tip.inputs[position].nbytes, frees(value.device))
+    if reach is None or not reach.is_sole():  # ...and who has asked has the other memory
+        chain.values[index] = memory = value
     while raw_version_of(memory) < version:
         increment_version(memory)
     return memory

@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from ..errors import warn_once
-from ..inside import being_inside
+from ..inside import being_inside, serving
 from .disk import DiskCache
 from .toolchain import Built
 from .worker import BOOT, receive, send
@@ -182,7 +182,7 @@ class Service:
             waiting, threads = self.jobs.qsize(), len(self.threads)
             if waiting > max(self.idle, self.backlog * threads) and threads < self.workers:
                 name = f"autofuse compiler {threads}"
-                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                thread = threading.Thread(target=self._serve_alone, name=name, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:
@@ -192,6 +192,15 @@ class Service:
                     self.threads.append(thread)
         if not self.threads:  # the job is refused, in this thread
             self._serve(once=True)
+
+    def _serve_alone(self) -> None:
+        """`_serve`, in a thread of its own."""
+        ident = threading.get_ident()
+        serving[ident] = True
+        try:
+            self._serve()
+        finally:
+            serving.pop(ident, None)
 
     @being_inside()  # finalizers that run here must not wait for who waits for a kernel
     def _serve(self, once: bool = False) -> None:
