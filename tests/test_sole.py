@@ -5,6 +5,9 @@ import ctypes
 import gc
 import os
 import random
+import signal
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ import autofuse
 from autofuse import sole
 from autofuse.chain import state
 from autofuse.record import flush as flushing
-from autofuse.record import modes
+from autofuse.record import modes, ways
 from autofuse.run import cuda
 from autofuse.torch_private import NoModes, address_of
 from support import DEVICES, assert_same, elsewhere, needs_cuda, write_unseen
@@ -358,6 +361,95 @@ def test_what_runs_in_the_middle(name, known, monkeypatch):
             assert last == [6.5] * 32, (count, last[0])
         assert x._version == 3 + (name == "update" and not done), count
     assert count > 50
+
+
+def test_what_is_found_concrete_stays_so(on):
+    """Whatever a signal handler does to it before C looks; no write and no version is lost."""
+    x, updates = W(torch.zeros(64)), 0
+
+    def update(*_):
+        nonlocal updates
+        x.add_(1.0)
+        updates += 1
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 4e-4))
+
+    reads = [x.tolist, x.sum, x.clone, lambda: x[3].item(), lambda: x[None] @ x[:, None]]
+    before = signal.signal(signal.SIGALRM, update)
+    try:
+        update()
+        for k in range(2000):
+            reads[k % len(reads)]()
+            x.mul_(1.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert updates > 20 and x.tolist() == [float(updates)] * 64
+    assert x._version == updates + 2000
+
+
+def test_a_view_that_is_made_in_the_middle_of_a_flush(on, monkeypatch):
+    """It shares the memory of its tensor then, as a write by it is one to that."""
+    for write in (False, True):
+        x, views, outputs_of = W(torch.arange(4.0)), [], ways.outputs_of
+
+        def middle(*args, x=x, views=views, write=write, outputs_of=outputs_of):
+            if not views:
+                views.append(x.detach())
+                if write:
+                    x.add_(1.0)
+            return outputs_of(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ways, "outputs_of", middle)
+            modes.forget_all("test")
+            x.mul_(2.0)
+            x.tolist()
+        x.add_(100.0)
+        assert views[0].tolist() == x.tolist() == [100.0 + 2 * k + write for k in range(4)]
+        assert x._version == 2 + write
+
+
+def test_another_thread_that_reads(on):
+    """What it reads is a value between two ops; memory stays under whoever is in the middle."""
+    for _ in range(200):
+        x, seen = W(torch.zeros(8)), []
+        reader = threading.Thread(target=lambda x=x, seen=seen: seen.append((x + 1.0).tolist()))
+        reader.start()
+        for _ in range(20):
+            x.add_(1.0)
+        reader.join()
+        assert x.tolist() == [20.0] * 8 and x._version == 20
+        assert len(seen) == 1 and {*seen[0]} <= {*map(float, range(1, 22))}
+
+
+def test_an_argument_that_another_thread_reads_is_plain_again():
+    @autofuse.fuse
+    def update(x):
+        x.mul_(2.0)
+        x.add_(0.0)
+
+    for _ in range(100):
+        x = torch.eye(32)
+        reader = threading.Thread(target=lambda x=x: x.cumsum(0).cumsum(0))
+        reader.start()
+        update(x)
+        reader.join()
+        assert x.__class__ is torch.Tensor and x.sum() == 64.0
+
+
+def test_attributes_of_the_users_stay_on_no_shell(on):
+    class Owner:
+        pass
+
+    x = W(torch.ones(4))
+    x.owner = Owner()
+    gone = weakref.ref(x.owner)
+    x.mul_(2.0)
+    y = x + 1.0
+    del x
+    assert y.tolist() == [3.0] * 4
+    gc.collect()
+    assert gone() is None
 
 
 @device_param

@@ -449,7 +449,8 @@ def in_use(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         using[ident] = True
         return run(*args, **kwargs)
     finally:
-        using.pop(ident, None)
+        if ident in using:
+            del using[ident]  # and to the end no Python runs, as it would after a call
 
 
 class Counts:

@@ -47,6 +47,7 @@ from ..chain.state import (
     all_recorders,
     counts,
     this_thread,
+    using,
 )
 from ..errors import ColdKernelError
 from ..inside import (
@@ -80,12 +81,9 @@ class Watch(Protocol):
 
 
 def flush(
-    recorder: Recorder,
-    reason: str,
-    into: torch.Tensor | None = None,
-    node: Node | None = None,
+    recorder: Recorder, reason: str, into: torch.Tensor | None = None, node: Node | None = None,
     chain_id: int = 0,
-) -> bool:
+) -> bool:  # fmt: skip
     """Run what `recorder` has pending: live values get memory, dead ones are forgotten.
 
     into: memory that takes the last value, that of `node` in the chain whose id is `chain_id`, for
@@ -94,6 +92,20 @@ def flush(
     where this thread would have to wait for it from inside another one, values stay pending;
     `beside` knows them.
     """
+    ident = get_ident()
+    nested = ident in using
+    try:
+        using[ident] = True  # what this has made concrete stays so for who has asked for it
+        return _flushed(recorder, reason, into, node, chain_id)
+    finally:
+        if not nested and ident in using:
+            del using[ident]
+
+
+def _flushed(
+    recorder: Recorder, reason: str, into: torch.Tensor | None, node: Node | None, chain_id: int
+) -> bool:
+    """`flush`, in the middle of which no concrete tensor becomes pending."""
     while recorder.chain or not recorder.ident or recorder.reading:
         if recorder.spare is None:
             recorder.spare = Chain(recorder.home)
@@ -205,13 +217,9 @@ def _foretell(recorder: Recorder, chain: Chain) -> None:
 
 
 def _flush(
-    recorder: Recorder,
-    reason: str,
-    into: torch.Tensor | None,
-    node: Node | None,
-    chain_id: int,
+    recorder: Recorder, reason: str, into: torch.Tensor | None, node: Node | None, chain_id: int,
     nested: bool,
-) -> bool | None:
+) -> bool | None:  # fmt: skip
     """`flush` with the lock held; None to try again. nested: the thread was inside already."""
     ident, open_ = get_ident(), recorder.chain
     same = node is None or id(open_) == chain_id

@@ -53,15 +53,17 @@ def put_back(chain: Chain, index: int, position: int, value: torch.Tensor) -> to
     memory = chain.inputs[position]
     if value is memory or is_shell(memory):
         return memory
-    version = chain.marks[2 * position] + raw_version_of(value)  # no kernel has written there
     assert chain.values is not None
-    copy_to(memory, value)
+    before, written = chain.marks[2 * position], raw_version_of(value)
+    while raw_version_of(memory) < before + written - 1:
+        increment_version(memory)
+    copy_to(memory, value)  # no kernel has written there
     chain.values[index] = memory  # for who asks from here on...
     reach = reach_of(value, chain.tip.inputs[position].nbytes, frees(value.device))
-    if reach is None or not reach.is_sole():  # ...and who has asked has the other memory
-        chain.values[index] = memory = value
-    while raw_version_of(memory) < version:
-        increment_version(memory)
+    if reach is None or not reach.is_sole() or raw_version_of(value) != written:
+        chain.values[index] = memory = value  # ...and who has asked has the other memory
+        for _ in range(before):
+            increment_version(memory)
     return memory
 
 
