@@ -165,7 +165,7 @@ def test_a_write_whose_kernel_fails_counts_once(device, monkeypatch, capsys, wra
 
 class _Full:
     def __init__(self, run):
-        self.live, self.run, self.short = (0,), run, ""
+        self.live, self.run, self.short, self.placed = (0,), run, "", {}
 
 
 def test_an_op_after_a_failed_one_works(device):
