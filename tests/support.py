@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ from autofuse.ops import autocast
 from autofuse.program.program import Output, Program
 from autofuse.record import origins
 from autofuse.record.modes import forget_all
+from autofuse.run import cuda
 from autofuse.torch_private import AUTOCASTS, ExcludedKey, NoTorchFunction
 
 HAS_CUDA = torch.cuda.is_available()
@@ -45,6 +47,22 @@ DTYPES = (*FLOATS, *INTS, torch.bool)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 3.0, -2.5, 1e-3, 7.25, 88.0, -88.0, 1e30, -1e30, 1e-41,
            float("inf"), float("-inf"), float("nan"))  # fmt: skip
+
+
+def failable_launches(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], set[int]]:
+    """What has been launched since the list was cleared, and the numbers of those that fail."""
+    calls: list[int] = []
+    failing: set[int] = set()
+    real = cuda.launcher()
+
+    def launch(*args: int) -> int:
+        calls.append(args[0])
+        return 1 if len(calls) in failing else real(*args)
+
+    failable = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(launch)
+    monkeypatch.setattr(cuda, "launcher", lambda: failable)
+    forget_all("test")
+    return calls, failing
 
 
 def skip_unless_wide(device: str) -> None:

@@ -2,7 +2,6 @@
 
 import builtins
 import contextlib
-import ctypes
 import functools
 import gc
 import operator
@@ -32,9 +31,8 @@ from autofuse.hot.c import GIVEN
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
 from autofuse.record import in_place, modes, numbers, record, writes
-from autofuse.run import cuda
 from autofuse.torch_private import keys_of
-from support import DEVICES, assert_same, functions_called
+from support import DEVICES, assert_same, failable_launches, functions_called
 
 # where machine code has to be: Python 3.10 has the function that it calls most in headers alone
 SUPPORTED = (
@@ -681,23 +679,15 @@ def test_a_write_of_several_kernels_needs_no_python(device):
 @pytest.mark.skipif(not os.environ.get("AUTOFUSE_TEST_LAUNCH"), reason="CUDA has no such failures")
 def test_a_write_whose_last_launch_fails_is_repeated(monkeypatch):
     """As each of its launches that fails is, before anything is written."""
-    calls, failing = [], set()
-
-    def launch(*args):
-        calls.append(args[0])
-        return 1 if len(calls) in failing else real(*args)
-
-    real = cuda.launcher()
-    failable = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(launch)
-    monkeypatch.setattr(cuda, "launcher", lambda: failable)
-    modes.forget_all("test")
+    calls, failing = failable_launches(monkeypatch)
     x, row = autofuse.wrap(torch.randn(6, 8)), autofuse.wrap(torch.randn(8))
     target, want, kept = autofuse.wrap(torch.randn(6, 8)), None, []
     with torch.no_grad():
         for k in range(12):
             want = autofuse.unwrap(target) + autofuse.unwrap(x) * (autofuse.unwrap(row) - 0.5)
             calls.clear()
-            failing = {1} if k == 8 else {2} if k == 9 else set()
+            failing.clear()
+            failing |= {8: {1}, 9: {2}}.get(k, set())
             weight = row - 0.5
             kept.append(weight)
             target += x * weight
