@@ -435,6 +435,23 @@ def test_an_argument_that_another_thread_reads_is_plain_again():
         assert x.__class__ is torch.Tensor and x.sum() == 64.0
 
 
+@device_param
+def test_what_requires_a_gradient_after_it(on, device):
+    """It is another chain's, in grad mode; and its graph is eager's."""
+    for _ in range(4):
+        plain, w = torch.rand(4, 6, device=device), torch.rand(6, device=device)
+        x, p, q = W(plain.clone()), w.clone().requires_grad_(), w.clone().requires_grad_()
+        got, want = [], []
+        for t, leaf, found in ((x, p, got), (plain, q, want)):
+            y = t * 2.0
+            t.mul_(0.5).add_(y)
+            z = torch.tanh(t * leaf)[1:] + y[1:]
+            z.sum().backward()
+            found += [y, t, z.detach(), leaf.grad]
+        assert_same(got, want, 1e-5 if device == "cpu" else None)
+        assert x._version == plain._version == 2
+
+
 def test_threads_that_have_ended_are_none():
     before = len(inside.threads)
     assert inside.in_another_thread(lambda: threading.current_thread().name).startswith("Dummy")
@@ -518,6 +535,7 @@ def run(seed, wrap, device):
     made = [torch.randint(-8, 9, s, generator=generator).float().div(4) for s in shapes]
     made = [x.to(device) for x in made]
     shared, xs, seen = made[::2], list(map(wrap, made)), []
+    leaf = made[2].clone().requires_grad_()
     del made
     for _ in range(rng.randint(2, 14)):
         x, kind = rng.choice(xs), rng.random()
@@ -534,10 +552,16 @@ def run(seed, wrap, device):
             seen.append(x._version)
         elif kind < 0.90 and len(xs) > 2:
             del xs[next(k for k, y in enumerate(xs) if y is x)]
-        elif kind < 0.95:
+        elif kind < 0.93:
             seen.append(x.tolist())
+        elif kind < 0.97 and x.shape[-1] == 6:
+            seen.append(torch.tanh(x * leaf) * leaf)
         elif x.dim() == 2 and x.shape[0] > 1:
             x[0] = x[1] * 2
+    graded = [x.sum() for x in seen if isinstance(x, torch.Tensor) and x.requires_grad]
+    if graded:  # an error where what is saved was written since
+        sum(graded).backward()
+        seen.append(leaf.grad)
     tensors = [x for x in [*xs, *seen, *shared] if isinstance(x, torch.Tensor)]
     versions = [x._version for x in tensors]
     return tensors, versions, [x for x in seen if not isinstance(x, torch.Tensor)]

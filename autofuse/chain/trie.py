@@ -85,7 +85,7 @@ def extend(
         return _extend_in_place(recorder, tip, op, operands, metas)
     if isinstance(op, Reduction) and tip.viewed:  # row kernels read no index maps
         return _cut(recorder, tip, op, "views")
-    if isinstance(op, Reduction) and any(node.into is not None for node in tip.path()):
+    if isinstance(op, Reduction) and _writes_in_place(tip):
         return _cut(recorder, tip, op, IN_PLACE)  # rows are read by more threads than write them
     rows = tip.rows
     if isinstance(op, Reduction):
@@ -116,12 +116,19 @@ def extend(
     largest = max((meta.nbytes for meta in node.inputs), default=0)
     node.pinned_limit = max(config.pinned_bytes, 2 * largest)
     node.holds_grad |= found.meta.requires_grad
+    if node.holds_grad and not tip.holds_grad and _writes_in_place(tip):
+        return _cut(recorder, tip, op, IN_PLACE)  # what autograd saves is attached to no such run
     node.rows = rows
     if is_read_twice(tip, node):
         return _cut(recorder, tip, op, "an Input read in two ways")
     if tip.rows is not None and not goes_along(tip, node):
         return _cut(recorder, tip, op, "rows")
     return node
+
+
+def _writes_in_place(tip: Node) -> bool:
+    """Whether values of the program that ends at `tip` go to memory that it reads."""
+    return any(node.into is not None for node in tip.path())
 
 
 def is_read_twice(tip: Node, node: Node) -> bool:
