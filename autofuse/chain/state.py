@@ -211,9 +211,6 @@ class Recorder:
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
         self.kind = KINDS[device.type]
-        # of memory in which ops in place are recorded, see `sole`; 0 for none: on a CPU it does not
-        # pay, where such an op allocates nothing (1.16 of eager's time, `bench/overhead.py`)
-        self.frees = 0
         self.thread = ident  # whose it is; -1 once that has ended
         self.ident = ident  # the same, or 0 while a flush has taken the chain; -1 after `leave`
         self.relock()
@@ -270,6 +267,8 @@ class Recorder:
             root.autocast, root.told = autocast, told
             root.unread, root.looked_on = unread, looked_on
             root.reason = "waiting for kernels" if self.resting else ""
+        # of memory in which ops in place are recorded, see `sole`; 0 for none: on a CPU it does not
+        # pay, where such an op allocates nothing (1.16 of eager's time, `bench/overhead.py`)
         self.frees = frees(self.device) if self.kind or config.always_fuse else 0
         # under anomaly mode every op has to have its own autograd node
         off = self.off or not config.enabled or torch.is_anomaly_enabled()

@@ -174,12 +174,12 @@ def _extend_view(recorder: Recorder, tip: Node, op: ViewOp, operand: int | Meta 
     """The node for a view of a value of the program."""
     if not isinstance(operand, int) or operand < 0:  # it has been computed meanwhile
         return eager_node(recorder, tip, op, "a view of memory")
-    node = Node(recorder, tip, op)
     viewed = tip.path()[operand]
-    node.args, node.viewed = (operand,), True
-    node.base, node.offset = operand if viewed.base < 0 else viewed.base, op.offset
     if viewed.into is not None:
         return _cut(recorder, tip, op, IN_PLACE)
+    node = Node(recorder, tip, op)
+    node.args, node.viewed = (operand,), True
+    node.base, node.offset = operand if viewed.base < 0 else viewed.base, op.offset
     assert viewed.meta is not None
     graph = viewed.meta.requires_grad
     node.meta = make_meta(op.dtype, op.shape, op.stride, recorder.device, graph)

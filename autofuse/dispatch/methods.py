@@ -28,7 +28,7 @@ def install_methods() -> None:
     """Every other C method of a tensor, and the functions that stand beside chains."""
     handle(Plain, "__hash__", Plain.__hash__)
     handle(Plain, "copy_", _copying(Plain.copy_))
-    handle(Plain, "data_ptr", _placing(Plain.data_ptr))
+    handle(Plain, "data_ptr", _addressing(Plain.data_ptr))
     for name in WRITERS:
         for place, func in unhandled(name):
             handle(place, name, in_place(eager_alone, func))
@@ -87,7 +87,7 @@ def _setting(func: Handler) -> Handler:
     return call
 
 
-def _placing(func: Handler) -> Handler:
+def _addressing(func: Handler) -> Handler:
     """A handler for `x.data_ptr()`: whoever has that may look there at any time."""
 
     def call(*args: Any, **kwargs: Any) -> Any:

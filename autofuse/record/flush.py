@@ -69,7 +69,7 @@ from .failures import is_lost, lose, recover
 from .numbers import is_next
 from .origins import credit
 from .starts import doubt_starts, tell_start
-from .ways import apart, runner_for
+from .ways import out_of_place, runner_for
 
 
 class Watch(Protocol):
@@ -308,7 +308,7 @@ def _run(recorder: Recorder, chain: Chain, reason: str) -> None:
             with NoModes():
                 runner = runner_for(recorder, node, refcounts, writes)
         if runner.placed and not runner.placed.keys() <= (chain.placed or {}).keys():
-            runner = apart(runner)  # an op has been recorded whose handle has another memory yet
+            runner = out_of_place(runner)  # a handle has its memory still, which an op has taken
         if chain.tried is not None:
             credit(chain, runner)
         if chain.start is not None:

@@ -8,9 +8,9 @@ has written that. The address stays, and so does all else that can be seen.
 Nowhere else does a concrete tensor become pending. Whoever has found one concrete says so until C
 has used it (`state.using`); whoever writes down what is known of one leaves a pending one alone
 (`meta.remember`); a kernel overwrites what the chain has of a handle (`Chain.placed`) and of nobody
-else (`ways.apart`); and who has met a value in the middle of the flush that makes it shares memory
-with the handle afterwards (`settle.put_back`). Threads that record are seen; of those that do not
-one may be in the middle of C with a tensor that is lent.
+else (`ways.out_of_place`); and who has met a value in the middle of the flush that makes it shares
+memory with the handle afterwards (`settle.put_back`). Threads that record are seen; of those that
+do not one may be in the middle of C with a tensor that is lent.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _computed(outputs: tuple[Output, ...], graph: Graph) -> tuple[Output, ...]:
     return tuple(sorted((*outputs, *stored), key=lambda output: output.step))
 
 
-def apart(runner: Runner) -> Runner:
+def out_of_place(runner: Runner) -> Runner:
     """What computes the same by eager ops, and writes nothing in place."""
     outputs = [replace(x, kind=NEW) if x.kind == IN_PLACE else x for x in runner.outputs]
     return EagerRunner(runner.tip, tuple(outputs))
