@@ -435,6 +435,29 @@ def _waved(u: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
+def makers(device: str, numel: int, rounds: int) -> None:
+    """Tensors made as pending values are: a sampler's noise, and a frame around a stencil."""
+    for n in (1 << 14, numel // 16):
+        for name, program in (("noise", _noisy), ("zeros to write to", _bordered)):
+            x = torch.randn(n // 64, 64, device=device)
+            beside_eager(f"{name} of {n}", program, (x, x), device, rounds)
+
+
+def _noisy(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        x = x + 0.1 * (mean - x) + 0.3 * torch.randn_like(x)
+    return x
+
+
+def _bordered(u: torch.Tensor, speed: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        change = torch.zeros_like(u)
+        change[1:-1] = u[:-2] + u[2:] - 2.0 * u[1:-1]
+        u = u + speed * change
+    return u
+
+
+@torch.no_grad()
 def in_place(device: str, numel: int, rounds: int) -> None:
     """State that is updated in place: of an optimizer, of particles, a sum before an activation."""
     for n in (1 << 14, numel // 4):
@@ -491,6 +514,7 @@ def main() -> None:
     axes(args.device, args.large, args.rounds)
     extremes(args.device, args.large, args.rounds)
     rolls(args.device, args.large, args.rounds)
+    makers(args.device, args.large, args.rounds)
     in_place(args.device, args.large, args.rounds)
 
 

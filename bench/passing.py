@@ -67,6 +67,7 @@ def rows(device: str) -> dict[str, Row]:
         "torch.stack([x, x])": lambda x: torch.stack([x, x]),
         "torch.gather(x, 1, first)": lambda x: torch.gather(x, 1, first),
         "x.gather(1, x.argmax())": lambda x: x.gather(1, x.argmax(1, keepdim=True)),
+        "torch.zeros_like(x)": torch.zeros_like,
         "torch.roll(x, 1, 0)": lambda x: torch.roll(x, 1, 0),
         "torch.softmax(x, -1)": lambda x: torch.softmax(x, -1),
         "F.softmax(x, -1)": lambda x: F.softmax(x, -1),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autofuse
-from support import assert_same, needs_cuda
+from support import assert_same, functions_called, needs_cuda
 
 SHAPES = {
     "a row": lambda x: x[0], "rows": lambda x: x, "a number": lambda x: x[0, 0],
@@ -59,6 +59,47 @@ def test_the_chain_goes_on(on, always, name):
         MAKERS[name](h)
         assert autofuse.is_pending(h)
     assert not autofuse.is_pending(MAKERS["zeros_like"](x))  # of memory, as before
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if "empty" not in name])
+def test_machine_code_makes_what_was_made_before(on, always, name):
+    if not on:
+        pytest.skip("there is machine code for this")
+    h = autofuse.wrap(torch.ones(4, 5)) * 2.0
+    MAKERS[name](h)  # Python makes what stands for it
+    called = functions_called(lambda: MAKERS[name](h))
+    assert called == []
+    assert autofuse.is_pending(h)
+
+
+def test_they_are_made_as_what_takes_no_memory(on, always):
+    """One for all values that lie alike, on their own device."""
+    h = autofuse.wrap(torch.ones(41, 43)) * 2.0
+    torch.zeros_like(h)
+    stands = h._af.meta.stand_in
+    assert stands.untyped_storage().nbytes() == 0 and stands.shape == (41, 43)
+    h = autofuse.wrap(torch.ones(41, 43)) + 2.0
+    torch.ones_like(h)
+    assert h._af.meta.stand_in is stands
+    assert autofuse.unwrap(torch.ones_like(h)).untyped_storage().nbytes() == 41 * 43 * 4
+
+
+def test_errors_are_eagers(on, always):
+    calls = [
+        lambda x: torch.randint_like(x), lambda x: torch.full_like(x, "a"),
+        lambda x: torch.randn_like(x, dtype=torch.int64), lambda x: x.new_zeros((-1,)),
+        lambda x: torch.zeros_like(x, memory_format=torch.channels_last),
+        lambda x: torch.zeros_like(x, device="nowhere"), lambda x: torch.ones_like(x, 3),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(Exception) as want:
+            call(torch.ones(3) * 2.0)
+        for _ in range(3):
+            h = autofuse.wrap(torch.ones(3)) * 2.0
+            torch.zeros_like(h)
+            with pytest.raises(type(want.value)) as got:
+                call(h)
+            assert str(got.value) == str(want.value)
 
 
 def test_noise_in_a_loop_ends_no_chain(on, always):

@@ -154,6 +154,7 @@ ENTERED = {
     "composing": ("call", lambda o: from_c(HANDLERS[torch.nn.functional.normalize])(o.x)),
     "viewing": ("call", lambda o: from_c(autofuse.Tensor.t)(o.x)),
     "returning": ("call", lambda o: from_c(autofuse.Tensor.contiguous)(o.x)),
+    "making": ("call", lambda o: from_c(HANDLERS[torch.zeros_like])(o.x * 2.0)),
     "getting": ("get", lambda o: from_c(vars(autofuse.Tensor)["shape"].fget)(o.x)),
     "asking": ("read", lambda o: from_c(autofuse.Tensor.size)(o.x, 0)),
     "setting": ("call", lambda o: from_c(autofuse.Tensor.__setitem__)(o.w, 0, 1.0)),

@@ -39,8 +39,8 @@ class Meta:
     """What is known of a concrete tensor without reading its values; one object per content."""
 
     __slots__ = ("checks", "dense", "device", "dtype", "flat", "inference", "keys", "kept",
-                 "nbytes", "ndim", "reach", "requires_grad", "shape", "spec", "stride", "ungraded",
-                 "write")  # fmt: skip
+                 "nbytes", "ndim", "reach", "requires_grad", "shape", "spec", "stand_in", "stride",
+                 "ungraded", "write")  # fmt: skip
     recorder: None = None  # a concrete tensor belongs to no chain
     index: int = -1
 
@@ -68,6 +68,7 @@ class Meta:
         self.spec: Spec = Spec(CODES[dtype], tuple(shape), tuple(stride))
         self.ungraded: Meta | None = None  # the same of a result made under no_grad, once needed
         self.write: WriteOp | None = None  # to memory like this, once needed
+        self.stand_in: torch.Tensor | None = None  # one like this without memory, once needed
         self.checks: dict[type, Check | None] = {}  # tests for this content, see `_check`
         # torch's dispatch keys of such tensors, once there is a test; `hot` has its own
         self.keys: int = -1

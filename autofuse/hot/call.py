@@ -209,6 +209,37 @@ def returning(table, function, args, count, names) -> object:
     return passing(table, function, args, count, names)
 
 
+def making(table, function, args, count, names) -> object:
+    """A function of `dispatch.metadata` that makes a tensor as a pending one is; or `passing`."""
+    if count == 0 or class_of(args[0]) is not Tensor:
+        return passing(table, function, args, count, names)
+    state: Node = state_of(args[0])
+    if class_of(state) is not Node:
+        return passing(table, function, args, count, names)
+    meta: Meta = state.meta
+    if class_of(meta) is not Meta or meta.stand_in is None:
+        return 0
+    own = PyDict_GetItemWithError(table[0], function)
+    recorder: Recorder = current_recorder()
+    every = count
+    if names != 0:
+        every += PyTuple_Size(names)
+    if own == 0 or recorder == 0 or every > 8:
+        return 0
+    operands = room(8)
+    stands = kept(meta.stand_in)
+    operands[0] = stands
+    for k in range(1, every):
+        if is_ours(args[k]) != 0:
+            return 0
+        operands[k] = args[k]
+    entry = own + ITEMS
+    known: Known = entry[1]
+    if is_everyday(recorder, known, operands, count, names) == 0:
+        return 0
+    return passed(recorder, entry, known.reason, operands, count, names)
+
+
 def has_pending(items, count):
     """Whether one of the items is pending."""
     for k in range(count):

@@ -298,8 +298,8 @@ class _Native:
             self.calls.check(function)
         # one entry for all, which finds in a table what each is given, or one entry for each, which
         # takes 20 ns less and 0.2 ms more of every import
-        shared = ("passing", "running", "reducing", "viewing", "joining", "returning", "unread",
-                  "announcing", "composing", "spelling")  # fmt: skip
+        shared = ("passing", "running", "reducing", "viewing", "joining", "returning", "making",
+                  "unread", "announcing", "composing", "spelling")  # fmt: skip
         tables: dict[str, dict[_Function, tuple[Any, ...]]] = {name: {} for name in shared}
         entries: list[tuple[str, tuple[Any, ...]]]
         entries = [(name, (table,)) for name, table in tables.items()]
