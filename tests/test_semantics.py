@@ -18,7 +18,7 @@ import autofuse
 from autofuse.chain.state import this_thread
 from autofuse.record.flush import flush_all
 from autofuse.record.modes import forget_all, renew, reopen_all
-from support import DEVICES, assert_same, assert_same_as_eager
+from support import DEVICES, assert_same, assert_same_as_eager, functions_called
 
 W = autofuse.wrap
 device_param = pytest.mark.parametrize("device", DEVICES)
@@ -151,6 +151,114 @@ def test_user_function_keeps_its_gradient():
     assert y.requires_grad
     y.sum().backward()
     assert p.grad.tolist() == [5.0] * 3
+
+
+class Surrogate(torch.autograd.Function):
+    """A step, and in backward the slope of something smooth, as spiking networks have it."""
+
+    inside = staticmethod(lambda: None)  # what runs in the middle of both
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        Surrogate.inside()
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        Surrogate.inside()
+        return g / (10.0 * x.abs() + 1.0)
+
+
+def test_ops_inside_a_users_function_run_without_python(on, always):
+    """And what closes recording there opens no chain anew: a call takes 3 us more, not 17."""
+    if not on:
+        pytest.skip("there is machine code for this")
+    x = torch.randn(5, requires_grad=True)
+    w = W(x)
+    for _ in range(3):
+        Surrogate.apply(w).backward(torch.ones(5))
+        w * 2.0
+    for pending in (False, True):
+        operand = w * 3.0 if pending else w
+        called = functions_called(lambda operand=operand: Surrogate.apply(operand))
+        assert not {"handler", "run_eager", "open", "record"} & {*called}, called
+        y = Surrogate.apply(w)
+        called = functions_called(lambda y=y: y.backward(torch.ones(5)))
+        assert not {"handler", "run_eager", "record"} & {*called}, called
+
+
+def _inside(monkeypatch):
+    """What may change in the middle of a Function, by name."""
+    kept = []
+
+    def nested():
+        kept.append(Through.apply(W(torch.ones(3)) * 2.0, lambda: W(torch.ones(2)) + 1.0) * 3.0)
+
+    def raises():
+        raise ZeroDivisionError
+
+    def in_a_thread():
+        thread = threading.Thread(target=nested)
+        thread.start()
+        thread.join()
+
+    def other_modes():
+        with torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"):
+            kept.append(W(torch.ones(3)) + 1.0)
+        with torch.enable_grad():
+            kept.append(W(torch.ones(3)) + 2.0)
+
+    def another_default():
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype(torch.float32)
+
+    def of_functions():
+        with Seen():
+            W(torch.ones(3)) * 3.0
+
+    return {
+        "nothing": lambda: None, "nested": nested, "raises": raises, "a thread": in_a_thread,
+        "modes": other_modes, "default dtype": another_default, "flush": lambda: flush_all("test"),
+        "forget": lambda: forget_all("test"), "reopen": lambda: reopen_all("test"),
+        "a function mode": of_functions, "hooks": _with_hooks,
+        "a setting": lambda: monkeypatch.setattr(autofuse.config, "loop_nodes", 7),
+        "a block without an end": lambda: autofuse.disabled().__enter__(),
+        "off": lambda: monkeypatch.setattr(autofuse.config, "enabled", False),
+    }  # fmt: skip
+
+
+def _with_hooks():
+    with torch.autograd.graph.save_on_cpu():
+        W(torch.ones(3)) * 3.0
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["concrete", "pending"])
+@pytest.mark.parametrize("name", _inside(None))
+def test_recording_goes_on_after_a_users_function(on, always, monkeypatch, name, pending):
+    """In the modes of then, whatever has changed in its middle."""
+    monkeypatch.setattr(Surrogate, "inside", staticmethod(_inside(monkeypatch)[name]))
+    x = torch.linspace(-2.0, 2.0, 5)
+
+    def run(x, wrap):
+        x = wrap(x.clone().requires_grad_())
+        h = x * 2.0 if pending else x
+        with contextlib.suppress(ZeroDivisionError):
+            h = Surrogate.apply(h) + h
+        y = h * 3.0 + 1.0
+        if wrap is W and name != "off":
+            assert autofuse.is_pending(y)
+        with contextlib.suppress(ZeroDivisionError):
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+            assert wrap is not W or name == "off" or autofuse.is_pending(W(x.detach()) * 2.0)
+            return autofuse.unwrap(y.detach()), autofuse.unwrap(gradient)
+        return autofuse.unwrap(y.detach())
+
+    want = run(x, lambda x: x)
+    for _ in range(3):
+        assert_same(run(x, W), want, None)
+    assert this_thread.closed == this_thread.applies == 0
 
 
 @pytest.mark.parametrize("measure", [False, True])

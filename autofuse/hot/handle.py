@@ -10,6 +10,8 @@ from ..chain.meta import UNKNOWN
 from ..chain.shell import Tensor
 from ..chain.state import Recorder
 from ..dispatch.unrecorded import Known
+from ..ops.row import Op
+from ..record.record import OFF
 from .c import *
 from .call import left_eager
 from .record import recorded
@@ -66,11 +68,17 @@ def recorded_or_passed(entry, op, operands, count) -> object:
     entry: begins with the function, and what is known of it.
     """
     result = recorded(entry[0], op, operands, count, ANEW)
-    if result != 0 or PyErr_Occurred() != 0 or is_read(operands, count) != 0:
+    if result != 0 or PyErr_Occurred() != 0:
         return result
     known: Known = entry[1]
     recorder: Recorder = current_recorder()
     if recorder == 0:
+        return 0
+    if recorder.off is True:
+        own: Op = op
+        reason = (own.name, OFF)
+        return left_eager(entry, reason, operands, count, 0)
+    if is_read(operands, count) != 0:
         return 0
     recorder.reading = False
     return left_eager(entry, known.reason, operands, count, 0)

@@ -43,7 +43,7 @@ def recorded(func, op, operands, count, wanted) -> object:
     now where memory was short.
     """
     recorder: Recorder = recorder_of(operands, count)
-    if recorder == 0 or recorder is None or count > 7:
+    if recorder == 0 or recorder is None or recorder.off is True or count > 7:
         return 0
     if int(recorder.ident) != PyThread_get_thread_ident():
         return 0

@@ -172,12 +172,12 @@ def _close_during_apply(owner: Any) -> None:
     @wraps(getattr(original, "__func__", original))
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, self) if of_class else original.__get__(self)
-        before = this_thread.applies
+        mine, before = this_thread.__dict__, this_thread.applies
         try:
-            this_thread.applies = before + 1
+            mine["applies"] = before + 1
             result = run_closed("apply", bound, args, kwargs)
         finally:
-            this_thread.applies = before
+            mine["applies"] = before
         if before or not [*wrapped_in((*args, *kwargs.values()))]:
             return result
         return lifted(result, ask(result))

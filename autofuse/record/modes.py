@@ -141,11 +141,16 @@ class closed(contextlib.ContextDecorator):  # noqa: N801 - used like a function
 
 def reopen(reason: str) -> None:
     """Flush this thread's chains and start new ones under the modes of this moment."""
-    for recorder in list(this_thread.recorders.values()):
+    closes = this_thread.closed > 0
+    for recorder in [*this_thread.recorders.values()]:
+        change = recorder.close if closes else recorder.reopen
+        if change():
+            continue
         flush(recorder, reason)
-        recorder.off = this_thread.closed > 0
-        recorder.nowhere.likely = ()  # in torch.vmap a check would meet what has no sizes
-        renew(recorder, reason)
+        if not change():
+            recorder.off = closes
+            recorder.nowhere.likely = ()
+            renew(recorder, reason)
 
 
 def reopen_all(reason: str) -> None:

@@ -66,6 +66,7 @@ from .starts import at_start
 _Parameter = torch.nn.Parameter
 _INT64 = 1 << 63
 Refusal = tuple[str, str]  # (op, why it is not recorded)
+OFF = "recording is off"
 
 
 # --- hot path: per recorded op, budget 0.5 us ------------------------------------------------
@@ -83,6 +84,9 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
     tip = chain.tip
     if not recorder.ident:
         return _record_elsewhere(op, operands)
+    if recorder.off and tip is recorder.nowhere:
+        recorder.reading = False
+        return op.name, OFF
     if recorder.grad is not torch.is_grad_enabled():
         regrade()
         return record(op, operands)
@@ -91,7 +95,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
         return record(op, operands)
     if tip is recorder.nowhere:  # after a look at modes, which may have come while it was closed
         # where every op has to have its own autograd node
-        return op.name, "anomaly mode" if torch.is_anomaly_enabled() else "recording is off"
+        return op.name, "anomaly mode" if torch.is_anomaly_enabled() else OFF
     if tip.looked_on and looked_on():  # eager PyTorch tells modes, and comes back without them
         recorder.reading = False
         return None
