@@ -13,9 +13,10 @@ from weakref import WeakSet
 import torch
 
 from .api import is_dense
+from .chain.claims import loans
 from .chain.meta import UNKNOWN, Meta
 from .chain.shell import Tensor, set_class
-from .chain.state import loans, this_thread
+from .chain.state import this_thread
 from .dispatch.eager import make_plain
 from .dispatch.nested import SIMPLE
 from .record.flush import value_of

@@ -22,7 +22,8 @@ import torch
 
 import autofuse
 from autofuse import config
-from autofuse.chain.state import this_thread, writing
+from autofuse.chain.claims import writing
+from autofuse.chain.state import this_thread
 from autofuse.grad.backward import Backward
 from autofuse.hot import native
 from autofuse.kernel.source import Source

@@ -14,19 +14,10 @@ from typing import Any, Literal
 import torch
 
 from .. import hooks
+from ..chain.claims import announced, in_use, using, writing
 from ..chain.meta import UNKNOWN, Meta, remember
 from ..chain.shell import Held, Lost, Tensor, set_class
-from ..chain.state import (
-    announced,
-    counts,
-    in_use,
-    is_alone,
-    make_current,
-    recorder_for,
-    this_thread,
-    using,
-    writing,
-)
+from ..chain.state import counts, is_alone, make_current, recorder_for, this_thread
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread, write_first
 from ..record.numbers import is_next, pass_over
 from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import is_grad_enabled
 
+from ..chain.claims import writing
 from ..chain.meta import UNKNOWN, Meta, remember
 from ..chain.shell import Tensor
-from ..chain.state import counts, is_alone, this_thread, writing
+from ..chain.state import counts, is_alone, this_thread
 from ..ops.row import MAKING, Op
 from ..record.flush import flush_thread
 from ..record.in_place import record_inplace, record_sole

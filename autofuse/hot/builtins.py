@@ -146,7 +146,7 @@ def unread(table, function, args, count, names) -> object:
 
 
 def announced(function, args, count, names) -> object:
-    """`state.announced`: what a function returns, in the middle of whose write nobody records."""
+    """`claims.announced`: what a function returns, in the middle of whose write nobody records."""
     BEGUN[0] = BEGUN[0] + 1
     result = tried(PyObject_Vectorcall(function, args, count, names))
     BEGUN[0] = BEGUN[0] - 1

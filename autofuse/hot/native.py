@@ -29,7 +29,7 @@ import llvmlite
 import torch
 
 from .. import api, fused, hooks, inside, lending
-from ..chain import liveness, state, verified
+from ..chain import claims, liveness, state, verified
 from ..chain.shell import Tensor
 from ..dispatch import eager, nested, protocol, unrecorded
 from ..dtypes import CODES
@@ -257,9 +257,9 @@ def _given() -> dict[str, Any]:
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "tell": flush.tell,
         "inside": flush.inside, "is_foreign": flush.is_foreign,
-        "others_writing": state.writing, "using": state.using,
+        "others_writing": claims.writing, "using": claims.using,
         "threads": inside.threads, "serving": inside.serving,
-        "BEGUN": c.Address(ctypes.addressof(state.begun)),
+        "BEGUN": c.Address(ctypes.addressof(claims.begun)),
         "all_recorders": state.all_recorders.refs,
         "lifted": eager.lifted, "relieve": record.relieve, "record_anew": record.record,
         "CLONE": OPS["clone"], "COUNTED": liveness.ALONE - 1,

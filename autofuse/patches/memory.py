@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..chain import state as _state
+from ..chain.claims import announced, writing
 from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor, set_attribute
-from ..chain.state import announced, writing
 from ..dispatch.nested import SIMPLE
 from ..dispatch.protocol import HANDLERS, HOT, OPTIONS
 from ..dispatch.unrecorded import EXPORTS

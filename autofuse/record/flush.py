@@ -34,6 +34,7 @@ from weakref import getweakrefcount
 import torch
 
 from .. import hooks
+from ..chain.claims import using
 from ..chain.liveness import HELD_HERE
 from ..chain.meta import UNKNOWN
 from ..chain.shell import Held, Lost, Tensor, plain_alias
@@ -47,7 +48,6 @@ from ..chain.state import (
     all_recorders,
     counts,
     this_thread,
-    using,
 )
 from ..errors import ColdKernelError
 from ..inside import (

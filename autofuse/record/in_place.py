@@ -6,7 +6,7 @@ its own, `x` is pending, and whatever gives it its value gives it its memory bac
 has written that. The address stays, and so does all else that can be seen.
 
 Nowhere else does a concrete tensor become pending. Whoever has found one concrete says so until C
-has used it (`state.using`); whoever writes down what is known of one leaves a pending one alone
+has used it (`claims.using`); whoever writes down what is known of one leaves a pending one alone
 (`meta.remember`); a kernel overwrites what the chain has of a handle (`Chain.placed`) and of nobody
 else (`ways.out_of_place`); and who has met a value in the middle of the flush that makes it shares
 memory with the handle afterwards (`settle.put_back`). Threads that record are seen; of those that
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..chain.claims import loans, using
 from ..chain.liveness import DEAD, counts_of
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, still_lies_as
 from ..chain.shell import Tensor
@@ -31,10 +32,8 @@ from ..chain.state import (
     Recorder,
     all_recorders,
     is_alone,
-    loans,
     recorder_for,
     this_thread,
-    using,
 )
 from ..inside import is_foreign, serving, threads
 from ..ops.arithmetic import CASTS

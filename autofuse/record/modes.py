@@ -11,17 +11,9 @@ from typing import Any
 import torch
 
 from .. import hooks
+from ..chain.claims import begun, using, writing
 from ..chain.liveness import DEAD, counts_of
-from ..chain.state import (
-    OwnRecorders,
-    Recorder,
-    all_recorders,
-    begun,
-    make_current,
-    this_thread,
-    using,
-    writing,
-)
+from ..chain.state import OwnRecorders, Recorder, all_recorders, make_current, this_thread
 from ..inside import helping, inside, is_owned, serving, whatever_interrupts
 from ..settings.config import config, watch
 from ..supply import kernels as compiling

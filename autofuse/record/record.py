@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import is_autocast_enabled
 
+from ..chain.claims import begun, writing
 from ..chain.liveness import ALONE, counts_of
 from ..chain.meta import (
     UNKNOWN,
@@ -30,12 +31,10 @@ from ..chain.state import (
     Chain,
     Node,
     Recorder,
-    begun,
     counts,
     make_current,
     recorder_for,
     this_thread,
-    writing,
 )
 from ..chain.trie import eager_node, extend
 from ..dtypes import EXACT, Wide

@@ -13,18 +13,10 @@ from typing import Any
 
 import torch
 
+from ..chain.claims import announced
 from ..chain.meta import Meta, concrete_meta, likely_meta, make_meta, plain_meta, still_lies_as
 from ..chain.shell import Held, Lost, Tensor
-from ..chain.state import (
-    LATER,
-    Chain,
-    Node,
-    Recorder,
-    all_recorders,
-    announced,
-    is_alone,
-    this_thread,
-)
+from ..chain.state import LATER, Chain, Node, Recorder, all_recorders, is_alone, this_thread
 from ..errors import StaleInputError
 from ..inside import is_foreign
 from ..layout import Ints, broadcast, is_injective, meets
