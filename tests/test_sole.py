@@ -26,6 +26,7 @@ from support import (
     assert_same,
     elsewhere,
     failable_launches,
+    functions_called,
     needs_cuda,
     write_unseen,
 )
@@ -582,3 +583,34 @@ def test_random_programs(part, on, device):
             tensors, versions, others = run(seed, W, device)
             assert_same(tensors, want[0], 1e-6 if device == "cpu" else None, f"seed {seed}")
             assert versions == want[1] and others == want[2], seed
+
+
+# what comes right after an op in place, which ends its chain or reads a tensor in memory
+AFTER = {
+    "a slice": lambda x: x[1:] * 2.0, "an element": lambda x: x[0], "chunks": lambda x: x.chunk(2),
+    "transposed": lambda x: x.t(), "a name": lambda x: x.T, "unsqueeze": lambda x: x.unsqueeze(0),
+    "view": lambda x: x.view(-1) + 1.0, "a sum": lambda x: x.sum(), "a product": lambda x: x @ x,
+    "cat": lambda x: torch.cat([x, x]), "zeros_like": torch.zeros_like, "clone": lambda x: x.clone(),
+    "a softmax": lambda x: torch.softmax(x, -1), "item": lambda x: x[0, 0].item(),
+    "a shape": lambda x: x.shape, "another op in place": lambda x: x.add_(1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_what_follows_an_op_in_place_runs_no_python(name, on):
+    """In a loop of a solver, once it is known; a view took 8 us by Python."""
+    if not on:
+        pytest.skip("there is machine code for this")
+    x, want = W(torch.ones(4, 4)), torch.ones(4, 4)
+    for _ in range(5):
+        x *= 0.5
+        autofuse.materialize(AFTER[name](x))
+        want *= 0.5
+        AFTER[name](want)
+    x *= 0.5
+    want *= 0.5
+    assert autofuse.is_pending(x)
+    called = functions_called(lambda: AFTER[name](x))
+    assert not {"call", "record", "record_view", "run_eager", "handler"} & {*called}, called
+    AFTER[name](want)
+    assert_same(autofuse.unwrap(autofuse.materialize(x)), want, None)
