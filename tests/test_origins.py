@@ -91,6 +91,27 @@ def test_results_are_wrapped_where_chains_pay():
     assert origins.origins and not any(origin.plain for origin in origins.origins.values())
 
 
+def test_what_is_read_in_a_loop_is_worth_what_all_its_turns_gain():
+    """Where its readers were tried before it, too: each time it is read it costs, and gains."""
+    y, w = autofuse.wrap(torch.randn(6, 6)), torch.randn(6, 6)
+    h = []
+
+    def program():
+        h[:] = [torch.mm(y, w)]
+        out = y
+        for k in range(40):
+            out = out * 0.5 + h[0][k % 6]
+        return out
+
+    for _ in range(60):
+        result = program()
+        assert autofuse.is_pending(result)
+        autofuse.materialize(result)
+    assert is_wrapped(h[0])
+    nets = [origin.net for origin in origins.origins.values()]
+    assert len(nets) >= 2 and min(nets) > 0, nets
+
+
 def test_a_chain_that_gains_less_than_it_costs_to_lead_there():
     y = autofuse.wrap(torch.randn(6, 6))
 

@@ -97,6 +97,11 @@ class Origin:
         return part
 
     @property
+    def each(self) -> float:
+        """us that each of its results has gained in the last trial, with what came of them."""
+        return max(self.net, 0.0) / max(self.made, 1)
+
+    @property
     def known(self) -> bool:
         """Whether it was seen what becomes of its results."""
         return self.made >= ENOUGH or not _living([self])
@@ -266,8 +271,11 @@ def ask(
             source.origin.gain += MIXED_US / len(sources)
             continue
         source.origin.gain -= PASSED_US[source.origin.device_type] / len(sources)
-        if reader and reader is not source.origin:
-            source.origin.after[reader] = share
+        if entered is not None:
+            if entered is not source.origin:
+                source.origin.after[entered] = share
+        elif reader is not None:  # it was in an earlier trial
+            source.origin.gain += share * reader.each
     if entered is None:
         return verdict
     whole = entered.whole
