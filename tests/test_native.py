@@ -97,7 +97,7 @@ class Operands:
 
     def __init__(self):
         self.x, self.v, self.w = (autofuse.wrap(torch.ones(4, 4)) for _ in range(3))
-        self.plain = torch.eye(4)
+        self.plain, self.flags = torch.eye(4), autofuse.wrap(torch.ones(3, dtype=torch.bool))
 
     def flush(self):
         self.x * 2.0
@@ -312,7 +312,40 @@ WRITTEN = {
     "x.unique()": ("call", lambda o: o.x.unique()),
     "w.zero_()": ("call", lambda o: o.w.zero_()),
     "w.copy_(v)": ("call", lambda o: o.w.copy_(o.v)),
+    "torch.roll of tuples": ("torch_function", lambda o: torch.roll(o.x, (1, 2), (0, 1))),
+    "torch._is_all_true": ("torch_function", lambda o: torch._is_all_true(o.flags)),
 }
+
+
+# values that views are taken of, and ops in place on them
+VIEWED = {
+    "a view that is read": lambda x, g: operator.iadd(x * g[:, None], x),
+    "a view of its operand": lambda x, g: operator.imul((x * 2.0)[1:] + 1.0, 2.0),
+    "a view that is gone": lambda x, g: operator.iadd(one_of((x * 2.0), lambda y: y[1:]), x),
+    "twice": lambda x, g: operator.iadd(x * g[:, None], x).mul_(g[:, None]),
+    "by a function": lambda x, g: F.relu(x * g[:, None], inplace=True),
+    "a join before it": lambda x, g: torch.cat([x * 2.0, x + g[:, None]]).add_(1.0),
+}
+
+
+def one_of(y, view):
+    view(y)
+    return y
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_ops_in_place_beside_views_take_no_python(name, monkeypatch):
+    """Unless somebody holds a view of what is written, who sees that; see test_views."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, g = autofuse.wrap(torch.rand(4, 6)), autofuse.wrap(torch.rand(4))
+    want = VIEWED[name](autofuse.unwrap(x), autofuse.unwrap(g))
+    got = []
+
+    def program():
+        got[:] = [VIEWED[name](x, g * 1.0)]
+
+    assert_recorded_without_python(program)
+    assert_same(autofuse.unwrap(autofuse.materialize(got[0])), want, 1e-6)
 
 
 @pytest.mark.parametrize("text", WRITTEN)

@@ -590,9 +590,10 @@ AFTER = {
     "a slice": lambda x: x[1:] * 2.0, "an element": lambda x: x[0], "chunks": lambda x: x.chunk(2),
     "transposed": lambda x: x.t(), "a name": lambda x: x.T, "unsqueeze": lambda x: x.unsqueeze(0),
     "view": lambda x: x.view(-1) + 1.0, "a sum": lambda x: x.sum(), "a product": lambda x: x @ x,
-    "cat": lambda x: torch.cat([x, x]), "zeros_like": torch.zeros_like, "clone": lambda x: x.clone(),
-    "a softmax": lambda x: torch.softmax(x, -1), "item": lambda x: x[0, 0].item(),
-    "a shape": lambda x: x.shape, "another op in place": lambda x: x.add_(1.0),
+    "cat": lambda x: torch.cat([x, x]), "zeros_like": torch.zeros_like,
+    "clone": lambda x: x.clone(), "a softmax": lambda x: torch.softmax(x, -1),
+    "item": lambda x: x[0, 0].item(), "a shape": lambda x: x.shape,
+    "another op in place": lambda x: x.add_(1.0),
 }  # fmt: skip
 
 

@@ -73,8 +73,10 @@ class Tensor(torch.Tensor):
     __dlpack_c_exchange_api__: Any = _Absent()
 
     def __setattr__(self, name: str, value: object) -> None:
-        # an attribute of the user's must not stay on a shell that is used again
-        hooks.value_of(self)
+        # an attribute of the user's must not stay on a shell that is used again; C++ sets one on
+        # what is written in place under grad
+        if self._af is not UNKNOWN and self._af.__class__ is not Meta:
+            hooks.value_of(self)
         torch.Tensor.__setattr__(self, name, value)
 
 

@@ -40,7 +40,7 @@ def install_methods() -> None:
     for place in _BUILTINS:
         for name in set(dir(place)) - _ALIASES:
             func = getattr(place, name)
-            public = not (name.startswith("_") or name.endswith("_"))
+            public = not (name.startswith("_") or name.endswith("_")) or name in _ASKED
             if public and func.__class__ in IN_C and func not in makers and func not in HANDLERS:
                 handle(place, name, passing(func))
     for name in dir(TensorBase):
@@ -67,6 +67,7 @@ def install_methods() -> None:
 
 _BUILTINS = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C._fft,
              torch._C._special)  # type: ignore[attr-defined]  # fmt: skip
+_ASKED = {"_is_all_true", "_is_any_true"}  # by torch.distributions, of every parameter
 _ALIASES = {"dsmm", "spmm"}  # equal to torch.mm, and not the same
 _ATTRIBUTES = ("real", "imag", "grad_fn")  # for which a value is needed
 _OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__"}

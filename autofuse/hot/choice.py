@@ -47,7 +47,7 @@ def choice_for(choices, args, count, names) -> object:
                 if args[earlier] is x:
                     flat[size] = SLOTS[earlier]
             size += 1
-        elif is_simple(kind) != 0 and kind is not slice:  # which has no hash
+        elif (is_simple(kind) != 0 and kind is not slice) or are_ints(x) != 0:  # that has no hash
             flat[size] = kind
             flat[size + 1] = x
             size += 2
@@ -69,6 +69,16 @@ def choice_for(choices, args, count, names) -> object:
     if PyDict_SetItem(choices, key, made) != 0:
         return 0
     return made
+
+
+def are_ints(x):
+    """Whether it is a tuple of ints alone, which equals no tuple of others that is met here."""
+    if class_of(x) is not tuple:
+        return 0
+    for k in range(PyTuple_Size(x)):
+        if class_of(load(x + ITEMS + 8 * k)) is not int:
+            return 0
+    return 1
 
 
 def known_choice(choices, key):

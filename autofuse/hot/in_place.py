@@ -3,6 +3,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from ..chain.liveness import DEAD
 from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
@@ -22,6 +23,21 @@ def record_inplace(entry, op, target: Tensor, operands: tuple) -> object:
     return True
 
 
+def is_seen_apart(chain: Chain, node: Node):
+    """Whether somebody holds another value of `chain` in the memory of `node`, and sees a write."""
+    view: Node = chain.tip
+    if view.viewed is not True:
+        return 0
+    if int(node.base) >= 0:
+        return 1
+    index = int(node.index)
+    while view.op is not None:
+        if int(view.base) == index and load32(chain[int(view.index)]) + COUNTED > DEAD:
+            return 1
+        view = view.parent
+    return 0
+
+
 def renamed(op, target, operands, count):
     """Record an op on a pending `target`, whose handle then names the result; or 0."""
     node: Node = node_of(target)
@@ -33,7 +49,7 @@ def renamed(op, target, operands, count):
     chain: Chain = kept(recorder.chain)
     tip: Node = chain.tip
     first = int(node.index)
-    if tip.holds_grad is True or tip.viewed is True or first >= len(chain):
+    if tip.holds_grad is True or first >= len(chain) or is_seen_apart(chain, node) != 0:
         return 0
     if chain[first] is not target:
         return 0
@@ -63,6 +79,8 @@ def renamed(op, target, operands, count):
         times += int(before)
     number = PyLong_FromLong(times)
     if recorder.chain is not chain or chain.tip is not new or state_of(target) is not node:
+        return 0
+    if is_seen_apart(chain, node) != 0:
         return 0
     last = int(new.index)
     position = 0
