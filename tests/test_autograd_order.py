@@ -17,7 +17,8 @@ import autofuse
 from autofuse import torch_private as sequence
 from autofuse.grad import owners
 from autofuse.record.modes import forget_all
-from support import DEVICES, assert_same, elsewhere
+from autofuse.record.numbers import ORDER
+from support import DEVICES, NATIVE, assert_same, elsewhere, functions_called
 
 COUNT = int(os.environ.get("AUTOFUSE_TEST_ORDERS", "20"))
 SEED = int(os.environ.get("AUTOFUSE_TEST_SEED", "20261122"))
@@ -249,7 +250,7 @@ def test_an_op_without_a_graph_uses_no_number(device, native, always):
 # --- what stands between --------------------------------------------------------------------------
 
 
-def flushes(reason="order of gradients"):
+def flushes(reason=ORDER):
     return autofuse.chain.state.counts.flushes.get(reason, 0)
 
 
@@ -266,6 +267,27 @@ def test_a_node_that_nobody_announced_ends_the_chain(device, native, always):
         assert autofuse.is_pending(y) is not bool(ends)
         autofuse.materialize(z)
         del kept
+
+
+@pytest.mark.skipif(True not in NATIVE, reason="there is no machine code")
+@pytest.mark.parametrize("program", [
+    lambda w, p, q: (w * p, p + q, w * 2.0)[0] + w,
+    lambda w, p, q: (lambda a, b: b + a)(w * p, p + q),
+    lambda w, p, q: torch.atan2(*(w * p, p * q)), lambda w, p, q: 1.0 - (w * p, p + q)[0],
+], ids=["an operator", "reflected", "a function", "of a number"])  # fmt: skip
+def test_a_chain_that_ends_so_runs_no_python_but_its_flush(program, monkeypatch, always):
+    monkeypatch.setattr(autofuse.config, "native", True)
+    x, p, q = tensors(3, "cpu", 0)
+    p, q = nn.Parameter(p), nn.Parameter(q)
+    want = torch.autograd.grad(program(x, p, q).sum(), p)
+    w = autofuse.wrap(x)
+    for _ in range(4):
+        got = torch.autograd.grad(autofuse.materialize(program(w, p, q)).sum(), p)
+    assert_same(got, want, 1e-6)
+    before, out = flushes(), []
+    called = functions_called(lambda: out.append(program(w, p, q)))
+    assert flushes() == before + 1
+    assert not {"record", "handler", "reflected", "slot_in"} & {*called}, called
 
 
 @pytest.mark.parametrize("device", DEVICES)

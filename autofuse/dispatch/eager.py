@@ -19,7 +19,7 @@ from ..chain.meta import UNKNOWN, Meta, remember
 from ..chain.shell import Held, Lost, Tensor, set_class
 from ..chain.state import counts, is_alone, make_current, recorder_for, this_thread
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread, write_first
-from ..record.numbers import is_next, pass_over
+from ..record.numbers import ORDER, is_next, pass_over
 from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
 from ..record.policy import skipped
 from ..record.record import Refusal
@@ -181,7 +181,7 @@ def _keep_order(recorder: Any, args: Any) -> int | None:
     slots = chain.slots
     for x in args:
         if id(x) in slots or x.__class__ is Tensor and x._af.__class__ is Held:
-            flush(recorder, "order of gradients")
+            flush(recorder, ORDER)
             return None
     return chain.first if is_next(chain) else None
 

@@ -8,6 +8,7 @@ from collections import Counter
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Counts, Node, Recorder
+from ..record.numbers import ORDER
 from ..record.origins import Origin, Trials
 from ..record.policy import SKIPS
 from .c import *
@@ -84,7 +85,7 @@ def recorded(func, op, operands, count, wanted) -> object:
     shell = node.shell
     if shell is None:
         if wanted == ANEW and node.cuts is not EMPTY:
-            return recorded_anew(recorder, kept(node), func, op, operands, count)
+            return recorded_anew(recorder, node.cuts, func, op, operands, count)
         if func == 0 or node.reason is EMPTY or (len(chain) != 0 and func != TELL):
             return 0
         return run_short(recorder, func, node, operands, count)
@@ -94,7 +95,9 @@ def recorded(func, op, operands, count, wanted) -> object:
     if consts != 0 and node.limits is not None and fits(node, operands, key, count) == 0:
         return 0
     if node.holds_grad is True and numbered(chain, tip) == 0:
-        return 0
+        if wanted != ANEW:
+            return 0
+        return recorded_anew(recorder, ORDER, func, op, operands, count)
     if fresh != 0:
         pinned = PyLong_FromLong(int(chain.pinned) + int(node.fresh_bytes))
         if added(recorder, chain, tip, operands, key, count) == 0:
@@ -171,10 +174,11 @@ def turned(recorder: Recorder, reason):
     return 1
 
 
-def recorded_anew(recorder: Recorder, node: Node, func, op, operands, count) -> object:
-    """`recorded` on another chain, once the open one is flushed, for `node` cuts that."""
+def recorded_anew(recorder: Recorder, reason, func, op, operands, count) -> object:
+    """`recorded` on another chain, once the open one is flushed, which the op cannot follow."""
     recorder.reading = False
-    if borrowed(ask2(chain_flush, recorder, node.cuts)) == 0 or PyList_Size(recorder.chain) != 0:
+    own = kept(reason)  # of a node that the flush may let go
+    if borrowed(ask2(chain_flush, recorder, own)) == 0 or PyList_Size(recorder.chain) != 0:
         return 0
     return recorded(func, op, operands, count, 0)
 

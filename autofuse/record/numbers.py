@@ -13,6 +13,8 @@ from functools import partial
 from ..chain.state import Chain, this_thread
 from ..torch_private import peek, take
 
+ORDER = "order of gradients"  # why a chain ends
+
 # --- hot path: per recorded op under grad ----------------------------------------------------
 
 

@@ -56,7 +56,7 @@ from ..torch_private import (
 )
 from .flush import flush
 from .modes import forget, regrade, renew
-from .numbers import follows
+from .numbers import ORDER, follows
 from .origins import Origin, is_on_trial
 from .policy import is_narrow, is_small_loss, skipped
 from .seldom import SELDOM, comes_often
@@ -184,7 +184,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
         if not all(low <= value <= high or not math.isfinite(value) for value in consts):
             return refuse(recorder, op, "a scalar that does not fit")
     if node.holds_grad and not follows(chain):
-        flush(recorder, "order of gradients")
+        flush(recorder, ORDER)
         return record(op, operands)
     if xs:
         done = record_fresh(recorder, chain, tip, node, shell, xs, metas, consts)
