@@ -17,7 +17,7 @@ from .chain.claims import loans
 from .chain.meta import UNKNOWN, Meta
 from .chain.shell import Tensor, set_class
 from .chain.state import this_thread
-from .dispatch.eager import make_plain
+from .dispatch.eager import forget, make_plain
 from .dispatch.nested import SIMPLE
 from .record.flush import value_of
 from .torch_private import NoModes, function_modes, keys_of
@@ -128,12 +128,13 @@ def lent_here() -> Iterator[torch.Tensor]:
 
 def become_plain(tensor: Tensor) -> torch.Tensor:
     """A wrapped tensor as a plain one, the same object unless it stands beside its value."""
-    if tensor._af.__class__ is not Meta:
-        value = value_of(tensor, "fuse")
-        if value is not tensor:
-            return value
-    make_plain(tensor, "fuse")
-    return tensor
+    state = tensor._af
+    if (state.__class__ is Meta or state is UNKNOWN) and forget(tensor, Plain):
+        return tensor
+    value = value_of(tensor, "fuse")
+    if value is tensor:
+        make_plain(tensor, "fuse")
+    return value
 
 
 def forget_threads() -> None:

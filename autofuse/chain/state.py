@@ -365,8 +365,8 @@ class Recorder:
             node.next.clear()
             node.forget_runners()
             node.recent = node.returns = node.shell = node.turns = None
-        self.spare = None
-        self.home = self.nowhere = self.chain.tip = _NOWHERE
+        self.spare = self.shut = None
+        self.home = self.nowhere = self.chain.tip = self.closed.tip = _NOWHERE
 
 
 _NOWHERE = Node(None, None, None)  # type: ignore[arg-type] - where recorders end
