@@ -202,6 +202,25 @@ def test_a_thread_that_ends_after_it_has_run_its_chains_leaves_nothing(
     assert autofuse.stats().kernels_launched > launched
 
 
+@pytest.mark.parametrize("ends", ["after a block", "in a block"])
+def test_a_thread_that_was_closed_leaves_nothing(ends, device, no_gc):
+    def work():
+        y = autofuse.wrap(torch.ones(8, device=device)) * 2
+        block = autofuse.disabled()
+        block.__enter__()
+        autofuse.materialize(y + 1.0)
+        if ends == "after a block":
+            block.__exit__(None, None, None)
+            assert autofuse.is_pending(y * 3.0)
+
+    for _ in range(3):
+        assert elsewhere(work) is None
+    before = tracked()
+    for _ in range(20):
+        assert elsewhere(work) is None
+    assert tracked() == before
+
+
 @pytest.mark.parametrize("graded", [False, True])
 def test_values_of_a_thread_that_has_gone_are_computed_by_who_needs_them(graded, device):
     x = torch.randn(64, device=device, requires_grad=graded)
