@@ -206,6 +206,7 @@ def assert_whole(recorder):
     open_, tip = recorder.chain, recorder.chain.tip
     assert (tip.path() or [tip])[0] in (recorder.home, *recorder.home.next.values())
     assert recorder.ident and open_.into is None and not recorder.lock._is_owned()
+    assert recorder.off or recorder.home is not recorder.nowhere
     assert len(open_) == tip.index + 1 and len(open_.consts) == len(tip.consts)
     assert len(open_.inputs) == len(open_.slots) == len(tip.inputs) == len(open_.marks) / 2
     nodes = [shell._af for shell in open_]

@@ -1,5 +1,8 @@
 """What makes a tensor as a pending one is, and reads none of its values, ends no chain."""
 
+import queue
+import threading
+
 import pytest
 import torch
 
@@ -142,6 +145,28 @@ def test_modes_are_told_of_the_tensor_itself(on):
     with Looking():
         torch.zeros_like(h)
     assert ("zeros_like", [autofuse.Tensor]) in seen
+
+
+def test_where_nothing_is_recorded_they_are_eagers(on, always):
+    """Also of a value that another thread has pending: a trace keeps what is made."""
+    made, done = queue.Queue(), threading.Event()
+
+    def work():
+        made.put(autofuse.wrap(torch.ones(3, 4)) * 2.0)
+        done.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        h = made.get()
+        torch.zeros_like(autofuse.wrap(torch.ones(3, 4)) * 2.0)
+        with autofuse.disabled():
+            y = torch.ones_like(h)
+        assert not autofuse.is_pending(h) and type(autofuse.unwrap(y)) is torch.Tensor
+        assert_same(autofuse.unwrap(y), torch.ones(3, 4), None)
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_under_grad_numbers_of_nodes_stay(on, always):

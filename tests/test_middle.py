@@ -135,6 +135,10 @@ class World:
         with torch.inference_mode():
             self.read()
 
+    def close(self):
+        with autofuse.disabled():
+            self.read()
+
     def train(self):
         with torch.enable_grad():
             q = self.p.detach().requires_grad_()

@@ -202,6 +202,59 @@ def test_a_thread_that_ends_after_it_has_run_its_chains_leaves_nothing(
     assert autofuse.stats().kernels_launched > launched
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(3.0)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3.0
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 10.0
+
+
+@torch.jit.script
+def scripted(x):
+    return x.exp() * 2.0
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    "call", [Scaled.apply, Same.apply, scripted], ids=["in place", "it", "jit"]
+)
+def test_what_cpp_holds_of_a_value_that_another_thread_has_pending(call, recorded, device):
+    """Which it would read past Python: a gradient would be another, or none."""
+
+    def run(wrap):
+        x = torch.arange(1.0, 5.0, device=device).requires_grad_()
+        h, made = wrap(x) * 2.0, []
+
+        def work():
+            if recorded:
+                (wrap(torch.ones(3, device=device)) * 2.0).sum()
+            made.append((call(h) * 2.0).sum())
+
+        assert elsewhere(work) is None
+        (gradient,) = torch.autograd.grad(made[0], x)
+        return [autofuse.unwrap(t.detach()) for t in (made[0], gradient, h)], h._version
+
+    want, version = run(lambda x: x)
+    got, ours = run(autofuse.wrap)
+    assert_same(got, want, 1e-5)
+    assert ours == version
+
+
 @pytest.mark.parametrize("ends", ["after a block", "in a block"])
 def test_a_thread_that_was_closed_leaves_nothing(ends, device, no_gc):
     def work():

@@ -295,11 +295,13 @@ class Recorder:
 
         False, with nothing changed, where something is pending, or recording is off already.
         """
-        if self.off or self.reading or not self.ident == self.thread == get_ident():
+        if not self.ident == self.thread == get_ident():
             return False
         shut = self.chain, self.home
         # no Python runs from here...
-        if not self.chain and self.chain is shut[0]:
+        if self.off or self.reading or self.chain:
+            return False
+        if self.chain is shut[0] and self.home is shut[1]:
             self.off = True
             self.nowhere.likely = ()  # in torch.vmap a check would meet what has no sizes
             self.shut, self.home, self.chain = shut, self.nowhere, self.closed

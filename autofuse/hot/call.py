@@ -227,7 +227,7 @@ def making(table, function, args, count, names) -> object:
     every = count
     if names != 0:
         every += PyTuple_Size(names)
-    if own == 0 or recorder == 0 or every > 8:
+    if own == 0 or recorder == 0 or recorder.off is True or every > 8:
         return 0
     operands = room(8)
     stands = kept(meta.stand_in)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from ..chain.shell import Tensor
-from ..chain.state import counts, this_thread
+from ..chain.state import counts, is_alone, this_thread
 from ..dispatch.eager import lifted, released, run_default, run_eager
 from ..dispatch.nested import mapped, wrapped_in
 from ..dispatch.protocol import ask_overrides
@@ -42,7 +42,7 @@ def patch_calls() -> None:
         (torch._C.ScriptMethod, "__call__"),
         (torch.nn.parallel.DistributedDataParallel, "_post_forward"),
     ):
-        around(owner, name, partial(flush_thread, name))
+        _give_values(owner, name)
     for name in ("UndefinedGrad", "DelayedError"):  # which gradcheck calls
         _flush_when_called(torch._C._functions, name)  # type: ignore[attr-defined]
     for owner, name, reason in (
@@ -85,6 +85,22 @@ def patch_calls() -> None:
         function = getattr(torch, name)
         replace(torch, name, _asking(function))
         _device_constructors().add(function)  # which C names to modes
+
+
+def _give_values(owner: Any, name: str) -> None:
+    """Let `owner.name`, behind which C++ holds what it is given, find nothing pending there."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        flush_thread(name)
+        if not is_alone():  # what another thread has pending
+            args, kwargs = mapped((args, kwargs), _value)
+        return original(*args, **kwargs)
+
+    replace(owner, name, call)
 
 
 # functions of C that make a tensor of others, and ask no class

@@ -71,7 +71,7 @@ def close_thread(reason: str) -> None:
     """Record nothing in this thread until the matching `reopen_thread`."""
     this_thread.closed += 1
     try:
-        reopen(reason)
+        reopen(reason, this_thread.closed > 1)
     except BaseException:  # nothing has changed, for the recorders before it neither
         this_thread.closed -= 1
         for recorder in list(this_thread.recorders.values()):
@@ -90,7 +90,7 @@ def run_closed(reason: str, run: Callable[..., Any], args: Any, kwargs: Any) -> 
     finally:
         this_thread.closed = before  # no Python runs before that
         try:
-            reopen("reopen")
+            reopen("reopen", before > 0)
         except BaseException:  # an interrupt may come before `whatever_interrupts` has begun
             whatever_interrupts(partial(reopen, "reopen"))
             raise
@@ -99,7 +99,7 @@ def run_closed(reason: str, run: Callable[..., Any], args: Any, kwargs: Any) -> 
 def reopen_thread() -> None:
     """Undo one `close_thread`."""
     this_thread.closed -= 1
-    reopen("reopen")
+    reopen("reopen", this_thread.closed > 0)
 
 
 def look_on() -> None:
@@ -131,10 +131,16 @@ class closed(contextlib.ContextDecorator):  # noqa: N801 - used like a function
         reopen_thread()
 
 
-def reopen(reason: str) -> None:
-    """Flush this thread's chains and start new ones under the modes of this moment."""
+def reopen(reason: str, nested: bool = False) -> None:
+    """Flush this thread's chains and start new ones under the modes of this moment.
+
+    nested: the thread is closed, and was, and no mode has changed.
+    """
     closes = this_thread.closed > 0
     for recorder in [*this_thread.recorders.values()]:
+        if nested and recorder.off and recorder.chain is recorder.closed:
+            recorder.nowhere.likely = ()
+            continue
         change = recorder.close if closes else recorder.reopen
         if change():
             continue
