@@ -75,6 +75,31 @@ def is_channels_last(shape: Ints, stride: Ints) -> bool:
     return len(shape) == 4 and _is_packed(shape, stride, (1, 3, 2, 0))
 
 
+_CHANNELS_LAST = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}  # axes from the innermost on
+
+
+def joined_stride(shape: Ints, operands: list[tuple[Ints, Ints]]) -> Ints:
+    """Strides of what torch.cat puts side by side: channels_last where all operands are like it."""
+    order = _CHANNELS_LAST.get(len(shape))
+    if order is None or not all(_is_like(order, *operand) for operand in operands):
+        return contiguous(shape)
+    stride, step = [1] * len(shape), 1
+    for axis in order:
+        stride[axis] = step
+        step *= shape[axis]
+    return tuple(stride)
+
+
+def _is_like(order: Ints, shape: Ints, stride: Ints) -> bool:
+    """Whether torch takes a tensor's axes to be in this order (`is_channels_last_strides_2d`)."""
+    least = 0
+    for axis in order:
+        if not shape[axis] or stride[axis] < least or (axis == 0 and least == stride[1]):
+            return False
+        least = stride[axis] * shape[axis]
+    return stride[1] != 0
+
+
 def is_dense(shape: Ints, stride: Ints) -> bool:
     """Non-overlapping and dense: some order of the axes makes it contiguous, or it is empty."""
     if 0 in shape:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import autofuse
-from autofuse.ops.views import JOINS, cat_of
+from autofuse.ops.views import JOINS, cat_of, stack_of
 from autofuse.record import flush
+from autofuse.record.modes import forget_all
 from support import DEVICES, DTYPES, assert_same, assert_same_as_eager, outcome, random_tensor
 
 W = autofuse.wrap
@@ -39,7 +40,11 @@ JOINED = {
     "empty": lambda x: torch.cat((x + x, x[:0])),
     "old empty": lambda x: torch.cat((x + x, torch.empty(0, dtype=x.dtype, device=x.device))),
     "dtypes": lambda x: torch.cat((x + x, (x + x).double())),
-    "many": lambda x: torch.stack([x + x] * 9),
+    "many": lambda x: torch.stack([x + k for k in range(1, 10)], -1),
+    "many of one": lambda x: torch.stack([x + x] * 9),
+    "most": lambda x: torch.cat([x + 2, *x.split(1, 1), *[x] * 25], 1),
+    "too many": lambda x: torch.cat([x + x, *[x] * 32], 1),
+    "every second": lambda x: torch.stack((x[..., ::2] * 2, x[..., 1::2]), -1).flatten(-2),
 }
 LAYOUTS = [lambda x: x, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
            lambda x: x[:1].expand(SHAPE)]  # fmt: skip
@@ -48,6 +53,13 @@ LAYOUTS = [lambda x: x, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)
 @pytest.fixture(params=DEVICES)
 def device(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """A recorder knows so many joins at most: those of these tests are no other's."""
+    yield
+    forget_all("test")
 
 
 def test_every_function_has_a_case():
@@ -100,6 +112,9 @@ def test_a_join_is_one_kernel_and_no_copy(device, on):
     assert stored(lambda x: torch.cat((x * 2.0, x), 1)) == (1, 1)
     assert stored(lambda x: torch.cat(((y := x * 2.0)[:, 32:].neg(), y[:, :32]), 1)) == (1, 1)
     assert stored(lambda x: torch.cat((x * 2.0, (x * 3.0)[0:1]))) == (2, 1)  # two shapes
+    assert stored(lambda x: torch.stack([x.neg(), *(x * k for k in range(2, 33))], 1)) == (1, 1)
+    x = x.view(1, 8, 16, 4).transpose(1, 2)[..., ::2]  # as heads are: one of a pair is memory
+    assert stored(lambda x: torch.stack((x.neg(), x), -1)) == (1, 1)
 
 
 def test_the_right_side_of_an_ode_is_one_kernel(device, on):
@@ -167,13 +182,18 @@ def test_a_chain_that_ends_in_the_middle_takes_nobodys_memory(device, on, monkey
 def test_gradients_and_errors(device, on):
     x = random_tensor((4, 6), torch.float32, device)
 
-    def gradient(x, wrapped):
+    def gradient(join, wrapped):
         leaf = x.clone().requires_grad_()
-        y = W(leaf) if wrapped else leaf
-        torch.cat((y * 2.0, y.sigmoid() * y), 1).square().sum().backward()
+        join(W(leaf) if wrapped else leaf).square().sum().backward()
         return leaf.grad
 
-    assert_same(gradient(x, True), gradient(x, False), 1e-6)
+    for join in (
+        lambda y: torch.cat((y * 2.0, y.sigmoid() * y), 1),
+        lambda y: torch.stack([y.tanh(), *(y * float(k) for k in range(2, 16))], -1),
+        lambda y: torch.cat([part * k for k, part in enumerate(y.tanh().split(1, 1))], 1),
+        lambda y: torch.stack((y.mT[..., ::2].neg(), y.mT[..., 1::2]), -1).flatten(-2),
+    ):
+        assert_same(gradient(join, True), gradient(join, False), 1e-6)
     for wrong in (
         lambda x: torch.cat((x * 2.0, x.t() * 2.0)),
         lambda x: torch.cat((x * 2.0, x), 5),
@@ -193,22 +213,67 @@ SIZES = [(), (0,), (1,), (3,), (0, 2), (1, 1), (2, 3), (1, 2, 1), (1, 1, 1, 1), 
          (2, 1, 2, 1, 3)]  # fmt: skip
 
 
+def _last(x):
+    return x.contiguous(memory_format=_FORMATS.get(x.dim(), torch.contiguous_format))
+
+
+def _order(k):
+    """Of the axes another one for each k."""
+
+    def turned(x):
+        orders = list(itertools.permutations(range(x.dim())))
+        order = orders[k * 7 % len(orders)]
+        back = [order.index(axis) for axis in range(x.dim())]
+        return x.permute(order).contiguous().permute(back)
+
+    return turned
+
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+LAID = {
+    "as it is": lambda x: x,
+    "turned": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() else x,
+    "channels last": _last,
+    "steps": lambda x: torch.stack((x, x), -1)[..., 1],
+    "steps of channels last": lambda x: (
+        torch.cat((_last(x), _last(x)), -1)[..., ::2] if x.dim() else x
+    ),
+    "expanded": lambda x: x[:1].expand(x.shape) if x.dim() and x.numel() else x,
+    "expanded channels": lambda x: x[:, :1].expand(x.shape) if x.dim() > 1 and x.numel() else x,
+    **{f"order {k}": _order(k) for k in range(1, 12)},
+}
+
+
+def _stand_in(x):
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+@pytest.mark.parametrize("way", LAID)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_what_stack_makes_is_known_without_asking(dtype, way):
+    """Layouts as eager's, of all pairs of layouts along every dimension."""
+    for size, other in itertools.product(SIZES, LAID.values()):
+        x = torch.zeros(size, dtype=dtype)
+        xs = [LAID[way](x), other(x)]
+        for dim in range(-len(size) - 1, len(size) + 1):
+            want, got = torch.stack(xs, dim), stack_of([*map(_stand_in, xs)], dim)
+            assert got.shape == want.shape and got.dtype is want.dtype, (size, dim)
+            assert got.stride() == want.stride(), (size, dim)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.int64, torch.float16)])
-@pytest.mark.parametrize("turned", [False, True])
-def test_what_cat_makes_is_known_without_asking(dtypes, turned):
+@pytest.mark.parametrize("way", [*LAID, "mixed"])
+def test_what_cat_makes_is_known_without_asking(dtypes, way):
     """Layouts and refusals as eager's, of all pairs of shapes along every dimension."""
+    layouts = [LAID[way]] * 2 if way in LAID else [LAID["channels last"], LAID["order 5"]]
     for one, other in itertools.product(SIZES, repeat=2):
         xs = [
             torch.zeros(size, dtype=dtype) for size, dtype in zip((one, other), dtypes, strict=True)
         ]
-        if turned:
-            xs = [x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() else x for x in xs]
+        xs = [layout(x) for layout, x in zip(layouts, xs, strict=True)]
         for dim in range(-len(one) - 1, len(one) + 1):
             want, error = outcome(torch.cat, (xs, dim))
-            stand_ins = [
-                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in xs
-            ]
-            got, failure = outcome(cat_of, (stand_ins, dim))
+            got, failure = outcome(cat_of, ([*map(_stand_in, xs)], dim))
             assert (failure is None) == (error is None), (one, other, dim)
             if want is not None:
                 assert got.shape == want.shape and got.dtype is want.dtype, (one, other, dim)
@@ -222,6 +287,8 @@ def test_the_first_join_imports_nothing():
         "x = autofuse.wrap(torch.ones(2, 3))\n"
         "before = set(sys.modules)\n"
         "y = torch.cat((x * 2, x + 1), 1), torch.stack((x * 2, x + 1), -1)\n"
+        "x = autofuse.wrap(torch.ones(2, 3, 4, 6).transpose(1, 2))\n"
+        "y += torch.cat((x * 2, x[..., 2:]), -1), torch.stack((x * 2, x), -2)\n"
         "assert all(map(autofuse.is_pending, y))\n"
         "print(*{name for name in set(sys.modules) - before if name.startswith('torch')})\n"
     )

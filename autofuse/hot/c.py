@@ -94,6 +94,7 @@ ITEMS = tuple.__basicsize__  # where a tuple has its first item: 24, from Python
 TUPLES = 1 << 26  # the flag of tuple and its subclasses
 EQUAL = 2  # Py_EQ
 WITH_KEYWORDS = 3  # METH_VARARGS | METH_KEYWORDS, as torch has its functions called
+MOST_OPERANDS = 32  # of an op that is recorded: what `room`s are for
 MOST_CHOICES = 256  # calls of a function that are known
 TELL = 1  # in place of a function: that it is to be called
 ANEW = 1  # in place of a Meta: see `record.recorded`

@@ -185,7 +185,7 @@ def added(recorder: Recorder, chain: Chain, tip: Node, operands, key, count):
     if len(inputs) == 0:
         chain.stream = PyObject_CallNoArgs(recorder.stream)
     before = switch_off(2)
-    marks = room(14)  # of each the version and the address
+    marks = room(64)  # of each the version and the address
     known = 0
     done = 1
     for k in range(count):

@@ -41,9 +41,9 @@ def joining(table, function, args, count, names) -> object:
         size = PyTuple_Size(args[0])
     if has_pending(items, size) == 0:
         return passing(table, function, args, count, names)
-    if size < 2 or size > 8 or looked_on() != 0:
+    if size < 2 or size > MOST_OPERANDS or looked_on() != 0:
         return 0
-    flat = room(8)  # a list may change: up to Python 3.11 to make a tuple runs finalizers
+    flat = room(32)  # a list may change: up to Python 3.11 to make a tuple runs finalizers
     for k in range(size):
         flat[k] = items[k]
     tensors = tupled(flat, size)
@@ -73,7 +73,7 @@ def joined(entry, tensors: tuple, dim) -> object:
         return 0
     if tip.autocast is True or autocast_mode(recorder) != 0:
         return 0
-    flat = room(10)
+    flat = room(34)
     flat[0] = entry[2]
     flat[1] = dim
     for k in range(count):
@@ -89,7 +89,7 @@ def joined(entry, tensors: tuple, dim) -> object:
         return 0
     op = kept(found)
     copies = PyList_New(0)
-    parts = room(8)
+    parts = room(32)
     for k in range(count):
         parts[k] = tensors[k]
         if is_part(tensors[k]) == 0:

@@ -44,7 +44,7 @@ def recorded(func, op, operands, count, wanted) -> object:
     now where memory was short.
     """
     recorder: Recorder = recorder_of(operands, count)
-    if recorder == 0 or recorder is None or recorder.off is True or count > 7:
+    if recorder == 0 or recorder is None or recorder.off is True or count > MOST_OPERANDS:
         return 0
     if int(recorder.ident) != PyThread_get_thread_ident():
         return 0
@@ -57,7 +57,7 @@ def recorded(func, op, operands, count, wanted) -> object:
     # one that is flushed in the middle, see `record.flush`, must not be used again
     chain: Chain = kept(recorder.chain)
     tip: Node = chain.tip
-    key = room(8)
+    key = room(33)
     key[0] = op
     consts = 0
     fresh = 0

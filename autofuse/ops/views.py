@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..layout import Ints, contiguous
+from ..layout import Ints, joined_stride
 from ..torch_private import InferenceMode, NoModes, detach
 from .row import Op
 
@@ -108,9 +108,8 @@ class Laid(Protocol):
 def cat_of(xs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """What torch.cat makes of such tensors, without memory.
 
-    torch's own is Python there and imports torch._dynamo the first time, 1.1 s. Contiguous tensors
-    of one dtype that fit do not ask it, for their result is contiguous, nor do those of so few
-    dimensions that no memory format is theirs.
+    torch's own is Python there and imports torch._dynamo the first time, 1.1 s: it is asked of what
+    does not fit or is of several dtypes.
     """
     first, ndim = xs[0], xs[0].dim()
     if -ndim <= dim < ndim:
@@ -119,32 +118,38 @@ def cat_of(xs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         around = [(*x.shape[: dim % ndim], *x.shape[dim % ndim + 1 :]) for x in xs]
         if all(
             x.dtype is first.dtype and x.dim() == ndim and rest == around[0]
-            and (ndim < _FORMATTED or x.stride() == contiguous(tuple(x.shape)))
             for x, rest in zip(xs, around, strict=True)
-        ):  # fmt: skip
-            return torch.empty(shape, dtype=first.dtype, device="meta")
+        ):
+            layouts = [(tuple(x.shape), x.stride()) for x in xs]
+            stride = joined_stride(tuple(shape), layouts)
+            return torch.empty_strided(shape, stride, dtype=first.dtype, device="meta")
     return torch.cat(list(xs), dim)
 
 
+def stack_of(xs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """What torch.stack makes of such tensors of one shape, as torch does, by torch.cat."""
+    ndim = xs[0].dim()
+    dim %= ndim + 1
+    if dim == ndim:
+        return cat_of([x.unsqueeze(dim) for x in xs], dim)
+    return cat_of(xs, dim).unflatten(dim, (len(xs), xs[0].shape[dim]))
+
+
 _REFUSED = RuntimeError, IndexError, TypeError, ValueError
-_FORMATTED = 4  # dimensions, from which on results may be channels_last
 
 
 def join_op(name: str, dim: int, metas: Sequence[Laid]) -> JoinOp | None:
     """The op that joins such tensors; None where only torch knows what comes of it."""
     stacks, shape = name == "stack", metas[0].shape
     if stacks:  # what stands for torch.stack on stand-ins says other errors in some versions
-        formatless = len(shape) < _FORMATTED - 1
-        if not all((meta.flat or formatless) and meta.shape == shape for meta in metas):
+        if not all(meta.shape == shape for meta in metas):
             return None
         if not -len(shape) <= dim + (dim < 0) <= len(shape):
             return None
     with NoModes(), InferenceMode(False):
         xs = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas]
         try:
-            if stacks:
-                xs = [x.unsqueeze(dim) for x in xs]
-            result = cat_of(xs, dim)
+            result = (stack_of if stacks else cat_of)(xs, dim)
         except _REFUSED:
             return None
         if stacks:

@@ -17,7 +17,7 @@ from ..torch_private import looked_on
 from .record import record
 from .views import meta_of
 
-_MOST = 8  # tensors that one kernel writes side by side
+_MOST = 32  # tensors that one kernel writes side by side
 _WAYS = 256  # to join that a recorder knows: each takes a plan
 
 
