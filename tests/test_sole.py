@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_interrupts import Place
 from test_middle import Middle
 
 import autofuse
@@ -364,10 +365,12 @@ def test_what_runs_in_the_middle(name, known, monkeypatch):
 
 def test_what_is_found_concrete_stays_so(on):
     """Whatever a signal handler does to it before C looks; no write and no version is lost."""
-    x, updates = W(torch.zeros(64)), 0
+    x, updates, over = W(torch.zeros(64)), 0, False
 
     def update(*_):
         nonlocal updates
+        if over:
+            return
         x.add_(1.0)
         updates += 1
         signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 4e-4))
@@ -380,10 +383,44 @@ def test_what_is_found_concrete_stays_so(on):
             reads[k % len(reads)]()
             x.mul_(1.0)
     finally:
+        over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert updates > 20 and x.tolist() == [float(updates)] * 64
     assert x._version == updates + 2000
+
+
+class Every(Place):
+    """Call `action` at the `start`-th place, and from there on at every `step`-th, 30 times: who
+    is interrupted begins anew, inside of what was interrupted."""
+
+    def __init__(self, start, step, action):
+        super().__init__(start)
+        self.step, self.action, self.done = step, action, 0
+
+    def act(self):
+        self.action()
+        self.done += 1
+        self.left = self.step
+        if self.done < 30:
+            self.begin()
+
+
+@pytest.mark.parametrize("step", [3, 5, 9, 15])
+@pytest.mark.parametrize("known", [False, True])
+def test_writes_at_many_places_of_one_flush(on, known, step):
+    """Of two one after the other one is to the value, one to the memory that takes it."""
+    for start in range(1, 60, 4):
+        if not known:
+            modes.forget_all("test")
+        x = W(torch.zeros(64))
+        with Every(start, step, lambda x=x: x.add_(1.0)) as many:
+            x.mul_(1.0)
+            held = x.clone()
+            x.sub_(0.0)
+            autofuse.materialize(held)
+        assert x.tolist() == [float(many.done)] * 64, start
+        assert x._version == many.done + 2, start
 
 
 def test_a_view_that_is_made_in_the_middle_of_a_flush(on, monkeypatch):

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from ..chain.meta import UNKNOWN, fresh_meta
 from ..chain.shell import become, gave
 from ..chain.state import Chain, Node
-from ..sole import frees, reach_of
+from ..sole import ONES, REFERENCES, frees, reach_of
 from ..torch_private import NoModes, copy_to, is_shell, raw_version_of, set_grad_enabled
 
 WRITING: dict[int, torch.Tensor] = {}  # `Chain.values` while C writes to memory that is read too
@@ -54,17 +54,26 @@ def put_back(chain: Chain, index: int, position: int, value: torch.Tensor) -> to
     if value is memory or is_shell(memory):
         return memory
     assert chain.values is not None
-    before, written = chain.marks[2 * position], raw_version_of(value)
-    while raw_version_of(memory) < before + written - 1:
-        increment_version(memory)
-    copy_to(memory, value)  # no kernel has written there
-    chain.values[index] = memory  # for who asks from here on...
+    before = chain.marks[2 * position]
     reach = reach_of(value, chain.tip.inputs[position].nbytes, frees(value.device))
-    if reach is None or not reach.is_sole() or raw_version_of(value) != written:
-        chain.values[index] = memory = value  # ...and who has asked has the other memory
-        for _ in range(before):
+    while reach is not None:
+        written = raw_version_of(value)
+        while raw_version_of(memory) < before + written - 1:
             increment_version(memory)
-    return memory
+        copy_to(memory, value)  # no kernel has written there
+        inner, owner, autograd, known = reach
+        # no Python runs from here...
+        if not inner[REFERENCES] & ONES == owner[REFERENCES] & ONES == 1:
+            break
+        if not inner[autograd] == owner[known] == 0:
+            break
+        if value._version == written:  # otherwise who runs in the middle has written to it
+            chain.values[index] = memory  # for who asks from here on
+            # ...to here
+            return memory
+    for _ in range(before):  # who has asked has the other memory
+        increment_version(value)
+    return value
 
 
 def write_out(chain: Chain, value: torch.Tensor) -> None:
