@@ -66,6 +66,34 @@ def test_a_full_chain_ends_by_machine_code(device):
 
 
 @device_param
+def test_an_op_that_comes_again_at_another_place_is_no_loop(device, on, always):
+    """A formula is one chain; one of a loop ends where an instruction of it comes again."""
+    x = torch.randn(16, device=device)
+
+    def formula(x):
+        y = x * 0.5
+        y = (y + x).tanh() * x + (y - x).tanh() * y - (y + 2.0).sigmoid() * 3.0
+        z = (y - x).neg() * 0.5 + (y + x).abs() * 0.25 - (x - 1.0).tanh() * y
+        return (y * z + x).tanh() * 0.5 - (z - y).sigmoid() * x + (y + z).sin() * 2.0 - (x * y) * z
+
+    def loop(x):
+        for _ in range(16):
+            x = (x * 0.5 + (x * 0.25).tanh()) - x * 0.125
+        return x
+
+    def limits(run):
+        for _ in range(2):
+            autofuse.reset_stats()
+            assert_same(autofuse.materialize(run(autofuse.wrap(x))), run(x), 1e-5)
+        return autofuse.stats()
+
+    stats = limits(formula)
+    assert stats.ops_recorded == 38 and stats.kernels_launched == 1
+    stats = limits(loop)  # 6 ops are a turn, of which three are a product
+    assert stats.flushes == {"limit": 3, "materialize": 1} and stats.kernels_launched == 4
+
+
+@device_param
 def test_fresh_inputs_are_not_pinned_without_bound(device):
     """Inputs that only the chain holds: at most a few times the largest of them."""
     acc = autofuse.wrap(torch.zeros(1 << 20, device=device))

@@ -57,7 +57,7 @@ from ..torch_private import (
 from .flush import flush
 from .modes import forget, regrade, renew
 from .numbers import ORDER, follows
-from .origins import Origin, is_on_trial
+from .origins import Origin, instruction, is_on_trial
 from .policy import is_narrow, is_small_loss, skipped
 from .seldom import SELDOM, comes_often
 from .starts import at_start
@@ -401,7 +401,10 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
     full = len(path) >= config.max_nodes or (
         len(tip.inputs) + new_inputs > config.max_inputs and len(path) > 0
     )
-    looped = len(path) >= config.loop_nodes and path[0].key[0] == key[0]
+    here, _ = instruction()
+    looped = len(path) >= config.loop_nodes and path[0].key[0] == key[0] and (
+        len(path) >= 1.5 * config.loop_nodes or here in [node.place for node in path]
+    )  # fmt: skip
     if recorder.size >= config.max_trie and not path:
         forget(recorder)
         return None
@@ -436,7 +439,7 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
     elif node.rows is not None and path and is_narrow(node, processors_of(recorder.device)[0]):
         node = eager_node(recorder, tip, op, "")
         node.cuts = "narrow rows"
-    node.key = key
+    node.key, node.place = key, here
     recorder.size += 1
     return tip.next.setdefault(key, node)  # another may stand in a chain by now
 
