@@ -14,6 +14,8 @@ from weakref import ref
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import autofuse
 from autofuse import inside
@@ -253,6 +255,76 @@ def test_what_cpp_holds_of_a_value_that_another_thread_has_pending(call, recorde
     got, ours = run(autofuse.wrap)
     assert_same(got, want, 1e-5)
     assert ours == version
+
+
+class Held(torch.autograd.Function):
+    """Returns what C++ does not see among the arguments."""
+
+    @staticmethod
+    def forward(ctx, x, held):
+        return held[0]
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 5.0, None
+
+
+def _tangent(h):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(h, torch.ones_like(h))
+        return forward_ad.unpack_dual(dual * dual).tangent
+
+
+def _backward(h, x, *args, **kwargs):
+    torch.autograd.backward(*args, **kwargs)
+    return x.grad
+
+
+OF_OTHERS = {
+    "held by a Function": lambda h, x: torch.autograd.grad(
+        Held.apply(x * 1.0, (h,)).sum(), x, allow_unused=True
+    ),
+    "checkpoint": lambda h, x: _backward(
+        h, x, checkpoint(lambda t: t * 2.0, h, use_reentrant=True).sum()
+    ),
+    "backward": lambda h, x: _backward(h, x, [h], [torch.ones_like(x)]),
+    "backward to": lambda h, x: _backward(
+        h, x, tensors=h, grad_tensors=torch.ones_like(x), inputs=[x]
+    ),
+    "gradients given": lambda h, x: torch.autograd.grad(x * 2.0, x, grad_outputs=h.detach()),
+    "vmap": lambda h, x: torch.vmap(lambda t: t * 2.0)(h),
+    "vjp": lambda h, x: torch.func.vjp(lambda t: t * t, h)[0],
+    "grad": lambda h, x: torch.func.grad(lambda t: (t * t).sum())(h),
+    "jacrev": lambda h, x: torch.func.jacrev(lambda t: t * t)(h),
+    "jvp": lambda h, x: torch.func.jvp(lambda t: t * t, (h,), (torch.ones_like(x),)),
+    "enclosed": lambda h, x: torch.func.grad(lambda t: (t * h).sum())(torch.ones_like(x)),
+    "forward mode": lambda h, x: _tangent(h),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_what_torch_differentiates_of_a_value_that_another_thread_has_pending(name, on, device):
+    def run(wrap):
+        x, made = torch.arange(1.0, 5.0, device=device).requires_grad_(), queue.Queue()
+        over = threading.Event()
+
+        def work():
+            made.put(wrap(x) * 3.0)
+            over.wait()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            result = OF_OTHERS[name](made.get(), x)
+        finally:
+            over.set()
+            thread.join()
+        first = result[0] if isinstance(result, tuple) else result
+        return first.requires_grad, autofuse.unwrap(first.detach())
+
+    want, got = run(lambda x: x), run(autofuse.wrap)
+    assert got[0] == want[0]
+    assert_same(got[1], want[1], 1e-6)
 
 
 @pytest.mark.parametrize("ends", ["after a block", "in a block"])

@@ -96,11 +96,15 @@ def _give_values(owner: Any, name: str) -> None:
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         flush_thread(name)
-        if not is_alone():  # what another thread has pending
-            args, kwargs = mapped((args, kwargs), _value)
+        args, kwargs = _computed(args, kwargs)
         return original(*args, **kwargs)
 
     replace(owner, name, call)
+
+
+def _computed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """`args` and `kwargs` with the values of what another thread has pending."""
+    return (args, kwargs) if is_alone() else mapped((args, kwargs), _value)
 
 
 # functions of C that make a tensor of others, and ask no class
@@ -148,6 +152,7 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _computed(args, kwargs)
         # functions are off: C asks no class
         if args and any([x.__class__ is Tensor for x in args[0]]):
             args, kwargs = released(args, {}), released(kwargs, {})
@@ -188,6 +193,7 @@ def _close_during_apply(owner: Any) -> None:
     @wraps(getattr(original, "__func__", original))
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, self) if of_class else original.__get__(self)
+        args, kwargs = _computed(args, kwargs)
         mine, before = this_thread.__dict__, this_thread.applies
         try:
             mine["applies"] = before + 1

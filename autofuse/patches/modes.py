@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..chain.state import TOLD_LATER, UNREAD
+from ..chain.state import TOLD_LATER, UNREAD, is_alone
 from ..dispatch.chosen import follow_cudnn
 from ..inside import inside, whatever_interrupts
 from ..record.flush import flush_all, flush_thread
@@ -35,6 +35,8 @@ def patch_modes() -> None:
         for kind in ("grad", "jvp", "vmap", "func"):
             start, end = f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting"
             closed_between(module, start, end, "torch.func")
+            if hasattr(module, start):  # and nothing that others have pending is computed there
+                around(module, start, _flush_others)
     closed_between(forward_ad, "enter_dual_level", "exit_dual_level", "torch.func")
     for owner, name, reason, flush, open_ in (
         (torch.inference_mode, "__enter__", "inference mode", flush_thread, reopen),
@@ -48,6 +50,11 @@ def patch_modes() -> None:
     for owner, name in ((torch._C, "_set_cudnn_enabled"), (enabled, "setter")):
         around(owner, name, after=follow_cudnn)
     _patch_saved_tensors_hooks()
+
+
+def _flush_others() -> None:
+    if not is_alone():
+        flush_all("torch.func")
 
 
 def _patch_saved_tensors_hooks() -> None:
