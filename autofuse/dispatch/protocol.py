@@ -12,21 +12,14 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from ..chain.shell import Tensor
+from ..chain.shell import Held, Tensor
 from ..chain.state import counts
 from ..errors import LostGradientError
 from ..lines import shown, user_position
 from ..record.flush import flush_tensor, flush_thread
-from ..torch_private import (
-    NoModes,
-    NoTorchFunction,
-    above_autograd,
-    in_functorch,
-    looked_on,
-    torch_functions_are_on,
-)
+from ..torch_private import NoModes, NoTorchFunction, looked_on, torch_functions_are_on
 from .eager import OURS, Handler, released, run_any, run_eager
-from .nested import SIMPLE, flattened, wrapped_in
+from .nested import SIMPLE, wrapped_in
 from .unrecorded import known_of
 
 HANDLERS: dict[Any, Handler] = {}  # torch function -> what to call instead, arguments by position
@@ -112,40 +105,32 @@ _CONSTANT = {"detach", "_local_scalar_dense", "eq", "ne", "lt", "le", "gt", "ge"
 def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """A pending shell reached C++ below `__torch_function__`: compute it and go on."""
     args, kwargs = list(args), dict(kwargs or {})
-    name, run, values = func.overloadpacket.__name__, func, (*args, *kwargs.values())
-    for tensor in wrapped_in(values):
+    name = func.overloadpacket.__name__
+    found = [*wrapped_in((*args, *kwargs.values()))]
+    if is_grad_enabled() and name not in _CONSTANT and any(map(_is_unseen, found)):
+        raise LostGradientError(
+            f"C++ code calls {name} on a pending tensor that requires grad, at "
+            f"{shown(user_position())}.\n"
+            "Cause: the graph of a pending value is made when it is computed, which is too "
+            "late where autograd is at work already.\n"
+            "Call autofuse.materialize(tensor) before handing it over."
+        )
+    for tensor in found:
         if tensor._af.recorder is not None:
-            if tensor._af.meta.requires_grad and is_grad_enabled() and name not in _CONSTANT:
-                if not _has_no_graph(func, values):
-                    raise LostGradientError(
-                        f"C++ code calls {name} on a pending tensor that requires grad, at "
-                        f"{shown(user_position())}.\n"
-                        "Cause: the graph of a pending value is made when it is computed, which is "
-                        "too late where autograd is at work already.\n"
-                        "Call autofuse.materialize(tensor) before handing it over."
-                    )
-                run = above_autograd(func)
             flush_tensor(tensor, "C++")
     if func._schema.is_mutable:
         flush_thread("C++")
     counts.eager[name, "called from C++"] += 1
     with NoModes():
-        return run(*released(args, {}), **released(kwargs, {}))
+        return func(*released(args, {}), **released(kwargs, {}))
 
 
-def _has_no_graph(func: Any, values: tuple[Any, ...]) -> bool:
-    """Whether autograd, which has seen no gradient among `values`, is done with this op.
-
-    So that it can be called again above autograd: an op of a handler that runs in the middle of
-    ours, where torch functions are off, whose results have memory of their own.
-    """
-    if torch_functions_are_on() or in_functorch():
-        return False
-    schema = func._schema
-    if any(one.alias_info is not None for one in (*schema.arguments, *schema.returns)):
-        return False
-    seen = [x for x in flattened(values) if isinstance(x, torch.Tensor) and x._af.recorder is None]
-    return not any(x.requires_grad for x in seen)
+def _is_unseen(tensor: Tensor) -> bool:
+    """Whether it requires grad, which autograd has not seen of the shell that C++ has."""
+    state = tensor._af
+    if state.recorder is not None:
+        return bool(state.meta.requires_grad)
+    return state.__class__ is Held and state.real.requires_grad
 
 
 # torch asks whose method it is; an AttributeError that it has to clear costs 0.6 us per op
