@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import autofuse
+from autofuse.dispatch import metadata
 from support import assert_same, functions_called, needs_cuda
 
 SHAPES = {
@@ -130,6 +131,18 @@ def test_values_that_views_and_reductions_give_are_shaped_alike(on, always):
     assert_same(autofuse.unwrap(torch.zeros_like(h[:, 1:3])), torch.zeros_like(x[:, 1:3]), None)
     assert_same(autofuse.unwrap(torch.ones_like(h.t())), torch.ones_like(x.t()), None)
     assert autofuse.is_pending(h)
+
+
+def test_a_large_value_has_no_memory_for_what_is_made_as_it_is(on, always, monkeypatch):
+    """Not for a moment either; what is made lies where it would."""
+    monkeypatch.setattr(metadata, "_LARGE", 16)
+    x = autofuse.wrap(torch.ones(3, 4).t())
+    y = x * 2.0
+    made = [torch.zeros_like(y), y.new_full((2,), 3.0), torch.ones_like(y, dtype=torch.bool)]
+    assert autofuse.is_pending(y) and y._af.meta.stand_in is None
+    want = [torch.zeros_like(x), x.new_full((2,), 3.0), torch.ones_like(x, dtype=torch.bool)]
+    assert_same(made, want, None)
+    assert [one.device for one in made] == [x.device] * 3
 
 
 def test_modes_are_told_of_the_tensor_itself(on):

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import autofuse
 from autofuse import inside
 from autofuse.chain import state
+from autofuse.chain.state import this_thread
 from autofuse.hot import trial
 from autofuse.observe import advice, events, findings, listing, page, text
 from autofuse.patches import install as boundaries
@@ -319,12 +320,41 @@ def test_what_torch_differentiates_of_a_value_that_another_thread_has_pending(na
         finally:
             over.set()
             thread.join()
-        first = result[0] if isinstance(result, tuple) else result
-        return first.requires_grad, autofuse.unwrap(first.detach())
+        results = result if isinstance(result, tuple) else (result,)
+        return [(x.requires_grad, autofuse.unwrap(x.detach())) for x in results if x is not None]
 
     want, got = run(lambda x: x), run(autofuse.wrap)
-    assert got[0] == want[0]
-    assert_same(got[1], want[1], 1e-6)
+    assert [graph for graph, _ in got] == [graph for graph, _ in want]
+    assert_same([x for _, x in got], [x for _, x in want], 1e-6)
+
+
+def test_levels_of_torch_func_compute_nothing_that_another_thread_records_meanwhile(on, device):
+    """A level within another one: what is made there has no graph."""
+    x, begin, made, over = torch.ones(4, device=device), *(queue.Queue() for _ in range(3))
+
+    def work():
+        begin.get()
+        leaf = torch.arange(1.0, 5.0, device=device).requires_grad_()
+        h = autofuse.wrap(leaf) * 3.0 + 1.0
+        made.put(0)
+        over.get()
+        made.put(torch.autograd.grad((h * h).sum(), leaf)[0])
+
+    def inner(t):
+        begin.put(0)
+        made.get()
+        return torch.vmap(lambda row: row * 2.0)(t).sum()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        slope = torch.func.grad(inner)(x)
+    finally:
+        over.put(0)
+        gradient = made.get()
+        thread.join()
+    assert slope.tolist() == [2.0] * 4 and this_thread.closed == 0
+    assert gradient.tolist() == [24.0, 42.0, 60.0, 78.0]
 
 
 @pytest.mark.parametrize("ends", ["after a block", "in a block"])

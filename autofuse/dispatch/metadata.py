@@ -70,6 +70,8 @@ def _making(func: Handler) -> Handler:
         if isinstance(state, Node) and state.meta is not None:
             if not any([isinstance(y, Plain) for y in (*args[1:], *kwargs.values())]):
                 stands = stand_in(state.meta)
+                if stands is not None and stands.is_meta:  # it says nothing of the device
+                    kwargs = kwargs if kwargs.get("device") else {**kwargs, "device": x.device}
                 x = x if stands is None else stands
         return run_eager(func, (x, *args[1:]), kwargs)
 
@@ -82,17 +84,25 @@ def _making(func: Handler) -> Handler:
 def stand_in(meta: Meta) -> torch.Tensor | None:
     """A tensor that lies as such a one would, on its device, without memory.
 
-    On torch's `meta` it would take none at any time, but what is made as it is takes 15 us there,
-    not 0.8. None if values like this may lie in several ways.
+    It has some for a moment. A large one is on torch's `meta` instead, where what is made as it is
+    takes 15 us, not 0.8 (on a CPU; "makers" of bench/overhead.py). None if values like this may lie
+    in several ways.
     """
-    if meta.stand_in is None and (meta.flat or 1 not in meta.shape):
-        with InferenceMode(False):
-            made = torch.empty_strided(
-                meta.shape, meta.stride, dtype=meta.dtype, device=meta.device
-            )
-            made.untyped_storage().resize_(0)
-        meta.stand_in = made
-    return meta.stand_in
+    if meta.stand_in is not None or not (meta.flat or 1 not in meta.shape):
+        return meta.stand_in
+    large = meta.nbytes > _LARGE
+    with InferenceMode(False):
+        made = torch.empty_strided(
+            meta.shape, meta.stride, dtype=meta.dtype, device="meta" if large else meta.device
+        )
+        if large:
+            return made
+        made.untyped_storage().resize_(0)
+    meta.stand_in = made
+    return made
+
+
+_LARGE = 1 << 24  # bytes
 
 
 def install_metadata() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
+from threading import get_ident
 from types import ClassMethodDescriptorType
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..chain.state import counts, is_alone, this_thread
 from ..dispatch.eager import lifted, released, run_default, run_eager
 from ..dispatch.nested import mapped, wrapped_in
 from ..dispatch.protocol import ask_overrides
-from ..record.flush import flush_thread, value_of
+from ..record.flush import flush, flush_thread, value_of
 from ..record.modes import close_thread, reopen_thread, run_closed
 from ..record.origins import ask
 from ..settings.config import config
@@ -96,15 +97,19 @@ def _give_values(owner: Any, name: str) -> None:
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         flush_thread(name)
-        args, kwargs = _computed(args, kwargs)
+        _compute_others(args, kwargs, name)
         return original(*args, **kwargs)
 
     replace(owner, name, call)
 
 
-def _computed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """`args` and `kwargs` with the values of what another thread has pending."""
-    return (args, kwargs) if is_alone() else mapped((args, kwargs), _value)
+def _compute_others(args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> None:
+    """Compute what other threads have pending of these arguments."""
+    if not is_alone():
+        for tensor in [*wrapped_in((*args, *kwargs.values()))]:
+            recorder = tensor._af.recorder
+            if recorder is not None and recorder.ident != get_ident():
+                flush(recorder, reason)
 
 
 # functions of C that make a tensor of others, and ask no class
@@ -152,7 +157,7 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _computed(args, kwargs)
+        _compute_others(args, kwargs, "backward")
         # functions are off: C asks no class
         if args and any([x.__class__ is Tensor for x in args[0]]):
             args, kwargs = released(args, {}), released(kwargs, {})
@@ -193,7 +198,7 @@ def _close_during_apply(owner: Any) -> None:
     @wraps(getattr(original, "__func__", original))
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, self) if of_class else original.__get__(self)
-        args, kwargs = _computed(args, kwargs)
+        _compute_others(args, kwargs, "apply")
         mine, before = this_thread.__dict__, this_thread.applies
         try:
             mine["applies"] = before + 1

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from ..chain.state import TOLD_LATER, UNREAD, is_alone
+from ..chain.state import TOLD_LATER, UNREAD, all_recorders, is_alone
 from ..dispatch.chosen import follow_cudnn
-from ..inside import inside, whatever_interrupts
+from ..inside import inside, is_foreign, whatever_interrupts
 from ..record.flush import flush_all, flush_thread
 from ..record.modes import look_away, look_on, reopen, reopen_all
+from ..supply.kernels import capturing
+from ..torch_private import in_functorch
 from .around import around, closed_between
 
 
@@ -35,7 +37,7 @@ def patch_modes() -> None:
         for kind in ("grad", "jvp", "vmap", "func"):
             start, end = f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting"
             closed_between(module, start, end, "torch.func")
-            if hasattr(module, start):  # and nothing that others have pending is computed there
+            if hasattr(module, start):
                 around(module, start, _flush_others)
     closed_between(forward_ad, "enter_dual_level", "exit_dual_level", "torch.func")
     for owner, name, reason, flush, open_ in (
@@ -53,8 +55,17 @@ def patch_modes() -> None:
 
 
 def _flush_others() -> None:
-    if not is_alone():
+    """Compute what other threads have pending, which in a level of torch.func has no graph.
+
+    An error of that is told to who reads it: torch would end the level that has not begun.
+    """
+    if is_alone() or in_functorch() or any([capturing(x.device) for x in all_recorders]):
+        return
+    try:
         flush_all("torch.func")
+    except Exception as error:
+        if is_foreign(error):
+            raise
 
 
 def _patch_saved_tensors_hooks() -> None:

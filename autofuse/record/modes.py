@@ -97,7 +97,9 @@ def run_closed(reason: str, run: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def reopen_thread() -> None:
-    """Undo one `close_thread`."""
+    """Undo one `close_thread`; torch also ends levels of torch.func that have failed to begin."""
+    if not this_thread.closed:
+        return
     this_thread.closed -= 1
     reopen("reopen", this_thread.closed > 0)
 
