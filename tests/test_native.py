@@ -7,11 +7,13 @@ import gc
 import operator
 import os
 import platform
+import re
 import sys
 import sysconfig
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,11 +28,11 @@ from autofuse.chain.shell import alias
 from autofuse.dispatch import handlers as tensor
 from autofuse.dispatch import protocol
 from autofuse.dispatch.protocol import HANDLERS
-from autofuse.hot import native
+from autofuse.hot import c, native
 from autofuse.hot.c import GIVEN
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
-from autofuse.record import in_place, modes, numbers, record, writes
+from autofuse.record import in_place, joins, modes, numbers, record, writes
 from autofuse.torch_private import keys_of
 from support import DEVICES, assert_same, failable_launches, functions_called
 
@@ -1099,3 +1101,18 @@ def test_ops_are_recorded_without_python_where_modes_come_and_go(block, always):
     got = [autofuse.unwrap(y).detach() for y in held]
     x = autofuse.unwrap(x)
     assert_same(got, [y.detach() for y in step()], 1e-6)
+
+
+def test_rooms_hold_as_many_operands_as_are_recorded():
+    """Words of the stack, of which a function of machine code says how many it has."""
+    hot = Path(native.__file__).parent
+    most = c.MOST_OPERANDS
+    wanted = {
+        ("record.py", "key"): most + 1,  # and the op
+        ("inputs.py", "marks"): 2 * most,
+        ("join.py", "parts"): most,
+    }
+    for (file, name), words in wanted.items():
+        found = re.search(rf"\b{name} = room\((\d+)\)", (hot / file).read_text())
+        assert found and int(found[1]) >= words, file
+    assert joins._MOST == most

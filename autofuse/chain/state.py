@@ -34,8 +34,8 @@ class Node:
 
     __slots__ = ("apart", "args", "autocast", "base", "by_outputs", "cast", "common", "consts",
                  "counted", "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs",
-                 "into", "key", "known_views", "likely", "limits", "long", "looked_on", "meta",
-                 "next", "of", "offset", "op", "parent", "pinned_limit", "place", "reason",
+                 "into", "key", "known_views", "likely", "limits", "long", "looked_on", "made_at",
+                 "meta", "next", "of", "offset", "op", "parent", "pinned_limit", "reason",
                  "recent", "recorder", "relaxed", "returns", "rows", "runners", "saves", "shell",
                  "skips", "starts", "swept", "told", "turns", "unread", "usual", "viewed", "views",
                  "writers")  # fmt: skip
@@ -103,7 +103,7 @@ class Node:
         self.swept = 0  # backwards of the chain that ends here under `create_graph`
         self.skips = 0  # how often that was not recorded, of what is, how often that may be
         self.long = False  # a chain that begins here has paid as a fused one
-        self.place = 0  # the instruction that it was made at
+        self.made_at = 0  # the address of the instruction by which it was first recorded
         self.reason = ""  # why this op is eager here, if it is
         self.counted = ("", "")  # what is counted then
 

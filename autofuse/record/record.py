@@ -394,6 +394,11 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
     return x, None
 
 
+# how many times `config.loop_nodes` ops are cut where the first op comes again by an instruction
+# that is new: a turn of a loop may be longer
+_ANYWHERE = 1.5
+
+
 def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node | None:
     """A new edge at `tip`, where the open chain ends; None where all edges had to be forgotten."""
     path = tip.path()
@@ -403,7 +408,7 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
     )
     here, _ = instruction()
     looped = len(path) >= config.loop_nodes and path[0].key[0] == key[0] and (
-        len(path) >= 1.5 * config.loop_nodes or here in [node.place for node in path]
+        len(path) >= _ANYWHERE * config.loop_nodes or here in [node.made_at for node in path]
     )  # fmt: skip
     if recorder.size >= config.max_trie and not path:
         forget(recorder)
@@ -439,7 +444,7 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
     elif node.rows is not None and path and is_narrow(node, processors_of(recorder.device)[0]):
         node = eager_node(recorder, tip, op, "")
         node.cuts = "narrow rows"
-    node.key, node.place = key, here
+    node.key, node.made_at = key, here
     recorder.size += 1
     return tip.next.setdefault(key, node)  # another may stand in a chain by now
 

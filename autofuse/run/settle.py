@@ -48,7 +48,9 @@ def settle(
 def put_back(chain: Chain, index: int, position: int, value: torch.Tensor) -> torch.Tensor:
     """What the handle of node `index` gets back: the Input at `position`, once it has `value`.
 
-    Its versions are those that were, and as many as ops in place on the handle have made.
+    Its versions are those that were, and as many as ops in place on the handle have made. Where
+    somebody who came in the middle keeps hold of `value`, that is what the handle has from then on;
+    where somebody wrote to it, it is copied once more, as often as somebody comes to write.
     """
     memory = chain.inputs[position]
     if value is memory or is_shell(memory):

@@ -115,9 +115,9 @@ class Config:
         exact ones, and no longer eager's""")
     max_nodes: int = _row(64, "a chain is cut at this many ops")
     loop_nodes: int = _row(30, """
-        from this many ops on, a chain is cut where the op that began it comes again, if that is at
-        an instruction that comes again, and anywhere from half as many more on, so that a loop
-        settles on one chain instead of one per phase""")
+        from this many ops on, a chain is cut where the op that began it comes again by an
+        instruction that the chain has been at before, and from 1.5 times as many on by any other,
+        so that a loop settles on one chain instead of one per phase""")
     max_inputs: int = _row(30, """
         a chain is cut at this many Inputs, long before the 4 KB that a kernel's parameters may
         have""")
