@@ -262,8 +262,8 @@ def test_an_interrupt_where_apply_begins_or_ends_leaves_recording_as_it_was(
     name = "close_thread" if place == "begins" else "reopen"
     original, done = getattr(modes, name), []
 
-    def interrupted(reason):
-        original(reason)
+    def interrupted(reason, *nested):
+        original(reason, *nested)
         if len(done) == (place == "ends"):  # the first closes the thread
             done.append(reason)
             raise KeyboardInterrupt
