@@ -71,7 +71,7 @@ def close_thread(reason: str) -> None:
     """Record nothing in this thread until the matching `reopen_thread`."""
     this_thread.closed += 1
     try:
-        reopen(reason, this_thread.closed > 1)
+        reopen(reason, True)
     except BaseException:  # nothing has changed, for the recorders before it neither
         this_thread.closed -= 1
         for recorder in list(this_thread.recorders.values()):
@@ -90,7 +90,7 @@ def run_closed(reason: str, run: Callable[..., Any], args: Any, kwargs: Any) -> 
     finally:
         this_thread.closed = before  # no Python runs before that
         try:
-            reopen("reopen", before > 0)
+            reopen("reopen", True)
         except BaseException:  # an interrupt may come before `whatever_interrupts` has begun
             whatever_interrupts(partial(reopen, "reopen"))
             raise
@@ -101,7 +101,7 @@ def reopen_thread() -> None:
     if not this_thread.closed:
         return
     this_thread.closed -= 1
-    reopen("reopen", this_thread.closed > 0)
+    reopen("reopen", True)
 
 
 def look_on() -> None:
@@ -133,14 +133,15 @@ class closed(contextlib.ContextDecorator):  # noqa: N801 - used like a function
         reopen_thread()
 
 
-def reopen(reason: str, nested: bool = False) -> None:
+def reopen(reason: str, in_modes: bool = False) -> None:
     """Flush this thread's chains and start new ones under the modes of this moment.
 
-    nested: the thread is closed, and was, and no mode has changed.
+    in_modes: that have not changed since the last time; where the thread was closed and stays so,
+    there is nothing to do.
     """
     closes = this_thread.closed > 0
     for recorder in [*this_thread.recorders.values()]:
-        if nested and recorder.off and recorder.chain is recorder.closed:
+        if in_modes and closes and recorder.off and recorder.chain is recorder.closed:
             recorder.nowhere.likely = ()
             continue
         change = recorder.close if closes else recorder.reopen
