@@ -17,7 +17,7 @@ os.environ["AUTOFUSE_CACHE_DIR"] = os.environ["AUTOFUSE_TEST_KERNELS"]
 import autofuse  # noqa: E402
 from autofuse import lending  # noqa: E402
 from autofuse.chain import state, verified  # noqa: E402
-from autofuse.ops import rolls  # noqa: E402
+from autofuse.ops import moves  # noqa: E402
 from autofuse.record.modes import forget_all, reopen_all  # noqa: E402
 from autofuse.supply import kernels  # noqa: E402
 from autofuse.supply.disk import DiskCache  # noqa: E402
@@ -68,7 +68,7 @@ def fresh():
     autofuse.record.flush.flush_all("test")
     verified._met.discard(torch.device("cpu"))  # where tests have had reductions recorded
     verified.wanted.pop(torch.device("cpu"), None)
-    rolls._known.clear()
+    moves._known.clear()
     autofuse.reset_stats()
     assert torch.get_default_dtype() is torch.float32
     held = [name for name, lock in LOCKS.items() if autofuse.inside.is_owned(lock)]

@@ -100,6 +100,8 @@ def sweep(
                 continue
             if isinstance(op, JoinOp):
                 d = algebra.part(op.views[use.part], g)
+            elif op is not None and op.back is not None:
+                d = algebra.apply(op.back, (g,))
             elif found:
                 d = found[use.part]
             else:

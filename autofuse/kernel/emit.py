@@ -167,7 +167,7 @@ class _Emitter:
     def _index(self, value: Any) -> Any:
         if value.type == self.word:
             return value
-        return self.builder.zext(value, self.word)  # never negative
+        return self.builder.sext(value, self.word)  # strides of what is flipped are negative
 
     def work(self, walks: list[Any], group: Any) -> None:
         """The work at one position of the loop, given per axis and as the number of the group."""

@@ -92,8 +92,9 @@ def _loop_over(
     for index in range(max(outs), -1, -1):
         for place in places.get(index, ()):
             step, found = steps[index], []
+            at = _flipped(place, step) if moves(step) else place
             for ref in step.args:
-                operand = _operand(program, given, ref, place, step.out.shape, sizes)
+                operand = _operand(program, given, ref, at, step.out.shape, sizes)
                 if rolls_of(step):
                     operand = _rolled(operand, index, rolls_of(step), place, step.out.shape)
                 if isinstance(operand, (Apart, _Cut)):
@@ -128,7 +129,7 @@ def across(program: Program, loop: Loop) -> dict[Computed, set[Read]]:
     for node in sorted(loop.operands):
         found[node] = set()
         for operand in loop.operands[node]:
-            if isinstance(operand, Read) and operand.walk[inner] > NEAR:
+            if isinstance(operand, Read) and abs(operand.walk[inner]) > NEAR:
                 found[node].add(operand)
             elif isinstance(operand, tuple):
                 found[node] |= found[operand]
@@ -196,9 +197,24 @@ def _operand(
     return ref, own
 
 
+def moves(step: Step) -> bool:
+    """Whether it reads its operand elsewhere than where it is computed."""
+    return isinstance(step, Pointwise) and step.op.moves
+
+
 def rolls_of(step: Step) -> tuple[Ints, ...]:
     """By how much which dimensions of its operand are rolled."""
     return step.op.rolls if isinstance(step, Pointwise) else ()
+
+
+def _flipped(place: Place, step: Step) -> Place:
+    """Where the operand is read of a step that is computed at `place`."""
+    assert isinstance(step, Pointwise)
+    flipped = list(place)
+    for dim in step.op.flips:
+        start, axes = place[dim]
+        flipped[dim] = step.out.shape[dim] - 1 - start, tuple(-move for move in axes)
+    return tuple(flipped)
 
 
 def _rolled(
@@ -248,14 +264,14 @@ def _place_in(
     start = _digits(offset, axes, spec.stride)
     moves = [_digits(step, axes, spec.stride) for step in walk]
     for axis in reversed(axes):
-        last = start[axis] + sum(
-            move[axis] * (size - 1) for move, size in zip(moves, sizes, strict=True)
-        )
-        if last < spec.shape[axis]:
+        far = [move[axis] * (size - 1) for move, size in zip(moves, sizes, strict=True)]
+        first = start[axis] + sum(n for n in far if n < 0)
+        last = start[axis] + sum(n for n in far if n > 0)
+        if first >= 0 and last < spec.shape[axis]:
             continue
         whole = spec.shape[axis] * spec.stride[axis]
         for k, size in enumerate(sizes):
-            inner = whole // walk[k] if moves[k][axis] and whole % walk[k] == 0 else size
+            inner = whole // abs(walk[k]) if moves[k][axis] and whole % walk[k] == 0 else size
             if 1 < inner < size and size % inner == 0:
                 return _Cut(k, inner)
         return Apart(base)
@@ -267,8 +283,9 @@ def _place_in(
 
 
 def _digits(number: int, axes: list[int], stride: Ints) -> dict[int, int]:
-    """`number` as so many steps along each of the axes, the largest first."""
-    digits = {}
+    """`number` as so many steps along each of the axes, the largest first; all in one direction."""
+    digits, sign, number = {}, -1 if number < 0 else 1, abs(number)
     for axis in axes:
-        digits[axis], number = divmod(number, stride[axis])
+        steps, number = divmod(number, stride[axis])
+        digits[axis] = sign * steps
     return digits

@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import layout
 from ..layout import Ints
-from ..ops.rolls import ROLLED
+from ..ops.moves import MOVED
 from ..ops.row import Op
 from ..program.program import (
     ALIAS,
@@ -196,6 +196,7 @@ def _fitting(
         if isinstance(loop, Loop) and (apart not in outs or first == outs):
             return outs, loop
         # the first can be computed, for what it needs is stored if it has to be
+        assert len(outs) > 1, "a step that no loop computes"
         outs = first if 0 < len(first) < len(outs) else outs[:1]
 
 
@@ -248,7 +249,7 @@ def completed(program: Program, device: str) -> Program:
         for ref in step.args if isinstance(step, Outside) else ():
             if 0 <= ref < CONST:
                 outputs.setdefault(ref, Output(ref, STORED))
-    if not any(isinstance(step, (View, Join)) or maps.rolls_of(step) for step in program.steps):
+    if not any(isinstance(step, (View, Join)) or maps.moves(step) for step in program.steps):
         return replace(program, outputs=tuple(outputs[step] for step in sorted(outputs)))
     for output in program.outputs:
         if output.kind == ALIAS:
@@ -344,7 +345,7 @@ def _make_piece(
         step = steps[node[0]]
         assert isinstance(step, Pointwise)
         refs = tuple(map(local, loop.operands[node]))
-        op = ROLLED if step.op.rolls else step.op
+        op = MOVED if step.op.moves else step.op
         if op.by_scalar is not None and refs[-1] >= CONST:
             op = op.by_scalar
         for role, ref in zip(op.roles, refs, strict=True):
@@ -423,7 +424,7 @@ def is_wide(
 ) -> bool:
     """Whether a kernel needs 64-bit indices: for its elements, or how far its operands reach."""
     reach = max(
-        sum((n - 1) * s for n, s in zip(sizes, walk, strict=True)) * ITEMSIZE[spec.code]
+        sum((n - 1) * abs(s) for n, s in zip(sizes, walk, strict=True)) * ITEMSIZE[spec.code]
         for walk, spec in zip(walks, specs, strict=True)
     )
     return max(reach, layout.numel(shape)) >= 1 << 31
@@ -454,7 +455,7 @@ def _lanes(sizes: Ints, strides: list[Ints], stores: int, operands: list[Spec], 
     """
     if any(walk[-1] not in (0, 1) for walk in strides[:stores]):
         return 1
-    if any(walk[-1] > NEAR for walk in strides):
+    if any(abs(walk[-1]) > NEAR for walk in strides):
         return 1
     lanes = _most_lanes(operands, length)
     rows = [stride for walk in strides if walk[-1] == 1 for stride in walk[:-1]]

@@ -10,8 +10,8 @@ from . import extremes as _extremes  # noqa: F401
 from . import groups as _groups  # noqa: F401
 from . import likelihood as _likelihood  # noqa: F401
 from . import losses as _losses  # noqa: F401
+from . import moves as _moves  # noqa: F401
 from . import norms as _norms  # noqa: F401
-from . import rolls as _rolls  # noqa: F401
 from . import special as _special  # noqa: F401
 from . import truths as _truths  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""`torch.roll`: a read that goes on from the beginning, without a copy."""
+"""`torch.roll` and `torch.flip`: reads of elements that stand elsewhere, without a copy."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ from test_reductions import emulated, launched, recorded, recording, table  # no
 
 import autofuse
 from autofuse import errors
-from autofuse.ops import rolls
+from autofuse.ops import moves
 from support import assert_same, needs_cuda
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.bool)
@@ -52,6 +52,23 @@ PROGRAMS = {
     "beside a row": lambda u: torch.roll(u, 2, 1) * u[0] + 1.0,
     "joined": lambda u: torch.cat([torch.roll(u, 1, 1) * 2.0, u * 3.0]),
     "held": lambda u: (h := torch.roll(u, 1, 0) * 2.0, h.roll(1, 0) + u),
+    "from the end on": lambda u: u.flip(1) * 2.0 + u,
+    "both from the end on": lambda u: torch.flip(u, (0, 1)) + u * 2.0,
+    "what is computed, from its end": lambda u: (u * 2.0).flip(0) - u,
+    "there and back": lambda u: (u.flip(1) * 2.0).flip(1) + u,
+    "two of it": lambda u: (h := u * 3.0, h.flip(0) + h.flip(1), torch.flip(h, [-1, -2]) * h)[1:],
+    "a view of it, from its end": lambda u: (u * 2.0)[1:].flip(1)[:, ::2] * 3.0 + 1.0,
+    "turned, from its end": lambda u: (u * 2.0).t().flip(0)[:1] + 1.0,
+    "cut in two, from its end": lambda u: (u * 2.0).reshape(-1).flip(0).view(u.shape) + u,
+    "joined to one, from its end": lambda u: (u * 2.0).flip(1).reshape(-1) + 1.0,
+    "rows beside their ends": lambda u: torch.cat([u * 2.0, (u * 2.0).flip(1)], 1) + 1.0,
+    "of another order": lambda u: u.t().flip(0) * 2.0 + u.t(),
+    "windows from their end": lambda u: (u * 2.0).unfold(1, 1, 1).flip(2, 0) + 1.0,
+    "broadcast, from its end": lambda u: (u[0] * 2.0).expand(u.shape).flip(1) + u,
+    "rolled from its end": lambda u: u.flip(1).roll(1, 1) * 2.0 + u,
+    "the end of what is rolled": lambda u: torch.roll(u, 1, 1).flip(1) * 2.0 + u,
+    "its reverse held": lambda u: (h := u.flip(0) * 2.0, h.flip(0) + u),
+    "left and right": lambda u: torch.fliplr(u * 2.0) + u.flipud() * u,
 }
 SHAPES = ((4, 8), (3, 5), (1, 7), (6, 1), (16, 32), (33, 64))
 
@@ -184,6 +201,25 @@ CALLS = {
     "of another order": lambda x: x.t().roll(1, 0),
     "of a slice": lambda x: x[:, ::2].roll(1, 1),
     "by names": lambda x: torch.roll(input=x, shifts=1, dims=0),
+    "flipped": lambda x: x.flip(0, -1),
+    "flipped by a list": lambda x: x.flip([1, 0]),
+    "flipped by names": lambda x: torch.flip(input=x, dims=(1,)),
+    "flipped by a name": lambda x: x.flip(dims=[0]),
+    "flipped by one": lambda x: torch.flip(x, 0),
+    "flipped along nothing": lambda x: x.flip(()),
+    "a dimension flipped twice": lambda x: x.flip(0, -2),
+    "flipped out of range": lambda x: x.flip(2),
+    "flipped by a float": lambda x: x.flip(1.0),
+    "flipped by a bool": lambda x: x.flip(True),
+    "a number flipped": lambda x: x[0, 0].clone().flip(0),
+    "a number flipped along nothing": lambda x: x[0, 0].clone().flip(()),
+    "nothing flipped": lambda x: x[:0].clone().flip(0),
+    "a slice flipped": lambda x: x[:, ::2].flip(1),
+    "another order flipped": lambda x: x.t().flip(0),
+    "repeated rows flipped": lambda x: x[0].expand(3, 8).flip(0),
+    "left and right of one dimension": lambda x: torch.fliplr(x[0]),
+    "up and down of one dimension": lambda x: torch.flipud(x[0] * 2.0),
+    "up and down of a number": lambda x: torch.flipud(x[0, 0]),
 }
 
 
@@ -210,18 +246,19 @@ def test_of_every_dtype(on, always, dtype):
         if not -len(shape) <= dim < len(shape):
             continue
         x = values(shape, dtype)
-        got = autofuse.materialize(torch.roll(autofuse.wrap(x), 1, dim) == x)
-        assert_same(autofuse.unwrap(got), torch.roll(x, 1, dim) == x, None)
+        for move in (lambda t: torch.roll(t, 1, dim), lambda t: t.flip(dim)):  # noqa: B023
+            got = autofuse.materialize(move(autofuse.wrap(x)) == x)
+            assert_same(autofuse.unwrap(got), move(x) == x, None)
 
 
 def test_shifts_that_are_others_each_time_come_to_an_end(on, always, monkeypatch):
     """As of augmentations: each would be a program of its own."""
-    monkeypatch.setattr(rolls, "_known", {})
+    monkeypatch.setattr(moves, "_known", {})
     w, u = autofuse.wrap(values((4, 1000))), values((4, 1000))
     for shift in range(1, 200):
         got = autofuse.materialize(torch.roll(w * 2.0, shift, 1) + 1.0)
         assert_same(autofuse.unwrap(got), torch.roll(u * 2.0, shift, 1) + 1.0, None)
-    assert len(rolls._known) == rolls._MOST
+    assert len(moves._known) == moves._MOST
     autofuse.reset_stats()
     autofuse.materialize(torch.roll(w * 2.0, 1, 1) + 1.0)  # these stay
     assert autofuse.stats().ops_eager == 0
@@ -238,16 +275,48 @@ def test_on_a_cpu_rows_that_wrap_are_left_to_torch_where_they_are_long(on, dtype
         got = autofuse.materialize(torch.roll(w, 1, dim) + w * 2.0 - w)
         left = {name for name, _ in autofuse.stats().eager_ops}
         assert_same(autofuse.unwrap(got), torch.roll(u, 1, dim) + u * 2.0 - u, 1e-2)
-    assert ("rolled" not in left) is fused, left
+    assert ("roll" not in left) is fused, left
 
 
-def test_under_grad_they_are_torchs(on, always):
-    x = values((4, 8)).requires_grad_()
-    w = autofuse.wrap(x)
-    out = torch.roll(w * 2.0, 1, 0) * w
-    (got,) = torch.autograd.grad(autofuse.unwrap(autofuse.materialize(out)).sum(), x)
-    (want,) = torch.autograd.grad((torch.roll(x * 2.0, 1, 0) * x).sum(), x)
-    assert_same(got, want, 1e-6)
+def gradients(program, x, twice=False):
+    """Of what a program gives, and of a sum of these; the names of its nodes too."""
+    outs = program(x)
+    outs = list(outs) if isinstance(outs, tuple) else [outs]
+    outs = [autofuse.unwrap(autofuse.materialize(out)) for out in outs]
+    weights = [torch.arange(out.numel(), dtype=out.dtype).view(out.shape).cos() for out in outs]
+    loss = sum((out * w.to(out.device)).sum() for out, w in zip(outs, weights, strict=True))
+    leaf = autofuse.unwrap(x)
+    (g,) = torch.autograd.grad(loss, leaf, create_graph=twice)
+    if not twice:
+        return [*outs, g]
+    return [*outs, g, torch.autograd.grad((g * g * leaf).sum(), leaf)[0]]
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_eagers(always, name, twice):
+    for shape in ((4, 8), (1, 7)) if twice else SHAPES[:-2]:
+        x = values(shape).div(9).requires_grad_()
+        want = gradients(PROGRAMS[name], x, twice)
+        for _ in range(3):
+            w = autofuse.wrap(x.detach().clone().requires_grad_())
+            assert_same(gradients(PROGRAMS[name], w, twice), want, 1e-4, f"{shape}")
+
+
+def test_gradients_are_recorded(on, always):
+    x = values((6, 8)).requires_grad_()
+    for _ in range(3):
+        autofuse.reset_stats()
+        w = autofuse.wrap(x.detach().clone().requires_grad_())
+        h = (torch.roll(w, 1, 0) * w.flip(1)).tanh()
+        assert h.grad_fn.name() == "TanhBackward0"
+        h.backward(torch.ones_like(x))
+        stats = autofuse.stats()
+        assert stats.ops_recorded == 4
+        assert not {"roll", "flip", "mul", "tanh"} & {name for name, _ in stats.eager_ops}
+    for op in (lambda t: t.flip(0), lambda t: t.roll(1, 0)):
+        got, want = (op(t * 2.0) for t in (autofuse.wrap(x), x))
+        assert autofuse.materialize(got).grad_fn.name() == want.grad_fn.name()
 
 
 def test_reductions_of_them_begin_another_chain(kernels):  # noqa: F811
@@ -282,7 +351,8 @@ def expression(rng, depth):
     return rng.choice([
         f"torch.roll({a}, {shifts}, {dims})", f"(torch.roll({a}, {shifts}, {dims}) - {b})",
         f"({a} * {b})", f"({a} + 0.5 * {b})", f"({a} - {b}[:, :1])", f"({b}[:, :, -1:] + {a})",
-        f"torch.cat([{a}[:, 1:], {a}[:, :1]], 1)",
+        f"torch.cat([{a}[:, 1:], {a}[:, :1]], 1)", f"torch.flip({a}, {dims})",
+        f"({a}.flip({dims[0]}) - {b})",
     ])  # fmt: skip
 
 
@@ -335,5 +405,18 @@ def test_on_a_gpu(name, dtype, always):
 def test_more_than_32_bits_count_on_a_gpu(always):
     u = torch.randint(-9, 9, (3, (1 << 31) // 3 + 70), dtype=torch.int8, device="cuda")
     for dim in (0, 1):
-        got = autofuse.materialize(torch.roll(autofuse.wrap(u), -5, dim) + 1)
-        assert torch.equal(autofuse.unwrap(got), torch.roll(u, -5, dim) + 1)
+        for move in (lambda t: torch.roll(t, -5, dim), lambda t: t.flip(dim)):  # noqa: B023
+            got = autofuse.materialize(move(autofuse.wrap(u)) + 1)
+            assert torch.equal(autofuse.unwrap(got), move(u) + 1)
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_on_a_gpu(name, always):
+    for shape in (*SHAPES, (257, 1023)):
+        x = values(shape, device="cuda").div(9).requires_grad_()
+        want = gradients(PROGRAMS[name], x)
+        for _ in range(3):
+            w = autofuse.wrap(x.detach().clone().requires_grad_())
+            assert_same(gradients(PROGRAMS[name], w), want, None, f"{shape}")
