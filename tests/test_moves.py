@@ -68,6 +68,23 @@ PROGRAMS = {
     "rolled from its end": lambda u: u.flip(1).roll(1, 1) * 2.0 + u,
     "the end of what is rolled": lambda u: torch.roll(u, 1, 1).flip(1) * 2.0 + u,
     "its reverse held": lambda u: (h := u.flip(0) * 2.0, h.flip(0) + u),
+    "repeated": lambda u: u.repeat(2, 1) * 2.0 + 1.0,
+    "repeated both ways": lambda u: (u * 2.0).repeat(2, 3) + 1.0,
+    "repeated before itself": lambda u: (u * 2.0).repeat(3, 1, 1) + u,
+    "repeated and cut": lambda u: (u * 2.0).repeat(1, 2)[:, 1:-1] * 3.0,
+    "repeated, turned": lambda u: (u * 2.0).repeat(1, 2).t().reshape(-1) + 1.0,
+    "repeated, from its end": lambda u: torch.tile(u * 2.0, (1, 2)).flip(1) + 1.0,
+    "a row repeated": lambda u: (u[0] * 2.0).repeat(len(u), 1) * u,
+    "tiled by fewer": lambda u: (u * 2.0).tile(3) + 1.0,
+    "each twice": lambda u: (u * 2.0).repeat_interleave(2, 1) + 1.0,
+    "each three times, from its end": lambda u: (u * 2.0).repeat_interleave(3, 0).flip(0) * 2.0,
+    "copied flat": lambda u: (u * 2.0).t().reshape(-1) + 1.0,
+    "copied to its shape": lambda u: (u * 2.0).t().reshape(u.shape) * u,
+    "copied flat and back": lambda u: (u * 2.0).t().flatten().view(u.shape[::-1]).t() + u,
+    "copied from its end": lambda u: ((u * 2.0).flip(0).t()).reshape(-1)[::2] + 1.0,
+    "of what is expanded": lambda u: (u[0] * 2.0).expand(3, len(u[0])).reshape(-1) + 1.0,
+    "a column copied flat": lambda u: (u * 2.0)[:, ::2].reshape(-1) * 3.0,
+    "copies held": lambda u: (h := (u * 2.0).t().reshape(-1), h * 3.0, h.view(-1, 1) + 1.0),
     "left and right": lambda u: torch.fliplr(u * 2.0) + u.flipud() * u,
 }
 SHAPES = ((4, 8), (3, 5), (1, 7), (6, 1), (16, 32), (33, 64))
@@ -201,6 +218,38 @@ CALLS = {
     "of another order": lambda x: x.t().roll(1, 0),
     "of a slice": lambda x: x[:, ::2].roll(1, 1),
     "by names": lambda x: torch.roll(input=x, shifts=1, dims=0),
+    "repeated": lambda x: x.repeat(2, 3),
+    "repeated by a list": lambda x: x.repeat([2, 1, 1]),
+    "repeated by a size": lambda x: x.repeat(torch.Size((2, 1))),
+    "repeated by names": lambda x: x.repeat(repeats=(1, 2)),
+    "repeated by fewer": lambda x: x.repeat(2),
+    "repeated by nothing": lambda x: x.repeat(),
+    "repeated by none": lambda x: x.repeat(0, 1),
+    "repeated by less": lambda x: x.repeat(-1, 1),
+    "repeated by a float": lambda x: x.repeat(1.0, 2),
+    "repeated by a bool": lambda x: x.repeat(True, 2),
+    "nothing repeated": lambda x: x[:0].clone().repeat(2, 1),
+    "a number repeated": lambda x: x[0, 0].clone().repeat(3),
+    "a number repeated by nothing": lambda x: x[0, 0].clone().repeat(()),
+    "tiled": lambda x: torch.tile(x, (2, 1)),
+    "tiled by an int": lambda x: torch.tile(x, 2),
+    "tiled by ints": lambda x: x.tile(1, 2),
+    "tiled by more": lambda x: x.tile((2, 1, 1)),
+    "tiled by nothing": lambda x: x.tile(()),
+    "each repeated": lambda x: x.repeat_interleave(2, 1),
+    "each repeated by names": lambda x: x.repeat_interleave(repeats=2, dim=0),
+    "each repeated, flat": lambda x: x.repeat_interleave(2),
+    "each repeated by none": lambda x: x.repeat_interleave(0, 1),
+    "each repeated by less": lambda x: x.repeat_interleave(-1, 1),
+    "each repeated by numbers": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 1]), 0),
+    "each repeated out of range": lambda x: x.repeat_interleave(2, 2),
+    "copied flat": lambda x: x.t().reshape(-1),
+    "copied in another order": lambda x: x.t().reshape(4, 8),
+    "copied by threes": lambda x: x.t()[:6].reshape(3, 8),
+    "copied by division": lambda x: x.t()[:6].reshape(8, 3),
+    "flattened": lambda x: x.t().flatten(),
+    "copied out of range": lambda x: x.t().reshape(5, 7),
+    "copied as another": lambda x: x.t().reshape_as(torch.zeros(2, 16)),
     "flipped": lambda x: x.flip(0, -1),
     "flipped by a list": lambda x: x.flip([1, 0]),
     "flipped by names": lambda x: torch.flip(input=x, dims=(1,)),
@@ -235,7 +284,9 @@ def test_calls_are_eagers(on, always, call):
     for _ in range(3):
         got, want = outcome(autofuse.wrap(x)), outcome(x)
         if isinstance(want, torch.Tensor):
-            assert_same(autofuse.unwrap(autofuse.materialize(got)), want, None)
+            got = autofuse.unwrap(autofuse.materialize(got))
+            assert_same(got, want, None)
+            assert want._is_view() or not got._is_view()
         else:
             assert got == want
 
@@ -246,9 +297,14 @@ def test_of_every_dtype(on, always, dtype):
         if not -len(shape) <= dim < len(shape):
             continue
         x = values(shape, dtype)
-        for move in (lambda t: torch.roll(t, 1, dim), lambda t: t.flip(dim)):  # noqa: B023
-            got = autofuse.materialize(move(autofuse.wrap(x)) == x)
-            assert_same(autofuse.unwrap(got), move(x) == x, None)
+        one = torch.ones((), dtype=dtype)
+        for move in (
+            lambda t: torch.roll(t, 1, dim), lambda t: t.flip(dim),  # noqa: B023
+            lambda t: (t & 1 if dtype is torch.bool else t * 1).repeat_interleave(2, dim),  # noqa: B023
+            lambda t: t.repeat(*[2] * t.ndim), lambda t: (t == 0).transpose(0, dim).reshape(-1),  # noqa: B023
+        ):  # fmt: skip
+            got = autofuse.materialize(move(autofuse.wrap(x)) == one)
+            assert_same(autofuse.unwrap(got), move(x) == one, None)
 
 
 def test_shifts_that_are_others_each_time_come_to_an_end(on, always, monkeypatch):
@@ -352,7 +408,8 @@ def expression(rng, depth):
         f"torch.roll({a}, {shifts}, {dims})", f"(torch.roll({a}, {shifts}, {dims}) - {b})",
         f"({a} * {b})", f"({a} + 0.5 * {b})", f"({a} - {b}[:, :1])", f"({b}[:, :, -1:] + {a})",
         f"torch.cat([{a}[:, 1:], {a}[:, :1]], 1)", f"torch.flip({a}, {dims})",
-        f"({a}.flip({dims[0]}) - {b})",
+        f"({a}.flip({dims[0]}) - {b})", f"({a}).transpose(0, 2).reshape({b}.shape)",
+        f"({a}).repeat(1, 2, 1)[:, {b}.shape[1] // 2:][:, :{b}.shape[1]]",
     ])  # fmt: skip
 
 

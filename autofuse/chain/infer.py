@@ -176,6 +176,8 @@ def infer(
         shape: layout.Ints | None = tensors[0].shape
     else:
         shape = layout.broadcast([meta.shape for meta in tensors])
+        if op.move is not None and shape is not None:
+            shape = op.move.shape_of(shape)
     if shape is None:
         return "shapes that do not broadcast"
     dtypes = tuple(

@@ -106,10 +106,10 @@ def extend(
         node = eager_node(recorder, tip, op, "")
         node.cast = found
         return node
-    if op.moves and tip.rows is not None:  # whose kernel reads no index maps
+    if op.move is not None and tip.rows is not None:  # whose kernel reads no index maps
         return _cut(recorder, tip, op, "rows")
     node = Node(recorder, tip, op)
-    node.viewed |= op.moves
+    node.viewed |= op.move is not None
     node.args, node.common, node.meta = found.args, found.common, found.meta
     node.inputs, node.consts, node.limits = found.inputs, found.consts, found.limits
     node.fresh_bytes = sum(meta.nbytes for meta in node.inputs[len(tip.inputs) :])

@@ -12,7 +12,7 @@ import torch
 
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
-from ..chain.state import Node
+from ..chain.state import Node, this_thread
 from ..chain.verified import wanted
 from ..ops.reductions import REDUCTIONS, ROW_COMPOSITES
 from ..ops.row import METHODS
@@ -49,6 +49,8 @@ def install_shapes() -> None:
     for name in VIEWS:
         for place, func in unhandled(name):
             handle(place, name, viewing(name, func))
+    for place, func in unhandled("repeat_interleave"):
+        handle(place, "repeat_interleave", _interleaving(func))
     for name in JOINS:
         for place, func in unhandled(name):
             handle(place, name, joining(name, func))
@@ -122,6 +124,25 @@ def viewing(name: str, func: Handler) -> Handler:
     if (known.in_c and not known.writes) or known.lends:
         HOT.append(("viewing", handler, (func, known)))
     return handler
+
+
+def _interleaving(func: Handler) -> Handler:
+    """A handler for `repeat_interleave`: of a pending value, what torch makes it of."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 3 and not kwargs and args[0].__class__ is Tensor:
+            x, times, dim = args
+            pending = x._af.recorder is not None and not (this_thread.closed or looked_on())
+            if pending and type(times) is int and times > 0 and type(dim) is int:
+                if -x.ndim <= dim < x.ndim:
+                    dim %= x.ndim
+                    shape = [*x.shape[: dim + 1], times, *x.shape[dim + 1 :]]
+                    apart = torch.unsqueeze(x, dim + 1).expand(shape)
+                    return apart.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
+        return rest(*args, **kwargs)
+
+    rest = passing(func)
+    return functools.wraps(func)(call)
 
 
 def joining(name: str, func: Handler) -> Handler:

@@ -103,7 +103,7 @@ class Tape(Numbers):
         self.unsigned: set[int] = set()  # sums with zeros, which are never -0.0
 
     def apply(self, op: Op, operands: tuple[Any, ...]) -> Any:
-        if not op.moves and any(isinstance(x, Strips) for x in operands):
+        if op.move is None and any(isinstance(x, Strips) for x in operands):
             return strips.apply(self, op, operands)
         operands = tuple(map(self.step, operands))
         key = (op, *operands)

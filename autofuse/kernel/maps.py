@@ -12,7 +12,8 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from ..layout import Ints
+from ..layout import Ints, contiguous
+from ..ops.moves import Flipped, Move, Reshaped, Rolled
 from ..program.program import CONST, Join, Pointwise, Program, Ref, Step, View
 
 # elements between neighbours up to which one thread reads several of them, from one cache line
@@ -92,11 +93,16 @@ def _loop_over(
     for index in range(max(outs), -1, -1):
         for place in places.get(index, ()):
             step, found = steps[index], []
-            at = _flipped(place, step) if moves(step) else place
+            move = move_of(step)
+            at = place if move is None else _moved(program, step, move, place, sizes)
+            if isinstance(at, _Cut):
+                return at
+            if at is None:
+                return Apart(index)
             for ref in step.args:
-                operand = _operand(program, given, ref, at, step.out.shape, sizes)
-                if rolls_of(step):
-                    operand = _rolled(operand, index, rolls_of(step), place, step.out.shape)
+                operand = _operand(program, given, ref, at, sizes)
+                if isinstance(move, Rolled) and move.by:
+                    operand = _rolled(operand, index, move.by, place, step.out.shape)
                 if isinstance(operand, (Apart, _Cut)):
                     return operand
                 if isinstance(operand, tuple):
@@ -173,14 +179,14 @@ def _own_place(parts: list[list[int]], rank: int) -> Place:
 
 
 def _operand(
-    program: Program, given: Container[Ref], ref: Ref, place: Place, shape: Ints, sizes: Ints
+    program: Program, given: Container[Ref], ref: Ref, place: Place, sizes: Ints
 ) -> Found | Apart | _Cut:
-    """Where an operand of a step of `shape` is read that is computed at `place`."""
+    """Where an operand is read of a step that is computed at `place`."""
     if ref >= CONST:
         return ref
     spec = program.inputs[~ref] if ref < 0 else program.steps[ref].out
     still = (0, (0,) * len(sizes))
-    lead = len(shape) - len(spec.shape)
+    lead = len(place) - len(spec.shape)
     own = tuple(still if n == 1 else place[lead + k] for k, n in enumerate(spec.shape))
     step = None if ref < 0 else program.steps[ref]
     memory = step.args[0] if isinstance(step, View) else ref
@@ -197,24 +203,51 @@ def _operand(
     return ref, own
 
 
-def moves(step: Step) -> bool:
-    """Whether it reads its operand elsewhere than where it is computed."""
-    return isinstance(step, Pointwise) and step.op.moves
+def move_of(step: Step) -> Move | None:
+    """How it reads its operand elsewhere than where it is computed, if it does."""
+    return step.op.move if isinstance(step, Pointwise) else None
 
 
-def rolls_of(step: Step) -> tuple[Ints, ...]:
-    """By how much which dimensions of its operand are rolled."""
-    return step.op.rolls if isinstance(step, Pointwise) else ()
+def _moved(
+    program: Program, step: Step, move: Move, place: Place, sizes: Ints
+) -> Place | _Cut | None:
+    """Where the operand is read of a step that is computed at `place`; None if nowhere evenly."""
+    shape = step.out.shape
+    if isinstance(move, Rolled) or 0 in shape:
+        return place  # and turned where it is read
+    if isinstance(move, Reshaped):
+        (ref,) = step.args
+        own = (program.inputs[~ref] if ref < 0 else program.steps[ref].out).shape
+        offset, walk = walk_of(contiguous(shape), place, len(sizes))
+        return _place_of(offset, walk, own, contiguous(own), sizes)
+    found = list(place)
+    if isinstance(move, Flipped):
+        for dim in move.dims:
+            start, steps = place[dim]
+            found[dim] = shape[dim] - 1 - start, tuple(-n for n in steps)
+        return tuple(found)
+    for dim, times in enumerate(move.times):
+        if times > 1:
+            split = _rest(place[dim], shape[dim] // times, sizes)
+            if not isinstance(split, tuple):
+                return split
+            found[dim] = split
+    return tuple(found)
 
 
-def _flipped(place: Place, step: Step) -> Place:
-    """Where the operand is read of a step that is computed at `place`."""
-    assert isinstance(step, Pointwise)
-    flipped = list(place)
-    for dim in step.op.flips:
-        start, axes = place[dim]
-        flipped[dim] = step.out.shape[dim] - 1 - start, tuple(-move for move in axes)
-    return tuple(flipped)
+def _rest(index: tuple[int, Ints], period: int, sizes: Ints) -> tuple[int, Ints] | _Cut | None:
+    """What is left of an index divided by `period`, if it moves evenly."""
+    start, steps = index
+    if any(n < 0 for n in steps):
+        return None
+    rests = start % period, tuple(n % period for n in steps)
+    if rests[0] + sum(n * (size - 1) for n, size in zip(rests[1], sizes, strict=True)) < period:
+        return rests
+    for axis, (n, size) in enumerate(zip(steps, sizes, strict=True)):
+        inner = period // n if n and period % n == 0 else size
+        if 1 < inner < size and size % inner == 0:
+            return _Cut(axis, inner)
+    return None
 
 
 def _rolled(
@@ -257,29 +290,39 @@ def _place_in(
 ) -> Computed | Apart | _Cut:
     """Where step `base` is computed that is read, in memory that it would have, at `offset`."""
     spec = program.steps[base].out
-    # it would lie without a gap, so that an address is one number with a digit for each axis: a
-    # step of the loop adds digits, and as long as none carries its indices move evenly
-    axes = [axis for axis, size in enumerate(spec.shape) if size != 1]
-    axes.sort(key=lambda axis: -spec.stride[axis])
-    start = _digits(offset, axes, spec.stride)
-    moves = [_digits(step, axes, spec.stride) for step in walk]
+    place = _place_of(offset, walk, spec.shape, spec.stride, sizes)
+    if place is None:
+        return Apart(base)
+    return place if isinstance(place, _Cut) else (base, place)
+
+
+def _place_of(
+    offset: int, walk: Ints, shape: Ints, stride: Ints, sizes: Ints
+) -> Place | _Cut | None:
+    """Which element of memory laid out like this the loop meets; None if it moves unevenly."""
+    # it lies without a gap, so that an address is one number with a digit for each axis: a step of
+    # the loop adds digits, and as long as none carries its indices move evenly
+    axes = [axis for axis, size in enumerate(shape) if size != 1]
+    axes.sort(key=lambda axis: -stride[axis])
+    start = _digits(offset, axes, stride)
+    moves = [_digits(step, axes, stride) for step in walk]
     for axis in reversed(axes):
         far = [move[axis] * (size - 1) for move, size in zip(moves, sizes, strict=True)]
         first = start[axis] + sum(n for n in far if n < 0)
         last = start[axis] + sum(n for n in far if n > 0)
-        if first >= 0 and last < spec.shape[axis]:
+        if first >= 0 and last < shape[axis]:
             continue
-        whole = spec.shape[axis] * spec.stride[axis]
+        whole = shape[axis] * stride[axis]
         for k, size in enumerate(sizes):
             inner = whole // abs(walk[k]) if moves[k][axis] and whole % walk[k] == 0 else size
             if 1 < inner < size and size % inner == 0:
                 return _Cut(k, inner)
-        return Apart(base)
+        return None
     zero = (0,) * len(sizes)
-    place: list[tuple[int, Ints]] = [(0, zero)] * len(spec.shape)
+    place: list[tuple[int, Ints]] = [(0, zero)] * len(shape)
     for axis in axes:
         place[axis] = start[axis], tuple(move[axis] for move in moves)
-    return base, tuple(place)
+    return tuple(place)
 
 
 def _digits(number: int, axes: list[int], stride: Ints) -> dict[int, int]:

@@ -249,7 +249,7 @@ def completed(program: Program, device: str) -> Program:
         for ref in step.args if isinstance(step, Outside) else ():
             if 0 <= ref < CONST:
                 outputs.setdefault(ref, Output(ref, STORED))
-    if not any(isinstance(step, (View, Join)) or maps.moves(step) for step in program.steps):
+    if not any(isinstance(step, (View, Join)) or maps.move_of(step) for step in program.steps):
         return replace(program, outputs=tuple(outputs[step] for step in sorted(outputs)))
     for output in program.outputs:
         if output.kind == ALIAS:
@@ -345,7 +345,7 @@ def _make_piece(
         step = steps[node[0]]
         assert isinstance(step, Pointwise)
         refs = tuple(map(local, loop.operands[node]))
-        op = MOVED if step.op.moves else step.op
+        op = step.op if step.op.move is None else MOVED
         if op.by_scalar is not None and refs[-1] >= CONST:
             op = op.by_scalar
         for role, ref in zip(op.roles, refs, strict=True):

@@ -1,12 +1,15 @@
-"""`torch.roll` and `torch.flip`: elements of an operand that stand elsewhere, without a copy.
+"""Ops that give elements of an operand in other places, which are read where they lie.
 
-What is rolled has to be in memory, where it goes on from its beginning as a dimension ends; what is
-flipped is read, or computed, from its end on.
+`torch.roll` and `torch.flip`, `repeat` and `tile`, and what torch's view functions copy, as
+`reshape` does of what is transposed. How a kernel reads them is in `kernel.maps`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -15,20 +18,72 @@ from ..dtypes import EXACT
 from ..layout import Ints
 from .row import METHODS, Op, registrar, row, spelled
 
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """Along which dimensions, from the first on, and by how many, at least by one.
+
+    What is rolled has to be in memory, where it goes on from its beginning as a dimension ends.
+    """
+
+    by: tuple[tuple[int, int], ...]
+
+    def shape_of(self, shape: Ints) -> Ints:
+        return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Flipped:
+    """Along which dimensions it is read from the end on."""
+
+    dims: Ints
+
+    def shape_of(self, shape: Ints) -> Ints:
+        return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """How often along each dimension of the result."""
+
+    times: Ints
+
+    def shape_of(self, shape: Ints) -> Ints:
+        missing = len(self.times) - len(shape)
+        return tuple([n * by for n, by in zip((*[1] * missing, *shape), self.times, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """The same elements in the same order, in another shape."""
+
+    shape: Ints
+
+    def shape_of(self, shape: Ints) -> Ints:
+        return self.shape
+
+
+Move = Rolled | Flipped | Repeated | Reshaped
+
 # of which each way to move elements is a copy; it stands for all of them in kernels, and runs as
 # none
 MOVED = row("moved", "x", "x", accepts="fib", copies="fib", grad="g", eager=torch.clone)
 
-
 _MOST = 64  # ways to move, each a program: shifts that are others each time would have no end
-_known: dict[tuple[Any, ...], Op] = {}
+_known: dict[Any, Op] = {}
 
 
-def _roll(shifts: Ints, dims: Ints, rolls: tuple[Ints, ...]) -> Op:
-    return replace(
-        MOVED, name="roll", rolls=rolls, contiguous="cpu cuda",
-        eager=lambda x: torch.roll(x, shifts, dims),
-    )  # fmt: skip
+def _op(
+    name: str, move: Move, eager: Callable[..., Any], *, flat: bool = True, grad: str = "g"
+) -> Op:
+    """flat: whether the result is contiguous; else it is laid out as its operand, a copy of it."""
+    way = "cpu cuda" if flat else ""
+    return replace(MOVED, name=name, move=move, eager=eager, contiguous=way, grad=grad)
+
+
+def _is_known(key: Any) -> bool:
+    """Whether an op is there, or may still be made."""
+    return key in _known or len(_known) < _MOST
 
 
 def _is_dims(dims: Any, ndim: int) -> TypeGuard[Ints]:
@@ -39,6 +94,18 @@ def _is_dims(dims: Any, ndim: int) -> TypeGuard[Ints]:
         if type(d) is not int or not -ndim <= d < ndim:
             return False
     return len(dims) == 1 or len({d % ndim for d in dims}) == len(dims)
+
+
+def _are_sizes(sizes: Any) -> TypeGuard[Ints]:
+    return type(sizes) is tuple and all([type(n) is int and 0 <= n <= EXACT for n in sizes])
+
+
+# --- rolls ----------------------------------------------------------------------------------------
+
+
+def _roll(shifts: Ints, dims: Ints, by: tuple[tuple[int, int], ...]) -> Op:
+    move = Rolled(tuple([(d, n) for d, n in by if n]))
+    return _op("roll", move, lambda x: torch.roll(x, shifts, dims))
 
 
 @spelled()
@@ -53,18 +120,20 @@ def roll(input: Any, shifts: Any, dims: Any = None) -> tuple[Op, tuple[Any, ...]
         return None
     if not input.is_contiguous() or not input.numel() or max(map(abs, shifts)) > EXACT:
         return None
-    moved = [(d % input.ndim, by % input.shape[d]) for d, by in zip(dims, shifts, strict=True)]
-    rolls = tuple([(d, by) for d, by in moved if by])
-    against = tuple([(d, input.shape[d] - by) for d, by in rolls])
-    key = shifts, dims, rolls, against
-    op = _known.get(key)
-    if op is None:
-        if len(_known) >= _MOST:
-            return None
+    sizes = tuple([input.shape[d] for d in dims])
+    key = shifts, dims, sizes
+    if not _is_known(key):
+        return None
+    if key not in _known:
+        by = [(d % input.ndim, n % size) for d, n, size in zip(dims, shifts, sizes, strict=True)]
+        against = [(d, -n % input.shape[d]) for d, n in by]
         # as torch's node does, whose dimensions come in the opposite order
-        back = _roll(tuple([-by for by in shifts[::-1]]), dims[::-1], against)
-        op = _known[key] = replace(_roll(shifts, dims, rolls), back=back)
-    return op, (input,)
+        back = _roll(tuple([-n for n in shifts[::-1]]), dims[::-1], tuple(against))
+        _known[key] = replace(_roll(shifts, dims, tuple(by)), back=back)
+    return _known[key], (input,)
+
+
+# --- flips ----------------------------------------------------------------------------------------
 
 
 @spelled()
@@ -91,10 +160,66 @@ def flipud(input: Any) -> tuple[Op, tuple[Any, ...]] | None:
 
 
 def _flipped(input: Any, dims: Ints) -> tuple[Op, tuple[Any, ...]] | None:
-    op = _known.get(dims)
-    if op is None:
-        if len(_known) >= _MOST:
-            return None
-        made = replace(MOVED, name="flip", flips=dims, eager=lambda x: torch.flip(x, dims))
-        op = _known[dims] = replace(made, back=made)
-    return op, (input,)
+    key = "flip", dims
+    if not _is_known(key):
+        return None
+    if key not in _known:
+        made = _op("flip", Flipped(dims), lambda x: torch.flip(x, dims), flat=False)
+        _known[key] = replace(made, back=made)
+    return _known[key], (input,)
+
+
+# --- repetitions, whose gradients are sums that torch makes ---------------------------------------
+
+
+@spelled("repeat")
+def _repeat(input: Any, *repeats: Any) -> tuple[Op, tuple[Any, ...]] | None:
+    times = repeats[0] if len(repeats) == 1 and type(repeats[0]) is not int else repeats
+    times = tuple(times) if type(times) in (list, torch.Size) else times
+    if not _are_sizes(times) or len(times) < input.ndim:
+        return None
+    key = "repeat", times
+    if not _is_known(key):
+        return None
+    if key not in _known:
+        move = Repeated(times)
+        _known[key] = _op("repeat", move, lambda x: x.repeat(times), grad="")
+    return _known[key], (input,)
+
+
+@spelled()
+def tile(input: Any, dims: Any) -> tuple[Op, tuple[Any, ...]] | None:
+    times = tuple(dims) if type(dims) is list else dims
+    if not _are_sizes(times):
+        return None
+    return _repeat(input, (1,) * (input.ndim - len(times)) + times)
+
+
+@registrar(METHODS)("tile")
+def _tile_method(input: Any, dims: Any, *more: Any) -> tuple[Op, tuple[Any, ...]] | None:
+    return tile(input, (dims, *more) if type(dims) is int else None if more else dims)
+
+
+# --- copies in another shape ----------------------------------------------------------------------
+
+
+def reshaped(shape: Ints, to: Ints) -> Op | None:
+    """The op that copies elements of `shape` to memory of their own, of another shape.
+
+    None where a kernel would find them by division.
+    """
+    ends = sorted({*_ends(shape), *_ends(to)})
+    if any(b % a for a, b in itertools.pairwise(ends)):
+        return None
+    key = "reshape", shape, to
+    if not _is_known(key):
+        return None
+    if key not in _known:
+        # its gradient is a view of what comes in, where torch can make one
+        _known[key] = _op("reshape", Reshaped(to), lambda x: x.reshape(to), grad="")
+    return _known[key]
+
+
+def _ends(shape: Sequence[int]) -> list[int]:
+    """How many elements the last dimensions have, with each further one."""
+    return [math.prod(shape[k:]) for k in range(len(shape))]

@@ -58,9 +58,7 @@ class Op:
         eager under grad.
     keeps: operands and `out` that eager's node saves even where no rule reads them; a Python
         number among them is saved as a tensor.
-    rolls: of one that gives its operand with elements moved around along dimensions: which, from
-        the first on, and by how many.
-    flips: of one that gives its operand from the end on: along which dimensions.
+    move: of one that gives elements of its operand in other places: how, see `ops.moves`.
     back: of one that moves elements: what moves those of its gradient back.
     eager: the torch function of the same operands, for chains that run without their kernel.
     costs: how many eager ops it counts for where the host's time is weighed.
@@ -93,8 +91,7 @@ class Op:
     # (shape, stride of the operand) -> the result's, where eager takes several steps
     strides: Callable[[Ints, Ints], Ints] | None = None
     by_scalar: Op | None = None
-    rolls: tuple[tuple[int, int], ...] = ()
-    flips: Ints = ()
+    move: Any = None
     back: Op | None = None
     eager: Callable[..., torch.Tensor] | None = None  # over the operands; torch.<name> if not given
     costs: int = 1
@@ -115,11 +112,6 @@ class Op:
 
     def __repr__(self) -> str:
         return f"Op({self.name})"
-
-    @property
-    def moves(self) -> bool:
-        """Whether elements of the result stand elsewhere than in its operand."""
-        return bool(self.rolls or self.flips)
 
     @property
     def fits(self) -> bool:

@@ -24,6 +24,7 @@ VIEWS = frozenset(
 ATTRIBUTES = ("T", "mT", "H", "mH")
 SQUARE = ("T", "H")  # which torch wants to be matrices
 COPYING = ("ravel",)  # give copies of tensors without memory of their own, whose strides are 0
+RESHAPING = ("flatten", "reshape", "reshape_as")  # copy what is no view in memory as it lies
 LIKE = {"expand_as": torch.Tensor.expand, "reshape_as": torch.Tensor.reshape,
         "view_as": torch.Tensor.view}  # take a tensor for its shape  # fmt: skip
 

@@ -19,6 +19,7 @@ from ..chain.trie import eager_node, is_run, key_alone
 from ..grad.backward import MANY_SWEEPS
 from ..grad.segments import Outline
 from ..kernel.text import calls_functions
+from ..ops.moves import Rolled
 from ..ops.reductions import Reduction
 from ..run.runner import Runner
 from ..settings.config import config
@@ -205,7 +206,8 @@ def _work(nodes: list[Node]) -> float:
         each = _ARITHMETIC_US
         if calls_functions(node.op, node.common):
             each = _FUNCTIONS_US.get(node.op.name, _FUNCTION_US)
-        if any([dim == node.meta.ndim - 1 for dim, _ in getattr(node.op, "rolls", ())]):
+        rolls = node.op.move.by if isinstance(node.op.move, Rolled) else ()
+        if any([dim == node.meta.ndim - 1 for dim, _ in rolls]):
             each -= 2 * _TURNED_US[min(max(node.meta.dtype.itemsize, 2), 4)]  # kernels take half
         total += each * math.prod(node.meta.shape) / 1000
     return total

@@ -11,7 +11,9 @@ import torch
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta, still_lies_as
 from ..chain.shell import Tensor
 from ..chain.state import AT_ONCE, Node, this_thread
-from ..ops.views import LIKE, SPLITS, SQUARE, ViewOp, view_op
+from ..ops.moves import reshaped
+from ..ops.row import Op
+from ..ops.views import LIKE, RESHAPING, SPLITS, SQUARE, ViewOp, view_op
 from ..settings.config import config
 from ..torch_private import InferenceMode, NoModes, looked_on
 from .record import record
@@ -68,6 +70,8 @@ def record_view(name: str, func: Any, handler: Any, args: Any, kwargs: Any) -> A
         made.append(shell)
     if not made:
         return None
+    if not isinstance(ops[0], ViewOp):
+        return made[0]
     several = ops[0].part is not None
     known = key_of(handler, args[1:], kwargs, tip if like else None)
     if known is not None and len(node.known_views) < 2 * WAYS:
@@ -166,8 +170,9 @@ def _thawed(value: Any) -> Any:
     return tuple(map(_thawed, value))
 
 
-def _ops_of(name: str, call: partial[Any], node: Node) -> tuple[ViewOp, ...]:
-    """The ops of the views that `call` gives of the value of `node`; none if that is not all.
+def _ops_of(name: str, call: partial[Any], node: Node) -> tuple[ViewOp, ...] | tuple[Op]:
+    """The ops of the views that `call` gives of the value of `node`, or of the copy in another
+    shape; none if that is not all.
 
     Torch itself says so, and whatever it refuses it will refuse again when it is run.
     """
@@ -187,7 +192,9 @@ def _ops_of(name: str, call: partial[Any], node: Node) -> tuple[ViewOp, ...]:
         several = result.__class__ in (tuple, list)
         results = result if several else (result,)
         if not all(one.__class__ is torch.Tensor and one._base is base for one in results):
-            return ()  # a copy
+            copied = name in RESHAPING and result.is_contiguous() and result.numel()
+            op = reshaped(tuple(meta.shape), tuple(result.shape)) if copied else None
+            return () if op is None else (op,)
         dim = None
         if name in SPLITS:
             _, given, options = call.args

@@ -197,7 +197,7 @@ def reads_apart(chain: Chain, target: torch.Tensor, meta: Meta) -> bool:
             return True
     for node in chain.tip.path() if along else ():
         if not along.isdisjoint(node.args):
-            if node.base >= 0 or getattr(node.op, "moves", False):
+            if node.base >= 0 or node.op.move is not None:  # type: ignore[union-attr]
                 return True
             reads = any([ref < 0 and ref in along for ref in node.args])
             if reads and node.meta.shape != meta.shape:  # type: ignore[union-attr]
