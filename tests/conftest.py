@@ -18,7 +18,7 @@ import autofuse  # noqa: E402
 from autofuse import lending  # noqa: E402
 from autofuse.chain import state, verified  # noqa: E402
 from autofuse.ops import moves  # noqa: E402
-from autofuse.record.modes import forget_all, reopen_all  # noqa: E402
+from autofuse.record.modes import forget_all  # noqa: E402
 from autofuse.supply import kernels  # noqa: E402
 from autofuse.supply.disk import DiskCache  # noqa: E402
 
@@ -111,14 +111,18 @@ def on(request):
 def tier(request, monkeypatch):
     """Chains run by kernels; as eager ops where that costs less; as eager ops until they are there.
 
-    In the last tier no kernel ever comes.
+    In the last tier no kernel ever comes, whatever other tests have compiled.
     """
     monkeypatch.setattr(autofuse.config, "always_fuse", request.param != "short")
     if request.param == "waiting":
         monkeypatch.setattr(autofuse.config, "compile", "background")
         monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
-        reopen_all("test")
-    return request.param
+        monkeypatch.setattr(DiskCache, "get", lambda *_: None)
+        kernels.clear_kernels()
+        forget_all("test")
+    yield request.param
+    if request.param == "waiting":
+        forget_all("test")
 
 
 @pytest.fixture

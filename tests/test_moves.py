@@ -109,6 +109,31 @@ def test_they_are_eagers(on, always, name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+def test_whatever_runs_them(tier, name):
+    """Beside a write that is pending, too, which whoever runs ops eagerly has to see first."""
+    for shape in ((4, 8), (3, 5)):
+        u = values(shape)
+        for _ in range(3):
+            mine, w = u.clone(), autofuse.wrap(u.clone())
+            want, got = [], []
+            for found, x in ((want, mine), (got, w)):
+                x *= 2.0
+                outs = PROGRAMS[name](x)
+                h = (x + 1.0).mul_(3.0)
+                again = PROGRAMS[name](h)
+                x -= h
+                float(x.sum())  # in memory now
+                first = PROGRAMS[name](x)
+                first = first[0] if isinstance(first, (tuple, list)) else first
+                into = torch.ones(first.shape)  # which is not wrapped
+                into += first
+                for out in (outs, again, x, into):
+                    found += out if isinstance(out, (tuple, list)) else [out]
+            got = [autofuse.unwrap(autofuse.materialize(t)) for t in got]
+            assert_same(got, want, 1e-5, f"{shape}")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_for_cuda_read_them(kernels, name):  # noqa: F811
     compare(name, SHAPES[:-1], 1e-5)
 

@@ -84,7 +84,7 @@ row("softshrink", "x l:common", "x if x != x else x - l if x > l else x + l if x
     eager=F.softshrink, grad="shrink_backward(g, x, l); none")
 row("threshold", "x t:common v:common", "v if x <= t else x", accepts="fi",
     grad="threshold_backward_at(x, g, t); none; none")
-row("glu", "x y", "x * (1 / (1 + exp(-y)))", eager=lambda x, y: x * torch.sigmoid(y))
+row("glu", "x y", "x * (1 / (1 + exp(-y)))", eager=lambda x, y: torch.mul(x, torch.sigmoid(y)))
 
 
 @spelled()

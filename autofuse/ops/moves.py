@@ -183,7 +183,7 @@ def _repeat(input: Any, *repeats: Any) -> tuple[Op, tuple[Any, ...]] | None:
         return None
     if key not in _known:
         move = Repeated(times)
-        _known[key] = _op("repeat", move, lambda x: x.repeat(times), grad="")
+        _known[key] = _op("repeat", move, lambda x: torch.Tensor.repeat(x, times), grad="")
     return _known[key], (input,)
 
 
@@ -216,7 +216,7 @@ def reshaped(shape: Ints, to: Ints) -> Op | None:
         return None
     if key not in _known:
         # its gradient is a view of what comes in, where torch can make one
-        _known[key] = _op("reshape", Reshaped(to), lambda x: x.reshape(to), grad="")
+        _known[key] = _op("reshape", Reshaped(to), lambda x: torch.reshape(x, to), grad="")
     return _known[key]
 
 
