@@ -280,6 +280,14 @@ CALLS = {
     "flipped by names": lambda x: torch.flip(input=x, dims=(1,)),
     "flipped by a name": lambda x: x.flip(dims=[0]),
     "flipped by one": lambda x: torch.flip(x, 0),
+    "flipped by one with a name": lambda x: x.flip(dims=0),
+    "tiled by one with a name": lambda x: x.tile(dims=2),
+    "flipped twice over": lambda x: x.flip((0,), (1,)),
+    "flipped by both": lambda x: x.flip(0, dims=(1,)),
+    "tiled by both": lambda x: x.tile(2, dims=(1,)),
+    "repeated beyond counting": lambda x: x.repeat(2**40, 2**40),
+    "tiled beyond counting": lambda x: x.tile((2**40, 2**40)),
+    "repeated beyond counting, and by none": lambda x: x.repeat(2**33, 2**33, 0),
     "flipped along nothing": lambda x: x.flip(()),
     "a dimension flipped twice": lambda x: x.flip(0, -2),
     "flipped out of range": lambda x: x.flip(2),
@@ -314,6 +322,29 @@ def test_calls_are_eagers(on, always, call):
             assert want._is_view() or not got._is_view()
         else:
             assert got == want
+
+
+@pytest.mark.parametrize("shapes", [*itertools.permutations([(5,), (5, 5), (2, 5, 5)])])
+def test_one_call_of_tensors_of_several_dimensions(on, always, shapes):
+    moves = (lambda t: t.roll(1, -1), lambda t: t.roll((2, 1)[: t.ndim], (-1, 0)[: t.ndim]),
+             lambda t: t.flip(-1), lambda t: t.flip(0), lambda t: t.repeat(2, 1, 1, 1),
+             lambda t: t.tile(2), lambda t: t.repeat_interleave(2, -1),
+             lambda t: t.transpose(0, -1).reshape(-1))  # fmt: skip
+    for move in moves:
+        for shape in shapes * 2:
+            x = values(shape).requires_grad_()
+            w = autofuse.wrap(x.detach().clone().requires_grad_())
+            got, want = (
+                gradients(lambda t: move(t * 2.0) * 3.0, w),
+                gradients(  # noqa: B023
+                    lambda t: move(t * 2.0) * 3.0,
+                    x,  # noqa: B023
+                ),
+            )
+            assert_same(got, want, 1e-5, f"{shape}")
+            with torch.no_grad():
+                got = autofuse.unwrap(autofuse.materialize(move(autofuse.wrap(x.detach()) * 2.0)))
+                assert_same(got, move(x * 2.0).detach(), 1e-5, f"{shape}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -69,6 +69,7 @@ Move = Rolled | Flipped | Repeated | Reshaped
 # none
 MOVED = row("moved", "x", "x", accepts="fib", copies="fib", grad="g", eager=torch.clone)
 
+_LARGEST = 1 << 48  # elements; of more no machine has memory, and torch counts them in its own way
 _MOST = 64  # ways to move, each a program: shifts that are others each time would have no end
 _known: dict[Any, Op] = {}
 
@@ -96,6 +97,11 @@ def _is_dims(dims: Any, ndim: int) -> TypeGuard[Ints]:
     return len(dims) == 1 or len({d % ndim for d in dims}) == len(dims)
 
 
+def _given(numbers: tuple[Any, ...]) -> Any:
+    """What a method is given, one by one or as a sequence."""
+    return numbers if len(numbers) != 1 or type(numbers[0]) is int else numbers[0]
+
+
 def _are_sizes(sizes: Any) -> TypeGuard[Ints]:
     return type(sizes) is tuple and all([type(n) is int and 0 <= n <= EXACT for n in sizes])
 
@@ -120,12 +126,13 @@ def roll(input: Any, shifts: Any, dims: Any = None) -> tuple[Op, tuple[Any, ...]
         return None
     if not input.is_contiguous() or not input.numel() or max(map(abs, shifts)) > EXACT:
         return None
+    dims = tuple([d % input.ndim for d in dims])  # an op is that of all tensors which have these
     sizes = tuple([input.shape[d] for d in dims])
     key = shifts, dims, sizes
     if not _is_known(key):
         return None
     if key not in _known:
-        by = [(d % input.ndim, n % size) for d, n, size in zip(dims, shifts, sizes, strict=True)]
+        by = [(d, n % size) for d, n, size in zip(dims, shifts, sizes, strict=True)]
         against = [(d, -n % input.shape[d]) for d, n in by]
         # as torch's node does, whose dimensions come in the opposite order
         back = _roll(tuple([-n for n in shifts[::-1]]), dims[::-1], tuple(against))
@@ -145,8 +152,8 @@ def flip(input: Any, dims: Any) -> tuple[Op, tuple[Any, ...]] | None:
 
 
 @registrar(METHODS)("flip")
-def _flip_method(input: Any, dims: Any, *more: Any) -> tuple[Op, tuple[Any, ...]] | None:
-    return flip(input, (dims, *more) if type(dims) is int else None if more else dims)
+def _flip_method(input: Any, *given: Any, dims: Any = None) -> tuple[Op, tuple[Any, ...]] | None:
+    return None if given and dims is not None else flip(input, _given(given) if given else dims)
 
 
 @spelled()
@@ -174,9 +181,11 @@ def _flipped(input: Any, dims: Ints) -> tuple[Op, tuple[Any, ...]] | None:
 
 @spelled("repeat")
 def _repeat(input: Any, *repeats: Any) -> tuple[Op, tuple[Any, ...]] | None:
-    times = repeats[0] if len(repeats) == 1 and type(repeats[0]) is not int else repeats
+    times = _given(repeats)
     times = tuple(times) if type(times) in (list, torch.Size) else times
     if not _are_sizes(times) or len(times) < input.ndim:
+        return None
+    if math.prod(n for n in (*times, *input.shape) if n) >= _LARGEST:
         return None
     key = "repeat", times
     if not _is_known(key):
@@ -196,8 +205,8 @@ def tile(input: Any, dims: Any) -> tuple[Op, tuple[Any, ...]] | None:
 
 
 @registrar(METHODS)("tile")
-def _tile_method(input: Any, dims: Any, *more: Any) -> tuple[Op, tuple[Any, ...]] | None:
-    return tile(input, (dims, *more) if type(dims) is int else None if more else dims)
+def _tile_method(input: Any, *given: Any, dims: Any = None) -> tuple[Op, tuple[Any, ...]] | None:
+    return None if given and dims is not None else tile(input, _given(given) if given else dims)
 
 
 # --- copies in another shape ----------------------------------------------------------------------
