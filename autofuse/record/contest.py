@@ -21,8 +21,9 @@ _record, _query, _elapsed = (
 FUSED, PLAIN = 0, 1  # the ways; a contest begins with the first
 BLOCK = 4  # spans of a block that count; the one before them does not, which the other way delays
 _BLOCKS, _CLOSE, _MOST = 3, 0.05, 9  # of each way; more where medians differ by less than _CLOSE
-# A block of each way is enough where no span of one is as long as any of the other, and the medians
-# differ by so much: MPPI's step, 0.4 of eager's time, found that after 110 calls, not 40 (H200)
+# A block of each way is enough where every span of the fused one is shorter than any of the plain
+# one, and their medians differ by so much: MPPI's step, 0.4 of eager's time, found that after 110
+# calls (H200). Nothing says so soon that fused calls lose, whose first ones find nothing in caches
 _CLEAR = 0.2
 _ONCE, _TWICE = 8, 2  # spans of a block, and blocks of each way, where it is decided once
 # of what plain calls take, which are eager's own: as much has to be won, or a few noisy spans, of
@@ -208,25 +209,26 @@ class Contest:
 
     def _decide(self) -> None:
         """Stay with the better way, or go on where the two are close or too little is known."""
-        spans_of, costs, least, most = self._spans, [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+        spans_of, costs, most, least = self._spans, [0.0, 0.0], 0.0, 0.0
         for way in (PLAIN - self.way, self.way):  # the last first: one look while it is not known
             times = []
             for span in reversed(spans_of[way]):
                 time = self._clock.between(*span)
                 if time is None:
+                    self._done = self._once or self._counted >= 2 * BLOCK * _BLOCKS
                     return
                 times.append(time)
             if not times:  # another thread has decided meanwhile
                 return
-            costs[way], least[way], most[way] = median(times), min(times), max(times)
+            costs[way] = median(times)
+            most, least = (max(times), least) if way == FUSED else (most, min(times))
         fused, plain = costs
         self._done = False
         close = abs(fused - plain) <= _CLOSE * plain  # of two that are nothing, too
         if close and not self._once and self._counted < 2 * BLOCK * _MOST:
             return
         if not self._once and self._counted < 2 * BLOCK * _BLOCKS:
-            apart = most[FUSED] < least[PLAIN] or most[PLAIN] < least[FUSED]
-            if not apart or abs(fused - plain) <= _CLEAR * plain:
+            if most >= least or fused > (1 - _CLEAR) * plain:
                 return
         self.costs = fused, plain
         worth = _WORTH_ONCE if self._once else _WORTH
