@@ -1,4 +1,4 @@
-"""`torch.roll` and `torch.flip`: reads of elements that stand elsewhere, without a copy."""
+"""Rolls, flips, repetitions and copies in another shape: reads of elements that stand elsewhere."""
 
 import itertools
 import os
@@ -193,8 +193,26 @@ def written_after(u, v):
     return h + u
 
 
+def flipped_over_itself(u, v):
+    u.copy_(u.flip(0) * 2.0)
+    u += u.flip(1)
+    return u
+
+
+def flipped_out(u, v):
+    torch.mul(u.flip(1), v, out=u)
+    return u
+
+
+def repeated_over_itself(u, v):
+    u.copy_((u[:1] * 2.0).repeat(len(u), 1) + u)
+    u[:, : u.shape[1] // 2 * 2] += u[:, : u.shape[1] // 2].repeat(1, 2)
+    return u
+
+
 WRITES = [step_in_place, copied, written_beside, written_rows, through_a_view, out_of,
-          pending_in_place, written_after]  # fmt: skip
+          pending_in_place, written_after, flipped_over_itself, flipped_out,
+          repeated_over_itself]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", WRITES, ids=lambda program: program.__name__)
@@ -249,6 +267,8 @@ CALLS = {
     "repeated by names": lambda x: x.repeat(repeats=(1, 2)),
     "repeated by fewer": lambda x: x.repeat(2),
     "repeated by nothing": lambda x: x.repeat(),
+    "a number repeated by none": lambda x: x[0, 0].repeat(),
+    "each repeated without end": lambda x: x.repeat_interleave(2**70, 1),
     "repeated by none": lambda x: x.repeat(0, 1),
     "repeated by less": lambda x: x.repeat(-1, 1),
     "repeated by a float": lambda x: x.repeat(1.0, 2),
@@ -365,15 +385,27 @@ def test_of_every_dtype(on, always, dtype):
 
 def test_shifts_that_are_others_each_time_come_to_an_end(on, always, monkeypatch):
     """As of augmentations: each would be a program of its own."""
-    monkeypatch.setattr(moves, "_known", {})
+    moves._known.clear()
     w, u = autofuse.wrap(values((4, 1000))), values((4, 1000))
     for shift in range(1, 200):
         got = autofuse.materialize(torch.roll(w * 2.0, shift, 1) + 1.0)
         assert_same(autofuse.unwrap(got), torch.roll(u * 2.0, shift, 1) + 1.0, None)
-    assert len(moves._known) == moves._MOST
+    assert len(moves._known["roll"]) == moves._MOST
     autofuse.reset_stats()
     autofuse.materialize(torch.roll(w * 2.0, 1, 1) + 1.0)  # these stay
     assert autofuse.stats().ops_eager == 0
+
+
+def test_sizes_are_no_part_of_a_way_to_move(on, always):
+    for n in range(2, 140):
+        u = values((n, 3))
+        autofuse.reset_stats()
+        w = autofuse.wrap(u)
+        got = autofuse.materialize(w.roll(1, 0) + w.flip(0) * 2.0)
+        assert autofuse.stats().ops_eager == 0
+        assert_same(autofuse.unwrap(got), u.roll(1, 0) + u.flip(0) * 2.0, 1e-6)
+        again = autofuse.materialize((w * 2.0).t().reshape(-1) + 1.0)  # each is a way of its own
+        assert_same(autofuse.unwrap(again), (u * 2.0).t().reshape(-1) + 1.0, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

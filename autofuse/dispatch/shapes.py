@@ -14,6 +14,7 @@ from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node, this_thread
 from ..chain.verified import wanted
+from ..dtypes import EXACT
 from ..ops.reductions import REDUCTIONS, ROW_COMPOSITES
 from ..ops.row import METHODS
 from ..ops.views import JOINS, VIEWS
@@ -133,7 +134,7 @@ def _interleaving(func: Handler) -> Handler:
         if len(args) == 3 and not kwargs and args[0].__class__ is Tensor:
             x, times, dim = args
             pending = x._af.recorder is not None and not (this_thread.closed or looked_on())
-            if pending and type(times) is int and times > 0 and type(dim) is int:
+            if pending and type(times) is type(dim) is int and 0 < times <= EXACT:
                 if -x.ndim <= dim < x.ndim:
                     dim %= x.ndim
                     shape = [*x.shape[: dim + 1], times, *x.shape[dim + 1 :]]

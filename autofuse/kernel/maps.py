@@ -261,8 +261,7 @@ def _rolled(
     if not isinstance(operand, Read):
         assert isinstance(operand, (Apart, _Cut))
         return operand
-    if operand.rolls:
-        return Apart(index)
+    assert not operand.rolls
     found, offset = [], operand.offset
     for dim, shift in rolls:
         start, moves = place[dim]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -21,7 +22,7 @@ from .row import METHODS, Op, registrar, row, spelled
 
 @dataclass(frozen=True, slots=True)
 class Rolled:
-    """Along which dimensions, from the first on, and by how many, at least by one.
+    """Along which dimensions, from the first on, and by how many, or less than none.
 
     What is rolled has to be in memory, where it goes on from its beginning as a dimension ends.
     """
@@ -70,8 +71,9 @@ Move = Rolled | Flipped | Repeated | Reshaped
 MOVED = row("moved", "x", "x", accepts="fib", copies="fib", grad="g", eager=torch.clone)
 
 _LARGEST = 1 << 48  # elements; of more no machine has memory, and torch counts them in its own way
-_MOST = 64  # ways to move, each a program: shifts that are others each time would have no end
-_known: dict[Any, Op] = {}
+# ways to move of each kind, each a program: shifts that are others each time would have no end
+_MOST = 64
+_known: defaultdict[str, dict[Any, Op]] = defaultdict(dict)  # by kind
 
 
 def _op(
@@ -82,9 +84,12 @@ def _op(
     return replace(MOVED, name=name, move=move, eager=eager, contiguous=way, grad=grad)
 
 
-def _is_known(key: Any) -> bool:
-    """Whether an op is there, or may still be made."""
-    return key in _known or len(_known) < _MOST
+def _kept(kind: str, key: Any, make: Callable[[], Op]) -> Op | None:
+    """The op of a key, made if it is the first; None where there are too many."""
+    known = _known[kind]
+    if key not in known and len(known) < _MOST:
+        known[key] = make()
+    return known.get(key)
 
 
 def _is_dims(dims: Any, ndim: int) -> TypeGuard[Ints]:
@@ -127,17 +132,16 @@ def roll(input: Any, shifts: Any, dims: Any = None) -> tuple[Op, tuple[Any, ...]
     if not input.is_contiguous() or not input.numel() or max(map(abs, shifts)) > EXACT:
         return None
     dims = tuple([d % input.ndim for d in dims])  # an op is that of all tensors which have these
-    sizes = tuple([input.shape[d] for d in dims])
-    key = shifts, dims, sizes
-    if not _is_known(key):
-        return None
-    if key not in _known:
-        by = [(d, n % size) for d, n, size in zip(dims, shifts, sizes, strict=True)]
-        against = [(d, -n % input.shape[d]) for d, n in by]
+    by = tuple([(d, n % input.shape[d]) for d, n in zip(dims, shifts, strict=True)])
+
+    def make() -> Op:
         # as torch's node does, whose dimensions come in the opposite order
-        back = _roll(tuple([-n for n in shifts[::-1]]), dims[::-1], tuple(against))
-        _known[key] = replace(_roll(shifts, dims, tuple(by)), back=back)
-    return _known[key], (input,)
+        against = tuple([(d, -n) for d, n in by])
+        back = _roll(tuple([-n for n in shifts[::-1]]), dims[::-1], against)
+        return replace(_roll(shifts, dims, by), back=back)
+
+    op = _kept("roll", (shifts, dims, by), make)
+    return None if op is None else (op, (input,))
 
 
 # --- flips ----------------------------------------------------------------------------------------
@@ -167,13 +171,12 @@ def flipud(input: Any) -> tuple[Op, tuple[Any, ...]] | None:
 
 
 def _flipped(input: Any, dims: Ints) -> tuple[Op, tuple[Any, ...]] | None:
-    key = "flip", dims
-    if not _is_known(key):
-        return None
-    if key not in _known:
+    def make() -> Op:
         made = _op("flip", Flipped(dims), lambda x: torch.flip(x, dims), flat=False)
-        _known[key] = replace(made, back=made)
-    return _known[key], (input,)
+        return replace(made, back=made)
+
+    op = _kept("flip", dims, make)
+    return None if op is None else (op, (input,))
 
 
 # --- repetitions, whose gradients are sums that torch makes ---------------------------------------
@@ -185,15 +188,14 @@ def _repeat(input: Any, *repeats: Any) -> tuple[Op, tuple[Any, ...]] | None:
     times = tuple(times) if type(times) in (list, torch.Size) else times
     if not _are_sizes(times) or len(times) < input.ndim:
         return None
-    if math.prod(n for n in (*times, *input.shape) if n) >= _LARGEST:
+    if not repeats or math.prod(n for n in (*times, *input.shape) if n) >= _LARGEST:
         return None
-    key = "repeat", times
-    if not _is_known(key):
-        return None
-    if key not in _known:
-        move = Repeated(times)
-        _known[key] = _op("repeat", move, lambda x: torch.Tensor.repeat(x, times), grad="")
-    return _known[key], (input,)
+
+    def make() -> Op:
+        return _op("repeat", Repeated(times), lambda x: torch.Tensor.repeat(x, times), grad="")
+
+    op = _kept("repeat", times, make)
+    return None if op is None else (op, (input,))
 
 
 @spelled()
@@ -218,15 +220,13 @@ def reshaped(shape: Ints, to: Ints) -> Op | None:
     None where a kernel would find them by division.
     """
     ends = sorted({*_ends(shape), *_ends(to)})
-    if any(b % a for a, b in itertools.pairwise(ends)):
+    if any(b % a for a, b in itertools.pairwise(ends)) or math.prod(to) >= _LARGEST:
         return None
-    key = "reshape", shape, to
-    if not _is_known(key):
-        return None
-    if key not in _known:
-        # its gradient is a view of what comes in, where torch can make one
-        _known[key] = _op("reshape", Reshaped(to), lambda x: torch.reshape(x, to), grad="")
-    return _known[key]
+
+    def make() -> Op:  # its gradient is a view of what comes in, where torch can make one
+        return _op("reshape", Reshaped(to), lambda x: torch.reshape(x, to), grad="")
+
+    return _kept("reshape", (shape, to), make)
 
 
 def _ends(shape: Sequence[int]) -> list[int]:

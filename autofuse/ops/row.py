@@ -59,7 +59,8 @@ class Op:
     keeps: operands and `out` that eager's node saves even where no rule reads them; a Python
         number among them is saved as a tensor.
     move: of one that gives elements of its operand in other places: how, see `ops.moves`.
-    back: of one that moves elements: what moves those of its gradient back.
+    back: of one that moves elements: what moves those of its gradient back; `grad` says no more
+        than that there is one.
     eager: the torch function of the same operands, for chains that run without their kernel.
     costs: how many eager ops it counts for where the host's time is weighed.
     """

@@ -20,7 +20,8 @@ _record, _query, _elapsed = (
 
 FUSED, PLAIN = 0, 1  # the ways; a contest begins with the first
 BLOCK = 4  # spans of a block that count; the one before them does not, which the other way delays
-_BLOCKS, _CLOSE, _MOST = 3, 0.05, 9  # of each way; more where medians differ by less than _CLOSE
+# of each way, or one of each, see _CLEAR; more where medians differ by less than _CLOSE
+_BLOCKS, _CLOSE, _MOST = 3, 0.05, 9
 # A block of each way is enough where every span of the fused one is shorter than any of the plain
 # one, and their medians differ by so much: MPPI's step, 0.4 of eager's time, found that after 110
 # calls (H200). Nothing says so soon that fused calls lose, whose first ones find nothing in caches
@@ -209,7 +210,7 @@ class Contest:
 
     def _decide(self) -> None:
         """Stay with the better way, or go on where the two are close or too little is known."""
-        spans_of, costs, most, least = self._spans, [0.0, 0.0], 0.0, 0.0
+        spans_of, costs, slowest, fastest = self._spans, [0.0, 0.0], 0.0, 0.0
         for way in (PLAIN - self.way, self.way):  # the last first: one look while it is not known
             times = []
             for span in reversed(spans_of[way]):
@@ -221,14 +222,17 @@ class Contest:
             if not times:  # another thread has decided meanwhile
                 return
             costs[way] = median(times)
-            most, least = (max(times), least) if way == FUSED else (most, min(times))
+            if way == FUSED:
+                slowest = max(times)
+            else:
+                fastest = min(times)
         fused, plain = costs
         self._done = False
         close = abs(fused - plain) <= _CLOSE * plain  # of two that are nothing, too
         if close and not self._once and self._counted < 2 * BLOCK * _MOST:
             return
         if not self._once and self._counted < 2 * BLOCK * _BLOCKS:
-            if most >= least or fused > (1 - _CLEAR) * plain:
+            if slowest >= fastest or fused > (1 - _CLEAR) * plain:
                 return
         self.costs = fused, plain
         worth = _WORTH_ONCE if self._once else _WORTH

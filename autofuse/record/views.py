@@ -70,7 +70,7 @@ def record_view(name: str, func: Any, handler: Any, args: Any, kwargs: Any) -> A
         made.append(shell)
     if not made:
         return None
-    if not isinstance(ops[0], ViewOp):
+    if not isinstance(ops[0], ViewOp):  # a copy, which machine code leaves to Python
         return made[0]
     several = ops[0].part is not None
     known = key_of(handler, args[1:], kwargs, tip if like else None)
