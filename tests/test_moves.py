@@ -474,6 +474,15 @@ def test_reductions_of_them_begin_another_chain(kernels):  # noqa: F811
         assert_same(autofuse.unwrap(got), want, None)
 
 
+def test_what_is_read_from_its_end_keeps_no_other_from_vectors(kernels):  # noqa: F811
+    u, v = values((8, 64)), values((8, 64), seed=1)
+    for dims in (0, 1, (0, 1)):
+        launched.clear()
+        got = autofuse.materialize(autofuse.wrap(u).flip(dims) * autofuse.wrap(v) + 1.0)
+        assert_same(autofuse.unwrap(got), u.flip(dims) * v + 1.0, 1e-6)
+        assert [blocks for _, blocks, _ in launched] == [1]  # 4 elements a thread
+
+
 def test_shifts_are_no_part_of_a_kernel(kernels):  # noqa: F811
     u = values((8, 16))
     names = set()

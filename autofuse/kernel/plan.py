@@ -373,7 +373,8 @@ def _make_piece(
     lanes, spaced = 1, False
     if device == "cuda":
         lanes = _lanes(sizes, walks, len(results), results + reads, len(lines))
-        if any(x.offset % lanes for x in every):  # they would never be aligned
+        ahead = [x for x, walk in zip(every, walks, strict=True) if walk[-1] >= 0]
+        if any(x.offset % lanes for x in ahead):  # they would never be aligned
             lanes = 1
     if device == "cuda" and lanes == 1 and all(walk[-1] in (0, 1) for walk in walks):
         # rows of 511 of bfloat16 go through a chain of three at 0.8 TB/s, those of 513 with four
