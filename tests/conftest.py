@@ -85,14 +85,19 @@ def nothing_on_disk(monkeypatch, tmp_path):
     kernels.clear_kernels()
 
 
-@pytest.fixture
-def eager_tier(monkeypatch):
-    """Chains run as the ops that they were recorded from, whatever other tests have compiled."""
+def have_no_kernels(monkeypatch):
+    """Let no kernel ever come, whatever other tests have compiled; to be forgotten afterwards."""
     monkeypatch.setattr(autofuse.config, "compile", "background")
     monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
     monkeypatch.setattr(DiskCache, "get", lambda *_: None)
     kernels.clear_kernels()
     forget_all("test")
+
+
+@pytest.fixture
+def eager_tier(monkeypatch):
+    """Chains run as the ops that they were recorded from, whatever other tests have compiled."""
+    have_no_kernels(monkeypatch)
     yield
     assert autofuse.stats().kernels_launched == 0
     forget_all("test")
@@ -111,15 +116,11 @@ def on(request):
 def tier(request, monkeypatch):
     """Chains run by kernels; as eager ops where that costs less; as eager ops until they are there.
 
-    In the last tier no kernel ever comes, whatever other tests have compiled.
+    In the last tier no kernel ever comes.
     """
     monkeypatch.setattr(autofuse.config, "always_fuse", request.param != "short")
     if request.param == "waiting":
-        monkeypatch.setattr(autofuse.config, "compile", "background")
-        monkeypatch.setattr(autofuse.config, "compile_after", 1 << 30)
-        monkeypatch.setattr(DiskCache, "get", lambda *_: None)
-        kernels.clear_kernels()
-        forget_all("test")
+        have_no_kernels(monkeypatch)
     yield request.param
     if request.param == "waiting":
         forget_all("test")

@@ -131,16 +131,19 @@ def _interleaving(func: Handler) -> Handler:
     """A handler for `repeat_interleave`: of a pending value, what torch makes it of."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 3 and not kwargs and args[0].__class__ is Tensor:
-            x, times, dim = args
-            pending = x._af.recorder is not None and not (this_thread.closed or looked_on())
-            if pending and type(times) is type(dim) is int and 0 < times <= EXACT:
-                if -x.ndim <= dim < x.ndim:
-                    dim %= x.ndim
-                    shape = [*x.shape[: dim + 1], times, *x.shape[dim + 1 :]]
-                    apart = torch.unsqueeze(x, dim + 1).expand(shape)
-                    return apart.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
-        return rest(*args, **kwargs)
+        if len(args) != 3 or kwargs or args[0].__class__ is not Tensor:
+            return rest(*args, **kwargs)
+        x, times, dim = args
+        if x._af.recorder is None or this_thread.closed or looked_on():
+            return rest(*args)
+        if type(times) is not int or type(dim) is not int or not 0 < times <= EXACT:
+            return rest(*args)
+        if not -x.ndim <= dim < x.ndim:
+            return rest(*args)
+        dim %= x.ndim
+        shape = [*x.shape[: dim + 1], times, *x.shape[dim + 1 :]]
+        apart = torch.unsqueeze(x, dim + 1).expand(shape)
+        return apart.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
 
     rest = passing(func)
     return functools.wraps(func)(call)

@@ -201,22 +201,23 @@ class Contest:
         else:
             self._spans[way].append((begin, end))
             self._counted += 1
-            block, blocks = (_ONCE, _TWICE) if self._once else (BLOCK, _BLOCKS)
+            block, blocks = (_ONCE, _TWICE) if self._once else (BLOCK, 1)
             if self._counted % block == 0:
                 self._owed = 1
                 self.way = PLAIN - self.way
-                enough = min(map(len, self._spans)) >= (block * blocks if self._once else block)
+                enough = min(map(len, self._spans)) >= block * blocks
                 self._done = enough and self._counted % (2 * block) == 0
 
     def _decide(self) -> None:
         """Stay with the better way, or go on where the two are close or too little is known."""
+        early = not self._once and self._counted < 2 * BLOCK * _BLOCKS
         spans_of, costs, slowest, fastest = self._spans, [0.0, 0.0], 0.0, 0.0
         for way in (PLAIN - self.way, self.way):  # the last first: one look while it is not known
             times = []
             for span in reversed(spans_of[way]):
                 time = self._clock.between(*span)
                 if time is None:
-                    self._done = self._once or self._counted >= 2 * BLOCK * _BLOCKS
+                    self._done = not early
                     return
                 times.append(time)
             if not times:  # another thread has decided meanwhile
@@ -231,9 +232,8 @@ class Contest:
         close = abs(fused - plain) <= _CLOSE * plain  # of two that are nothing, too
         if close and not self._once and self._counted < 2 * BLOCK * _MOST:
             return
-        if not self._once and self._counted < 2 * BLOCK * _BLOCKS:
-            if slowest >= fastest or fused > (1 - _CLEAR) * plain:
-                return
+        if early and (slowest >= fastest or fused > (1 - _CLEAR) * plain):
+            return
         self.costs = fused, plain
         worth = _WORTH_ONCE if self._once else _WORTH
         self.way = FUSED if fused <= (1 - worth) * plain else PLAIN
