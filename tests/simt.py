@@ -1,10 +1,13 @@
-"""Kernels for CUDA without a GPU: their LLVM IR as Python, one thread after another, in lockstep.
+"""Kernels for CUDA without a GPU: their LLVM IR as numpy, all threads at once, in lockstep.
 
-What runs is the very IR that is compiled. Memory is checked: every access lies in a buffer and is
-aligned to its size; threads of a warp meet at shuffles, those of a block at barriers.
+What runs is the very IR that is compiled. Each segment of it, a basic block or a part of one up to
+a barrier or a shuffle, is a function over those threads that stand before it, with an array for
+each value. Memory is checked: every access lies in a buffer and is aligned to its size, and shared
+memory is read where it was written; threads of a warp meet at shuffles, those of a block at
+barriers. Of what happens between two of these, no order is promised.
 """
 
-import math
+import ctypes
 from functools import cache
 
 import numpy as np
@@ -16,8 +19,10 @@ from autofuse.kernel.source import THREADS_PER_BLOCK, Parameters
 
 KINDS = {"u64": ir.IntType(64), "i64": ir.IntType(64), "i32": ir.IntType(32),
          "f32": ir.FloatType(), "f64": ir.DoubleType()}  # fmt: skip
-F32 = np.float32
-SHARED = 1 << 60
+F32, F64, U32, U64, I64 = np.float32, np.float64, np.uint32, np.uint64, np.int64
+ALL = slice(None)  # threads
+WARP = 32
+AT_ONCE = 1 << 15  # threads, of whole blocks
 
 
 def module_of(source, capability=(9, 0)):
@@ -32,37 +37,37 @@ def module_of(source, capability=(9, 0)):
     return function
 
 
-# --- arithmetic of float32 ------------------------------------------------------------------------
+# --- arithmetic of float32, of numbers and of arrays ----------------------------------------------
 
 
 def fma(a, b, c):
-    return F32(float(a) * float(b) + float(c))  # the product is exact
+    return F32(F64(a) * F64(b) + F64(c))  # the product is exact
 
 
 def saturated(a, b, c):
     value = fma(a, b, c)
-    return F32(0) if value != value else min(max(value, F32(0)), F32(1))
+    return F32(np.where(value == value, np.clip(value, F32(0), F32(1)), F32(0)))
 
 
 def downward(a, b, c):
-    exact = float(a) * float(b) + float(c)
+    exact = F64(a) * F64(b) + F64(c)
     near = F32(exact)
-    return np.nextafter(near, F32(-np.inf)) if float(near) > exact else near
+    return F32(np.where(F64(near) > exact, np.nextafter(near, F32(-np.inf)), near))
 
 
 def ex2(x):
     with np.errstate(all="ignore"):
-        return F32(np.exp2(np.float64(x)))
+        return F32(np.exp2(F64(x)))
 
 
 def log(x):
     with np.errstate(all="ignore"):
-        return F32(np.log(np.float64(x)))
+        return F32(np.log(F64(x)))
 
 
 def lg2(x):
     with np.errstate(all="ignore"):
-        return F32(np.log2(np.float64(x)))
+        return F32(np.log2(F64(x)))
 
 
 def exp_parts(x):
@@ -71,7 +76,7 @@ def exp_parts(x):
     whole = downward(scaled, bits_float(0x437C0000), bits_float(0x4B400001))
     rest = fma(x, bits_float(0x3FB8AA3B), F32(12583039.0) - whole)
     rest = fma(x, bits_float(0x32A57060), rest)
-    return bits_float(float_bits(whole) << 23 & 0xFFFFFFFF), ex2(rest)
+    return bits_float(float_bits(whole) << U32(23)), ex2(rest)
 
 
 def exp(x):
@@ -80,28 +85,27 @@ def exp(x):
 
 
 def bits_float(bits):
-    return np.uint32(bits & 0xFFFFFFFF).view(F32)
+    return U32(bits).view(F32)
 
 
 def float_bits(value):
-    return int(F32(value).view(np.uint32))
+    return F32(value).view(U32)
 
 
 def fmax(a, b):
-    return b if a != a else a if b != b else max(a, b)
+    return F32(np.where(a != a, b, np.where(b > a, b, a)))
 
 
 def bf16(x):
     """The word whose upper half is `x` as bfloat16."""
     bits = float_bits(x)
-    if x != x:
-        return 0x7FFF0000
-    return (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    rounded = bits + U32(0x7FFF) + (bits >> U32(16) & U32(1)) & U32(0xFFFF0000)
+    return np.where(x != x, U32(0x7FFF0000), rounded)
 
 
 def half_bits(x):
     with np.errstate(all="ignore"):
-        return int(np.float16(x).view(np.uint16))
+        return U32(np.float16(x).view(np.uint16))
 
 
 def half_float(bits):
@@ -111,10 +115,10 @@ def half_float(bits):
 LIBDEVICE = {
     "__nv_fadd_rn": lambda a, b: F32(a + b), "__nv_fsub_rn": lambda a, b: F32(a - b),
     "__nv_fmul_rn": lambda a, b: F32(a * b), "__nv_fmaf": fma,
-    "__nv_fsqrt_rn": lambda a: F32(np.sqrt(a)), "__nv_rsqrtf": lambda a: F32(1 / np.sqrt(float(a))),
+    "__nv_fsqrt_rn": lambda a: F32(np.sqrt(a)), "__nv_rsqrtf": lambda a: F32(1 / np.sqrt(F64(a))),
     "__nv_fabsf": abs, "__nv_expf": exp, "__nv_logf": log, "__nv_fmaxf": fmax,
-    "__nv_fminf": lambda a, b: -fmax(-a, -b), "__nv_tanhf": lambda a: F32(math.tanh(a)),
-    "__nv_log1pf": lambda a: F32(np.log1p(np.float64(a))),
+    "__nv_fminf": lambda a, b: -fmax(-a, -b), "__nv_tanhf": lambda a: F32(np.tanh(F64(a))),
+    "__nv_log1pf": lambda a: F32(np.log1p(F64(a))),
 }  # fmt: skip
 ASSEMBLY = {
     "": lambda *all: all if len(all) > 1 else all[0],
@@ -130,190 +134,322 @@ ASSEMBLY = {
     "div.full.f32 $0, $1, $2;": lambda a, b: F32(a / b),
     "lg2.approx.f32 $0, $1;": lg2,
     "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;": bf16,
-    "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda low, high: bf16(low) >> 16 | bf16(high),
-    "cvt.rn.f16x2.f32 $0, $2, $1;": lambda low, high: half_bits(low) | half_bits(high) << 16,
+    "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda low, high: bf16(low) >> U32(16) | bf16(high),
+    "cvt.rn.f16x2.f32 $0, $2, $1;": lambda low, high: half_bits(low) | half_bits(high) << U32(16),
     "cvt.rn.f16.f32 $0, $1;": half_bits,
     "cvt.f32.f16 $0, $1;": half_float,
 }  # fmt: skip
 
 
-def pair(name, kind):
+def pair(kind):
     def unpack(word):
-        halves = (word & 0xFFFF, word >> 16 & 0xFFFF)
-        return [half_float(h) if kind == "f16" else bits_float(h << 16) for h in halves]
+        halves = word & U32(0xFFFF), word >> U32(16)
+        return [half_float(h) if kind == "f16" else bits_float(h << U32(16)) for h in halves]
 
     def run(a, b, c):
-        made = [fma(*xs) for xs in zip(*map(unpack, (a, b, c)), strict=True)]
-        if kind == "f16":
-            return half_bits(made[0]) | half_bits(made[1]) << 16
-        return bf16(made[0]) >> 16 | bf16(made[1])
+        low, high = (fma(*xs) for xs in zip(*map(unpack, (a, b, c)), strict=True))
+        return ASSEMBLY[f"cvt.rn.{kind}x2.f32 $0, $2, $1;"](low, high)
 
     return run
 
 
 for _kind in ("f16", "bf16"):
-    ASSEMBLY[f"fma.rn.{_kind}x2 $0, $1, $2, $3;"] = pair("fma", _kind)
+    ASSEMBLY[f"fma.rn.{_kind}x2 $0, $1, $2, $3;"] = pair(_kind)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def size_of(kind):
+    if isinstance(kind, (ir.ArrayType, ir.VectorType)):
+        return kind.count * size_of(kind.element)
+    if isinstance(kind, ir.IntType):
+        return max(1, kind.width // 8)
+    return 4 if isinstance(kind, ir.FloatType) else 8
+
+
+def shape_of(kind):
+    return (kind.count,) if isinstance(kind, ir.VectorType) else ()
+
+
+def dtype_of(kind):
+    """Of one value of a type, of one element of a vector, or of what a shuffle gives."""
+    if isinstance(kind, ir.VectorType):
+        return dtype_of(kind.element)
+    if isinstance(kind, ir.LiteralStructType):
+        return dtype_of(kind.elements[0])
+    if isinstance(kind, ir.IntType):
+        return np.dtype(bool if kind.width == 1 else f"u{size_of(kind)}")
+    if isinstance(kind, ir.PointerType):
+        return np.dtype(U64)
+    return np.dtype({ir.FloatType: F32, ir.DoubleType: F64}[type(kind)])
+
+
+class Memory:
+    """Buffers at addresses that are multiples of 2 ** 32."""
+
+    def __init__(self, buffers):
+        self.buffers = buffers  # base -> bytes, as a numpy array of uint8
+
+    def words(self, addresses, size, dtype):
+        """The memory at `addresses`, of `size` bytes each, as an array; where in it they are."""
+        base = int(addresses[0]) >> 32 << 32
+        offsets, buffer = addresses - U64(base), self.buffers[base]
+        assert int(offsets.max()) + size <= buffer.size, "beyond the buffer"
+        whole = buffer[: buffer.size // dtype.itemsize * dtype.itemsize]
+        return whole.view(dtype), offsets // U64(dtype.itemsize)
+
+    def place(self, addresses, kind):
+        size, dtype = size_of(kind), dtype_of(kind)
+        assert not (addresses % U64(size)).any(), "not aligned"
+        words, places = self.words(addresses, size, dtype)
+        for count in shape_of(kind):
+            places = places[:, None] + np.arange(count, dtype=U64)
+        return words, places.astype(I64)
+
+    def load(self, addresses, kind):
+        words, places = self.place(addresses, kind)
+        return words[places]
+
+    def store(self, addresses, kind, values):
+        words, places = self.place(addresses, kind)
+        words[places] = values
+
+
+class ProcessMemory(Memory):
+    """That of this process, which nobody checks but for alignment."""
+
+    FIRST = 1 << 12
+    EVERY = np.frombuffer((ctypes.c_uint8 * ((1 << 47) - FIRST)).from_address(FIRST), np.uint8)
+
+    def __init__(self):
+        super().__init__({})
+
+    def words(self, addresses, size, dtype):
+        return self.EVERY.view(dtype), (addresses - U64(self.FIRST)) // U64(dtype.itemsize)
+
+
+class SharedMemory(Memory):
+    """That of several blocks, of which each begins `size` bytes after another."""
+
+    def __init__(self, size, blocks):
+        self.size = size
+        self.bytes, self.written = (np.zeros(size * blocks, np.uint8) for _ in range(2))
+
+    def words(self, addresses, size, dtype):
+        return self.bytes.view(dtype), addresses // U64(dtype.itemsize)
+
+    def load(self, addresses, kind):
+        assert self.written[addresses.astype(I64)].all(), "nothing was written there"
+        return super().load(addresses, kind)
+
+    def store(self, addresses, kind, values):
+        super().store(addresses, kind, values)
+        self.written[addresses.astype(I64)] = 1
 
 
 # --- from IR to Python ----------------------------------------------------------------------------
 
-
-def size_of(kind):
-    if isinstance(kind, ir.VectorType):
-        return kind.count * size_of(kind.element)
-    if isinstance(kind, ir.IntType):
-        return max(1, kind.width // 8)
-    return {ir.FloatType: 4, ir.DoubleType: 8, ir.PointerType: 8}[type(kind)]
-
-
-def dtype_of(kind):
-    if isinstance(kind, ir.IntType):
-        return np.dtype(f"u{size_of(kind)}")
-    return np.dtype("f4" if isinstance(kind, ir.FloatType) else "f8")
+SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+FLOATS = {"fadd": "+", "fsub": "-", "fmul": "*", "fdiv": "/"}
+INTEGERS = {"add": "+", "sub": "-", "mul": "*", "udiv": "//", "and": "&", "or": "|",
+            "xor": "^", "shl": "<<", "lshr": ">>"}  # fmt: skip
+BARRIER, SHUFFLE = "llvm.nvvm.barrier0", "llvm.nvvm.shfl.sync.i32"
+REGISTERS = {"tid.x": "tid[i]", "ctaid.x": "ctaid[i]", "nctaid.x": "nctaid", "tid.z": "U32(0)"}
 
 
-class Memory:
-    """Buffers at addresses that are far apart, and the shared memory of a block."""
+def waits_at(instruction):
+    """BARRIER or SHUFFLE where threads wait for each other there, else None."""
+    callee = getattr(instruction, "callee", None)
+    name = getattr(callee, "name", None)
+    return name if name in (BARRIER, SHUFFLE) else None
 
-    def __init__(self, buffers):
-        self.buffers = buffers  # base -> bytes, as a numpy array of uint8
-        self.shared = {}
 
-    def place(self, address, kind):
-        base = address >> 32 << 32
-        size = size_of(kind)
-        assert address % size == 0, "not aligned"
-        offset = address - base
-        buffer = self.buffers[base]
-        assert offset + size <= buffer.size, "beyond the buffer"
-        return buffer[offset : offset + size]
+class Segment:
+    """Instructions that threads run together; `waits`: what is between them and the next ones."""
 
-    def load(self, address, kind):
-        if address >= SHARED:
-            return self.shared[address]
-        element = kind.element if isinstance(kind, ir.VectorType) else kind
-        found = self.place(address, kind).view(dtype_of(element))
-        values = [int(v) if isinstance(element, ir.IntType) else v for v in found]
-        return values if isinstance(kind, ir.VectorType) else values[0]
-
-    def store(self, address, kind, value):
-        if address >= SHARED:
-            self.shared[address] = value
-            return
-        element = kind.element if isinstance(kind, ir.VectorType) else kind
-        values = value if isinstance(kind, ir.VectorType) else [value]
-        self.place(address, kind)[:] = np.array(values, dtype_of(element)).view(np.uint8)
+    def __init__(self, block, instructions):
+        self.block, self.instructions = block, instructions
+        self.waits = waits_at(instructions[-1])
 
 
 class Translation:
+    """A kernel as functions of Python, `steps`, one for each segment.
+
+    Of the threads `i` that are to run it, n at a time, each gives who goes on where. Values that
+    other segments use are kept in lists, `v`.
+    """
+
     def __init__(self, function):
-        self.names, self.space = {}, {"F32": F32, "bits_float": bits_float,
-                                      "float_bits": float_bits, "nan": F32(np.nan)}  # fmt: skip
-        self.lines, self.shared = [], {}
+        self.space = {"np": np, "F32": F32, "U32": U32, "U64": U64, "put": put, "part": part,
+                      "spread": spread}  # fmt: skip
+        self.names, self.shared, self.size = {}, {}, 0  # where its variables are in shared memory
+        for shared in function.module.global_values:
+            if isinstance(shared, ir.GlobalVariable):
+                self.shared[shared.name] = self.size
+                self.size += -(-size_of(shared.value_type) // 16) * 16
         for k, arg in enumerate(function.args):
-            self.names[id(arg)] = f"a{k}"
-        blocks = {id(block): k for k, block in enumerate(function.blocks)}
+            self.names[id(arg)] = f"args[{k}]"
+        self.segments, self.first = [], {}
         for block in function.blocks:
+            self.first[id(block)] = len(self.segments)
+            own = []
             for instruction in block.instructions:
-                self.names[id(instruction)] = f"v{len(self.names)}"
-        params = "".join(f", a{k}" for k in range(len(function.args)))
-        self.line(0, f"def thread(memory, tid, ctaid, nctaid{params}):")
-        self.line(1, "block = 0")
-        self.line(1, "if False: yield")  # a generator, though nothing waits in it
-        self.line(1, "while True:")
-        self.blocks = blocks
-        for k, block in enumerate(function.blocks):
-            self.line(2, f"if block == {k}:")
-            self.block = block
-            for instruction in block.instructions:
-                self.instruction(instruction)
-            self.line(3, "continue")
+                own.append(instruction)
+                if waits_at(instruction) or instruction is block.terminator:
+                    self.segments.append(Segment(block, own))
+                    own = []
+        self.kept = {}  # of values that other segments use, their number and type
+        self._find_kept()
+        for segment in self.segments:
+            for instruction in segment.instructions:
+                self.names[id(instruction)] = f"x{len(self.names)}"
+        self.steps = [self.step(k, segment) for k, segment in enumerate(self.segments)]
 
-    def line(self, depth, text):
-        self.lines.append("    " * depth + text)
+    def _find_kept(self):
+        made = {id(it): segment for segment in self.segments for it in segment.instructions}
+        last = {id(segment.block): segment for segment in self.segments}
 
-    def thread(self):
-        exec("\n".join(self.lines), self.space)
-        return self.space["thread"]
+        def keep(value):
+            self.kept.setdefault(id(value), (len(self.kept), value.type))
+
+        def read(value, segment):
+            if made.get(id(value), segment) is not segment:
+                keep(value)
+
+        for segment in self.segments:
+            for it in segment.instructions:
+                if isinstance(it, ir.instructions.PhiInstr):
+                    keep(it)
+                    for value, block in it.incomings:
+                        read(value, last[id(block)])
+                    continue
+                for value in it.operands:
+                    read(value, segment)
+                if waits_at(it) == SHUFFLE:
+                    for value in (it, *(value for value in it.args if id(value) in made)):
+                        keep(value)
+
+    def step(self, k, segment):
+        self.segment, self.there = segment, set()  # values that are at hand
+        head = "v, i, n, all, args, tid, block, ctaid, nctaid, memory, shared"
+        lines = [f"def segment{k}({head}):"]
+        self.line = lambda text: lines.append(f"    {text}")
+        for it in segment.instructions:
+            self.instruction(it, k)
+            if not isinstance(it, ir.instructions.PhiInstr):
+                self.there.add(id(it))
+        exec("\n".join(lines), self.space)
+        return self.space[f"segment{k}"]
 
     def value(self, value):
         if isinstance(value, ir.GlobalVariable):
-            return str(SHARED + (self.shared.setdefault(value.name, len(self.shared)) << 20))
+            return f"U64({self.shared[value.name]})"
         if isinstance(value, ir.Constant):
-            constant = value.constant
-            if isinstance(value.type, ir.VectorType):
-                return f"([0] * {value.type.count})"
-            if isinstance(value.type, ir.IntType):
-                return str(int(constant) & (1 << value.type.width) - 1)
             name = f"k{len(self.space)}"
-            self.space[name] = (F32 if isinstance(value.type, ir.FloatType) else float)(constant)
+            self.space[name] = self.constant(value)
             return name
-        return self.names[id(value)]
+        name = self.names[id(value)]
+        if id(value) in self.kept and id(value) not in self.there:
+            self.there.add(id(value))
+            self.line(f"{name} = v[{self.kept[id(value)][0]}][i]")
+        return name
+
+    def constant(self, value):
+        kind, constant = value.type, value.constant
+        if isinstance(kind, ir.VectorType):
+            return np.zeros((1, *shape_of(kind)), dtype_of(kind))
+        if constant is ir.Undefined:
+            constant = 0
+        if isinstance(kind, ir.IntType) and kind.width > 1:
+            constant = int(constant) & (1 << kind.width) - 1
+        return dtype_of(kind).type(constant)
 
     def signed(self, value):
-        width, text = value.type.width, self.value(value)
-        return f"({text} - ({text} >> {width - 1} << {width}))"
-
-    def go(self, target):
-        for phi in target.instructions:
-            if isinstance(phi, ir.instructions.PhiInstr):
-                (value,) = [v for v, block in phi.incomings if block is self.block]
-                yield f"t{self.names[id(phi)]} = {self.value(value)}"
-        for phi in target.instructions:
-            if isinstance(phi, ir.instructions.PhiInstr):
-                name = self.names[id(phi)]
-                yield f"{name} = t{name}"
-        yield f"block = {self.blocks[id(target)]}"
-
-    def instruction(self, it):
-        kinds = ir.instructions
-        name, ops = self.names[id(it)], it.operands
-        match it:
-            case kinds.PhiInstr():
-                return
-            case kinds.ConditionalBranch():
-                condition, yes, no = ops
-                self.line(3, f"if {self.value(condition)}:")
-                for text in self.go(yes):
-                    self.line(4, text)
-                self.line(3, "else:")
-                for text in self.go(no):
-                    self.line(4, text)
-            case kinds.Branch():
-                for text in self.go(ops[0]):
-                    self.line(3, text)
-            case kinds.Ret():
-                self.line(3, "return")
-            case kinds.StoreInstr():
-                value, pointer = ops
-                kind = self.named(value.type)
-                self.line(3, f"memory.store({self.value(pointer)}, {kind}, {self.value(value)})")
-            case kinds.CallInstr():
-                self.line(3, f"{name} = {self.call(it)}")
-            case _:
-                self.line(3, f"{name} = {self.expression(it)}")
+        return f"({self.value(value)}).view({self.named(np.dtype(f'i{size_of(value.type)}'))})"
 
     def named(self, thing):
         name = f"n{len(self.space)}"
         self.space[name] = thing
         return name
 
+    def taken(self, target):
+        """What threads take along from this segment to another block: where it is kept, and it."""
+        for phi in target.instructions:
+            if isinstance(phi, ir.instructions.PhiInstr):
+                (value,) = [v for v, block in phi.incomings if block is self.segment.block]
+                yield self.kept[id(phi)][0], self.value(value)
+
+    def go(self, target, test):
+        """Those of the threads go on there for which `test` holds, with what they take along."""
+        taken = list(self.taken(target))
+        self.line(f"among = {test}")
+        self.line("if among.any():")
+        self.line("    own = i if among.all() else all[i][among]")
+        if taken:
+            places, values = zip(*taken, strict=True)
+            parts = ", ".join(f"part({value}, among, n)" for value in values)
+            self.line(f"    for at, x in zip({places}, ({parts},)): put(v, at, own, x)")
+        self.line(f"    went.append(({self.first[id(target)]}, own))")
+
+    def instruction(self, it, k):
+        kinds = ir.instructions
+        name, ops = self.names[id(it)], it.operands
+        match it:
+            case kinds.PhiInstr():
+                return  # whoever comes here has put it there
+            case kinds.ConditionalBranch():
+                condition, yes, no = ops
+                self.line(f"yes, went = spread({self.value(condition)}, n), []")
+                self.go(yes, "yes")
+                self.go(no, "~yes")
+                self.line("return went")
+                return
+            case kinds.Branch():
+                self.line("went = []")
+                self.go(ops[0], "spread(True, n)")
+                self.line("return went")
+                return
+            case kinds.Ret():
+                self.line("return []")
+                return
+            case kinds.StoreInstr():
+                value, pointer = ops
+                kind, where = self.named(value.type), self.memory_of(pointer)
+                at = f"spread({self.address(pointer)}, n)"
+                self.line(f"{where}.store({at}, {kind}, {self.value(value)})")
+                return
+            case kinds.CallInstr() if waits_at(it):
+                self.line(f"return [({k + 1}, i)]")
+                return
+            case kinds.CallInstr():
+                text = self.call(it)
+            case _:
+                text = self.expression(it)
+        self.line(f"{name} = {text}")
+        if id(it) in self.kept:
+            self.line(f"put(v, {self.kept[id(it)][0]}, i, {name})")
+
+    def memory_of(self, pointer):
+        return "shared" if pointer.type.addrspace == 3 else "memory"
+
+    def address(self, pointer):
+        own = f" + block[i] * U64({self.size})" if pointer.type.addrspace == 3 else ""
+        return self.value(pointer) + own
+
     def call(self, it):
-        args = ", ".join(map(self.value, it.args))
         callee = it.callee
+        args = ", ".join(map(self.value, it.args))
         if isinstance(callee, ir.InlineAsm):
-            return f"{self.named(ASSEMBLY[callee.asm])}({args})"
-        symbol = callee.name
-        if symbol.startswith("llvm.nvvm.read.ptx.sreg."):
-            register = symbol.rpartition("sreg.")[2]
-            return {"tid.x": "tid", "ctaid.x": "ctaid", "nctaid.x": "nctaid", "tid.z": "0"}[
-                register
-            ]
-        if symbol == "llvm.nvvm.barrier0":
-            return "yield None"
-        if symbol == "llvm.nvvm.shfl.sync.i32":
-            return f"yield ({args})"
-        return f"{self.named(LIBDEVICE[symbol])}({args})"
+            made = f"{self.named(ASSEMBLY[callee.asm])}({args})"
+            return made if not callee.asm else self.of_type(made, it.type)
+        register = callee.name.removeprefix("llvm.nvvm.read.ptx.sreg.")
+        if register in REGISTERS:
+            return REGISTERS[register]
+        return f"{self.named(LIBDEVICE[callee.name])}({args})"
+
+    def of_type(self, text, kind):
+        return f"({text}).astype({self.named(dtype_of(kind))})"
 
     def expression(self, it):
         kinds, ops = ir.instructions, it.operands
@@ -321,19 +457,25 @@ class Translation:
         match it:
             case kinds.SelectInstr():
                 condition, a, b = map(value, ops)
-                return f"{a} if {condition} else {b}"
+                if isinstance(it.type, ir.VectorType):
+                    condition = f"spread({condition}, n)[:, None]"
+                return self.of_type(f"np.where({condition}, {a}, {b})", it.type)
             case kinds.LoadInstr():
-                return f"memory.load({value(ops[0])}, {self.named(it.type)})"
+                at, kind = f"spread({self.address(ops[0])}, n)", self.named(it.type)
+                return f"{self.memory_of(ops[0])}.load({at}, {kind})"
             case kinds.GEPInstr():
                 pointer, *indices = ops
                 index, kind = indices[-1], pointer.type.pointee
                 kind = kind.element if isinstance(kind, ir.ArrayType) else kind
-                return f"{value(pointer)} + {self.signed(index)} * {size_of(kind)}"
+                far = f"{self.signed(index)}.astype(np.int64) * np.int64({size_of(kind)})"
+                return f"{value(pointer)} + ({far}).view(np.uint64)"
             case kinds.ExtractElement():
-                return f"{value(ops[0])}[{value(ops[1])}]"
+                return f"{value(ops[0])}[..., {value(ops[1])}]"
             case kinds.InsertElement():
                 vector, element, place = map(value, ops)
-                return f"[*{vector}[:{place}], {element}, *{vector}[{place} + 1:]]"
+                self.line(f"made = spread({vector}, n, {it.type.count}).copy()")
+                self.line(f"made[:, {place}] = {element}")
+                return "made"
             case kinds.ExtractValue():
                 (which,) = it.indices  # of a shuffle nobody reads another one
                 many = isinstance(ops[0].callee, ir.InlineAsm)
@@ -342,56 +484,63 @@ class Translation:
                 return self.compare(it)
             case kinds.CastInstr():
                 return self.cast(it)
-        name, args = it.opname, list(map(value, ops))
-        if name in ("fadd", "fsub", "fmul", "fdiv"):
-            sign = {"fadd": "+", "fsub": "-", "fmul": "*", "fdiv": "/"}[name]
-            return f"F32({args[0]} {sign} {args[1]})"
-        sign = {"add": "+", "sub": "-", "mul": "*", "udiv": "//", "and": "&", "or": "|",
-                "xor": "^", "shl": "<<", "lshr": ">>"}[name]  # fmt: skip
-        return f"({args[0]} {sign} {args[1]}) & {(1 << it.type.width) - 1}"
+        name, (a, b) = it.opname, map(value, ops)
+        return f"{a} {FLOATS[name] if name in FLOATS else INTEGERS[name]} {b}"
 
     def compare(self, it):
         a, b = it.operands
         op = it.op
-        x, y = self.value(a), self.value(b)
         if isinstance(it, ir.instructions.ICMPInstr):
-            if op.startswith("s"):
-                x, y = self.signed(a), self.signed(b)
-            signs = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-            return f"{x} {signs[op if op in signs else op[1:]]} {y}"
-        nan = f"({x} != {x} or {y} != {y})"
+            x, y = map(self.signed if op.startswith("s") else self.value, (a, b))
+            return f"{x} {SIGNS[op if op in SIGNS else op[1:]]} {y}"
+        x, y = self.value(a), self.value(b)
+        nan = f"(({x} != {x}) | ({y} != {y}))"
         if op == "uno":
             return nan
-        signs = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-        test = f"{x} {signs[op[1:]]} {y}"
-        return f"(not {nan} and {test})" if op[0] == "o" else f"({nan} or {test})"
+        test = f"({x} {SIGNS[op[1:]]} {y})"
+        return f"~{nan} & {test}" if op[0] == "o" else f"{nan} | {test}"
 
     def cast(self, it):
         (a,) = it.operands
         x, to, name = self.value(a), it.type, it.opname
-        if name == "zext":
-            return f"int({x})"
-        if name == "inttoptr":
+        if name in ("inttoptr", "ptrtoint"):
             return x
-        if name == "trunc":
-            return f"{x} & {(1 << to.width) - 1}"
-        if name == "uitofp":
-            return f"F32({x})"
-        if name == "sitofp":
-            return f"F32({self.signed(a)})"
+        if name == "trunc" and to.width == 1:
+            return f"({x} & {self.named(dtype_of(a.type).type(1))}) != 0"
+        if name in ("zext", "trunc", "uitofp", "fpext", "fptrunc"):
+            return self.of_type(x, to)
+        if name in ("sitofp", "sext"):
+            signed = self.named(np.dtype(f"i{size_of(to)}")) if name == "sext" else "np.float32"
+            return f"{self.signed(a)}.astype({signed}).view({self.named(dtype_of(to))})"
         if name == "fptosi":
-            return f"int({x}) & {(1 << to.width) - 1}"
+            signed = self.named(np.dtype(f"i{size_of(to)}"))
+            return f"({x}).astype({signed}).view({self.named(dtype_of(to))})"
         assert name == "bitcast", name
-        if isinstance(to, ir.FloatType):
-            return f"bits_float({x})"
-        if isinstance(a.type, ir.FloatType):
-            return f"float_bits({x})"
-        return x
+        if isinstance(to, ir.PointerType):
+            return x
+        return f"({x}).view({self.named(dtype_of(to))})"
+
+
+def spread(x, n, *more):
+    """One of `x` for each of n threads."""
+    return np.broadcast_to(x, (n, *more))
+
+
+def part(x, among, n):
+    """What those of n threads have that are `among` them; numbers are everybody's."""
+    return x[among] if isinstance(x, np.ndarray) and x.shape[:1] == (n,) else x
+
+
+def put(v, place, i, x):
+    if i is ALL:
+        v[place] = v[place].copy()
+    v[place][i] = x
 
 
 @cache
-def _thread_of(source):
-    return Translation(module_of(source)).thread()
+def translated(source):
+    """The kernel of `source`, ready to run."""
+    return Translation(module_of(source))
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -399,43 +548,90 @@ def _thread_of(source):
 
 def run(source, blocks, params, buffers=None, memory=None):
     """Run a kernel of `blocks` blocks with these parameters, in buffers or other memory."""
-    thread, memory = _thread_of(source), memory or Memory(buffers)
-    count = source.rows.block if source.rows is not None else THREADS_PER_BLOCK
+    threads = source.rows.block if source.rows is not None else THREADS_PER_BLOCK
+    codes = Parameters.of(source).codes
+    execute(translated(source), codes, blocks, threads, params, memory or Memory(buffers))
+
+
+def execute(kernel, codes, blocks, threads, params, memory):
+    """Run a Translation over so many blocks of threads; codes: the types of its parameters."""
+    args = []
+    for code, value in zip(codes, params, strict=True):
+        kind = dtype_of(KINDS[code]).type
+        args.append(kind(value if code[0] == "f" else int(value) & np.iinfo(kind).max))
+    each = max(1, AT_ONCE // threads)
     with np.errstate(all="ignore"):
-        for block in range(blocks):
-            memory.shared = {}
-            threads = [thread(memory, tid, block, blocks, *params) for tid in range(count)]
-            _run_block(threads)
+        for first in range(0, blocks, each):
+            Running(kernel, first, min(each, blocks - first), threads, blocks, args, memory).run()
 
 
-def _run_block(threads):
-    warps = [threads[k : k + 32] for k in range(0, len(threads), 32)]
-    while True:
-        ended = [_run_warp(warp) for warp in warps]
-        if all(ended):
-            return
-        assert not any(ended), "some threads have ended, others wait at a barrier"
+class Running:
+    """Some blocks of a kernel while they run."""
 
+    def __init__(self, kernel, first, blocks, count, every, args, memory):
+        self.kernel, self.count, self.threads = kernel, count, blocks * count
+        self.all = np.arange(self.threads)
+        block = self.all // count
+        self.values = [
+            np.zeros((self.threads, *shape_of(kind)), dtype_of(kind))
+            for _, kind in kernel.kept.values()
+        ]
+        self.given = (
+            self.all, args, U32(self.all % count), U64(block), U32(block + first), U32(every),
+            memory, SharedMemory(kernel.size, blocks),
+        )  # fmt: skip
 
-def _run_warp(warp):
-    """Run the threads of a warp up to a barrier, or to their end."""
-    sent = [None] * len(warp)
-    while True:
-        asked, ended = [], 0
-        for thread, value in zip(warp, sent, strict=True):
-            try:
-                asked.append(thread.send(value))
-            except StopIteration:
-                ended += 1
-        if ended:
-            assert ended == len(warp), "some threads of a warp have ended, others have not"
-            return True
-        if asked[0] is None:
-            assert all(one is None for one in asked)
-            return False
-        assert len(warp) == 32 and None not in asked, "a shuffle without all of the warp"
-        sent = []
-        for lane, (mask, mode, _, by, clamp) in enumerate(asked):
-            assert mask == 0xFFFFFFFF and clamp == 31
-            there = {0: by, 2: lane + by, 3: lane ^ by}[mode]
-            sent.append(asked[there if there < 32 else lane][2])
+    def run(self):
+        ready, waiting = {0: [ALL]}, {}
+        while ready:
+            at = min(ready)  # who is behind goes first, so that threads meet again
+            threads = self.together(ready.pop(at))
+            n = self.threads if threads is ALL else len(threads)
+            went = self.kernel.steps[at](self.values, threads, n, *self.given)
+            queue = waiting if self.kernel.segments[at].waits else ready
+            for where, own in went:
+                queue.setdefault(where, []).append(own)
+            if not ready:
+                ready = self.met(waiting)
+        assert not waiting, "some threads wait for others that have ended or wait elsewhere"
+
+    def together(self, parts):
+        if len(parts) == 1:
+            return parts[0]
+        found = np.sort(np.concatenate(parts))
+        return ALL if len(found) == self.threads else found
+
+    def met(self, waiting):
+        """Who of those that wait can go on, and where; they wait no more."""
+        found = {}
+        for where in list(waiting):
+            segment = self.kernel.segments[where - 1]
+            each = WARP if segment.waits == SHUFFLE else self.count
+            threads = self.all[self.together(waiting.pop(where))]
+            group = threads // each
+            whole = np.bincount(group, minlength=self.threads // each)[group] == each
+            go, stay = threads[whole], threads[~whole]
+            if len(stay):
+                waiting[where] = [stay]
+            if len(go):
+                if segment.waits == SHUFFLE:
+                    self.shuffle(segment.instructions[-1], go)
+                found[where] = [ALL if len(go) == self.threads else go]
+        return found
+
+    def shuffle(self, call, threads):
+        kernel = self.kernel
+
+        def given(value):
+            if isinstance(value, ir.Constant):
+                return kernel.constant(value)
+            return self.values[kernel.kept[id(value)][0]]
+
+        mask, mode, value, by, clamp = map(given, call.args)
+        assert int(mask) == 0xFFFFFFFF and int(clamp) == WARP - 1
+        lane = self.all % WARP
+        by = np.broadcast_to(by, self.threads).astype(I64)
+        there = {0: by, 2: lane + by, 3: lane ^ by}[int(mode)]
+        source = self.all - lane + np.where(there < WARP, there, lane)
+        moved = np.broadcast_to(value, self.threads)[source]
+        self.values[kernel.kept[id(call)][0]][threads] = moved[threads]

@@ -64,15 +64,6 @@ def recorded(recording, eager_tier):
     """Reductions are recorded on the CPU, and their chains run as eager ops."""
 
 
-class _Memory(simt.Memory):
-    """That of this process."""
-
-    def place(self, address, kind):
-        size = simt.size_of(kind)
-        assert address % size == 0, "not aligned"
-        return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
-
-
 entries = {}  # of kernels
 
 
@@ -88,7 +79,7 @@ broken = []  # what kernels have raised
 
 
 def _launch(entry, blocks, _y, _z, threads, _ty, _tz, _shared, _stream, params, _extra):
-    """Runs one thread after another."""
+    """Runs all its threads."""
     kernel = entries[entry]
     source, codes = kernel.source, kernel.parameters.codes
     assert threads == (THREADS_PER_BLOCK if source.rows is None else source.rows.block)
@@ -99,7 +90,7 @@ def _launch(entry, blocks, _y, _z, threads, _ty, _tz, _shared, _stream, params, 
     values = [simt.F32(v) if c == "f32" else v for c, v in zip(codes, values, strict=True)]
     launched.append((source.name, blocks, threads))
     try:
-        simt.run(source, blocks, values, memory=_Memory({}))
+        simt.run(source, blocks, values, memory=simt.ProcessMemory())
     except BaseException as error:  # who calls it is C, which has no use for it
         broken.append(error)
     return 0
@@ -1202,10 +1193,10 @@ def test_a_wrong_order_is_found(emulated, monkeypatch):
         forget_all("test")
         monkeypatch.setattr(row_emit._Reductions, "_across", lambda self, stage, value: value)
         emulated.clear()
-        simt._thread_of.cache_clear()
+        simt.translated.cache_clear()
         (wrong,) = verify.compare("sum", torch.float32, over, "cpu").wrong
         assert wrong.startswith("[5, 132] plain")
-    simt._thread_of.cache_clear()
+    simt.translated.cache_clear()
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
