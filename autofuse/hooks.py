@@ -17,6 +17,8 @@ thread_ended: Callable[[Any], None] = lambda recorder: None  # noqa: E731
 thread_ends: Callable[[], None] = lambda: None  # noqa: E731
 # hot.native: `fuse` has made this function
 fused: Callable[[Callable[..., Any]], None] = lambda call: None  # noqa: E731
+# hot.native: torch's own `__getitem__` is back in its classes
+indexing_is_torchs: Callable[[], None] = lambda: None  # noqa: E731
 # observe.events, while somebody looks: before a flush, of its recorder, chain, last node, reference
 # counts and reason; gives what is told how it went, a `record.flush.Watch`
 flushing: Callable[..., Any] | None = None

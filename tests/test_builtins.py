@@ -139,6 +139,16 @@ def test_it_can_be_switched_off():
         ] * 2
 
 
+def test_who_looks_on_leaves_indexing_as_it_was():
+    classes = torch.Tensor, torch.nn.Parameter
+    before = [subscript_of(cls) for cls in classes]
+    assert subscript_of(torch._C.TensorBase) not in before
+    for _ in range(2):
+        with autofuse.explain():
+            float(autofuse.wrap(torch.ones(3))[1])
+        assert [subscript_of(cls) for cls in classes] == before
+
+
 def test_functions_stay_what_they_are():
     def facts():
         return [

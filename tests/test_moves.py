@@ -1,4 +1,4 @@
-"""Rolls, flips, repetitions and copies in another shape: reads of elements that stand elsewhere."""
+"""Rolls, flips, repetitions, padding, copies in another shape: reads of what stands elsewhere."""
 
 import functools
 import itertools
@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_groups import kernels  # noqa: F401
 from test_reductions import emulated, launched, recorded, recording, table  # noqa: F401
 
@@ -87,6 +88,21 @@ PROGRAMS = {
     "a column copied flat": lambda u: (u * 2.0)[:, ::2].reshape(-1) * 3.0,
     "copies held": lambda u: (h := (u * 2.0).t().reshape(-1), h * 3.0, h.view(-1, 1) + 1.0),
     "left and right": lambda u: torch.fliplr(u * 2.0) + u.flipud() * u,
+    "padded": lambda u: F.pad(u, (1, 2, 3, 1)) * 2.0 + 1.0,
+    "padded by a number": lambda u: F.pad(u, (0, 0, 2, 0), value=2.5) * 2.0,
+    "mixed with the row before": lambda u: u * 0.25 + F.pad(u, (0, 0, 1, -1)) * 0.75,
+    "beside its neighbours": lambda u: F.pad(u, (1, 1))[:, :-2] + F.pad(u, (1, 1))[:, 2:] * u,
+    "what is computed, padded": lambda u: F.pad(u * 2.0, (2, 1)).tanh() - 1.0,
+    "padded and cut": lambda u: F.pad(u, (4, -1, -1, 4))[1:, ::2] * 3.0,
+    "its border": lambda u: F.pad(u, (2, 2), value=-1.0)[:, 0] * 2.0,
+    "padded twice": lambda u: F.pad(F.pad(u * 2.0, (1, 1)), (0, 0, 1, 1), value=1.0) * u.sum(),
+    "padded, turned": lambda u: F.pad(u, (1, 2)).t() * 2.0 + 1.0,
+    "padded, from its end": lambda u: F.pad(u, (3, 0)).flip(1) * 2.0,
+    "rolled and padded": lambda u: F.pad(u.roll(1, 0) * 2.0, (1, 0)) + F.pad(u, (1, 0)).roll(1, 1),
+    "padded of another order": lambda u: F.pad(u.t(), (1, 0)) * 2.0 + 1.0,
+    "padded of a view": lambda u: F.pad((u * 2.0)[:, ::2], (1, 1)) + 1.0,
+    "padded and joined": lambda u: torch.cat([F.pad(u, (1, 0)) * 2.0, F.pad(u, (0, 1))], 1),
+    "a pad that is held": lambda u: (h := F.pad(u, (1, 1)) * 2.0, h[:, 1:] - h[:, :-1]),
 }
 SHAPES = ((4, 8), (3, 5), (1, 7), (6, 1), (16, 32), (33, 64))
 
@@ -139,14 +155,16 @@ def test_kernels_for_cuda_read_them(kernels, name):  # noqa: F811
     compare(name, SHAPES[:-1], 1e-5)
 
 
-def test_a_stencil_of_memory_is_one_kernel(kernels):  # noqa: F811
+@pytest.mark.parametrize("name", ["a step of diffusion", "mixed with the row before",
+                                  "beside its neighbours", "padded by a number"])  # fmt: skip
+def test_a_stencil_of_memory_is_one_kernel(kernels, name):  # noqa: F811
     u = values((6, 8))
     for _ in range(3):
         launched.clear()
         autofuse.reset_stats()
-        got = autofuse.materialize(PROGRAMS["a step of diffusion"](autofuse.wrap(u)))
+        got = autofuse.materialize(PROGRAMS[name](autofuse.wrap(u)))
         assert len(launched) == 1 and autofuse.stats().ops_eager == 0
-    assert_same(autofuse.unwrap(got), PROGRAMS["a step of diffusion"](u), 1e-6)
+    assert_same(autofuse.unwrap(got), PROGRAMS[name](u), 1e-6)
 
 
 def step_in_place(u, v):
@@ -211,9 +229,15 @@ def repeated_over_itself(u, v):
     return u
 
 
+def padded_over_itself(u, v):
+    u.copy_(F.pad(u, (1, -1)) * 2.0 + u)
+    u += F.pad(u, (0, 0, 1, -1))
+    return u
+
+
 WRITES = [step_in_place, copied, written_beside, written_rows, through_a_view, out_of,
           pending_in_place, written_after, flipped_over_itself, flipped_out,
-          repeated_over_itself]  # fmt: skip
+          repeated_over_itself, padded_over_itself]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", WRITES, ids=lambda program: program.__name__)
@@ -320,6 +344,40 @@ CALLS = {
     "a slice flipped": lambda x: x[:, ::2].flip(1),
     "another order flipped": lambda x: x.t().flip(0),
     "repeated rows flipped": lambda x: x[0].expand(3, 8).flip(0),
+    "padded": lambda x: F.pad(x, (1, 2)),
+    "padded by a list": lambda x: F.pad(x, [1, 2, 0, 1], "constant", 3),
+    "padded by names": lambda x: F.pad(input=x, pad=(1, 2), mode="constant", value=-0.0),
+    "padded by none": lambda x: F.pad(x, (1, 0), value=None),
+    "padded by nothing": lambda x: F.pad(x, ()),
+    "padded by zeros": lambda x: F.pad(x, (0, 0)),
+    "padded by less": lambda x: F.pad(x, (-1, -2)),
+    "padded by less, of another order": lambda x: F.pad(x.t(), (-1, 0)),
+    "padded to one element": lambda x: F.pad(x, (1, -8)),
+    "padded to none": lambda x: F.pad(x, (1, -9)),
+    "padded to less than none": lambda x: F.pad(x, (1, -20)),
+    "padded by an odd number": lambda x: F.pad(x, (1, 2, 3)),
+    "padded along more": lambda x: F.pad(x, (1,) * 6),
+    "padded by floats": lambda x: F.pad(x, (1.0, 2)),
+    "padded by bools": lambda x: F.pad(x, (True, 2)),
+    "padded beyond counting": lambda x: F.pad(x, (2**40, 2**40)),
+    "padded by infinity": lambda x: F.pad(x, (1, 2), value=float("inf")),
+    "padded by a bool": lambda x: F.pad(x, (1, 2), value=True),
+    "padded by a tensor": lambda x: F.pad(x, (1, 2), value=torch.tensor(2.0)),
+    "padded by too much": lambda x: F.pad(x.half(), (1, 2), value=1e6),
+    "integers padded by a fraction": lambda x: F.pad(x.int(), (1, 2), value=1.5),
+    "integers padded by too much": lambda x: F.pad(x.to(torch.int8), (1, 2), value=1000),
+    "bools padded": lambda x: F.pad(x > 0, (1, 2), value=1),
+    "padded in another way": lambda x: F.pad(x[None], (1, 2), "reflect"),
+    "padded by what is near": lambda x: F.pad(x[None], (1, 2), mode="replicate"),
+    "padded all around": lambda x: F.pad(x[None], (1, 2), "circular"),
+    "padded in no way": lambda x: F.pad(x, (1, 2), "konstant"),
+    "padded by aten": lambda x: torch.constant_pad_nd(x, (1, 2), 0.5),
+    "padded by a module": lambda x: torch.nn.ConstantPad1d((2, 1), 7.0)(x),
+    "padded rows by a module": lambda x: torch.nn.ZeroPad2d((0, 0, 1, -1))(x[None]),
+    "a number padded": lambda x: F.pad(x[0, 0].clone(), (1, 1)),
+    "nothing padded": lambda x: F.pad(x[:0].clone(), (1, 1)),
+    "a slice padded": lambda x: F.pad(x[:, ::2], (1, 1)),
+    "repeated rows padded": lambda x: F.pad(x[0].expand(3, 8), (1, 1)),
     "left and right of one dimension": lambda x: torch.fliplr(x[0]),
     "up and down of one dimension": lambda x: torch.flipud(x[0] * 2.0),
     "up and down of a number": lambda x: torch.flipud(x[0, 0]),
@@ -350,7 +408,8 @@ def test_one_call_of_tensors_of_several_dimensions(on, always, shapes):
     moves = (lambda t: t.roll(1, -1), lambda t: t.roll((2, 1)[: t.ndim], (-1, 0)[: t.ndim]),
              lambda t: t.flip(-1), lambda t: t.flip(0), lambda t: t.repeat(2, 1, 1, 1),
              lambda t: t.tile(2), lambda t: t.repeat_interleave(2, -1),
-             lambda t: t.transpose(0, -1).reshape(-1))  # fmt: skip
+             lambda t: t.transpose(0, -1).reshape(-1), lambda t: F.pad(t, (1, 2)),
+             lambda t: F.pad(t, (1, -1)))  # fmt: skip
     for move in moves:
         for shape in shapes * 2:
             x = values(shape).requires_grad_()
@@ -373,9 +432,44 @@ def test_of_every_dtype(on, always, dtype):
             lambda t: torch.roll(t, 1, dim), lambda t: t.flip(dim),  # noqa: B023
             lambda t: (t & 1 if dtype is torch.bool else t * 1).repeat_interleave(2, dim),  # noqa: B023
             lambda t: t.repeat(*[2] * t.ndim), lambda t: (t == 0).transpose(0, dim).reshape(-1),  # noqa: B023
+            lambda t: F.pad(t, (0, 0) * (-dim - 1 if dim < 0 else t.ndim - dim - 1) + (2, 1)),  # noqa: B023
+            lambda t: F.pad(t, (1, 1), value=None if dtype is torch.bool else 3),  # noqa: B023
         ):  # fmt: skip
             got = autofuse.materialize(move(autofuse.wrap(x)) == one)
             assert_same(autofuse.unwrap(got), move(x) == one, None)
+
+
+def laid(shape, order, **how):
+    """Values of a shape whose dimensions lie in memory in this order."""
+    x = values([shape[d] for d in order], **how)
+    return x.permute([order.index(d) for d in range(len(shape))])
+
+
+PADS = [(1, 1), (0, 0, 1, -1), (1, 0, 0, 2), (0, 0, 0, 0, 1, 1), (-1, 2), (0, 0, 0, 0, 0, 0, 2, -1)]
+
+
+@pytest.mark.parametrize("pad", PADS, ids=str)
+def test_padding_of_every_layout(on, always, pad):
+    """The result's is one of torch's memory formats; the gradient's too, as what comes in lies."""
+    orders = {n: [*itertools.permutations(range(n))] for n in (1, 2, 3, 4)}
+    orders[5] = [(0, 1, 2, 3, 4), (0, 2, 3, 4, 1), (4, 3, 2, 1, 0)]
+    shapes = ((4,), (3, 4), (2, 1, 3), (2, 3, 4, 5), (1, 1, 3, 3), (3, 2, 1, 4), (4, 4, 1, 1),
+              (2, 2, 3, 2, 3))  # fmt: skip
+    for shape in shapes:
+        for order in orders[len(shape)]:
+            x = laid(shape, order).requires_grad_()
+            try:
+                like = F.pad(x, pad)
+            except RuntimeError:  # more dimensions than it has
+                continue
+            g = laid(like.shape, order[1:] + order[:1], seed=1)
+            for h in (g, torch.ones_like(like), laid(like.shape, order, seed=2)):
+                found = []
+                for t in (autofuse.wrap(x), x):
+                    out = F.pad(t * 0.5, pad, value=1.5) * 2.0
+                    (grad,) = torch.autograd.grad(out, x, h)
+                    found.append([autofuse.unwrap(autofuse.materialize(out)).detach(), grad])
+                assert_same(*found, 1e-6, f"{shape} {order}")
 
 
 def test_shifts_that_are_others_each_time_come_to_an_end(on, always, monkeypatch):
@@ -453,7 +547,7 @@ def test_gradients_are_recorded(on, always):
         stats = autofuse.stats()
         assert stats.ops_recorded == 4
         assert not {"roll", "flip", "mul", "tanh"} & {name for name, _ in stats.eager_ops}
-    for op in (lambda t: t.flip(0), lambda t: t.roll(1, 0)):
+    for op in (lambda t: t.flip(0), lambda t: t.roll(1, 0), lambda t: F.pad(t, (1, 2))):
         got, want = (op(t * 2.0) for t in (autofuse.wrap(x), x))
         assert autofuse.materialize(got).grad_fn.name() == want.grad_fn.name()
 
@@ -502,6 +596,8 @@ def expression(rng, depth):
         f"torch.cat([{a}[:, 1:], {a}[:, :1]], 1)", f"torch.flip({a}, {dims})",
         f"({a}.flip({dims[0]}) - {b})", f"({a}).transpose(0, 2).reshape({b}.shape)",
         f"({a}).repeat(1, 2, 1)[:, {b}.shape[1] // 2:][:, :{b}.shape[1]]",
+        f"F.pad({a}, {rng.choice(['(1, -1)', '(-1, 1)', '(0, 0, 2, -2)', '(1, 0, 1, 0)'])})"
+        f"[:, :{b}.shape[1], :{b}.shape[2]]", f"(F.pad({a}, (2, 1), value=0.5)[..., 2:-1] - {b})",
     ])  # fmt: skip
 
 
@@ -523,7 +619,7 @@ def drawn(rng):
 @pytest.mark.parametrize("seed", range(int(os.environ.get("AUTOFUSE_TEST_ORDERS", "12"))))
 def test_random_stencils(kernels, always, seed):  # noqa: F811
     rng = random.Random(f"{os.environ.get('AUTOFUSE_TEST_SEED', '1128')} {seed}")
-    space = {"torch": torch}
+    space = {"torch": torch, "F": F}
     source = drawn(rng)
     exec(source, space)
     shape = [rng.choice([1, 2, 3]), rng.choice([1, 2, 5, 8]), rng.choice([1, 3, 8, 33, 64])]
@@ -554,7 +650,9 @@ def test_on_a_gpu(name, dtype, always):
 def test_more_than_32_bits_count_on_a_gpu(always):
     u = torch.randint(-9, 9, (3, (1 << 31) // 3 + 70), dtype=torch.int8, device="cuda")
     for dim in (0, 1):
-        for move in (lambda t: torch.roll(t, -5, dim), lambda t: t.flip(dim)):  # noqa: B023
+        around = (0, 0) * (1 - dim) + (3, -2)
+        for move in (lambda t: torch.roll(t, -5, dim), lambda t: t.flip(dim),  # noqa: B023
+                     lambda t: F.pad(t, around, value=7)):  # noqa: B023 # fmt: skip
             got = autofuse.materialize(move(autofuse.wrap(u)) + 1)
             assert torch.equal(autofuse.unwrap(got), move(u) + 1)
 

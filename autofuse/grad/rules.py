@@ -101,7 +101,7 @@ def sweep(
             if isinstance(op, JoinOp):
                 d = algebra.part(op.views[use.part], g)
             elif op is not None and op.back is not None:
-                d = algebra.apply(op.back, (g,))
+                d = algebra.apply(op.back, (g, *[algebra.number(0)] * (len(op.back.names) - 1)))
             elif found:
                 d = found[use.part]
             else:

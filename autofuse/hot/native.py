@@ -140,7 +140,8 @@ class _Fields:
 class _Subscripts:
     """What C indexes plain tensors by: a slot of their classes, of which subclasses get torch's.
 
-    Somebody who sets `__getitem__` of a class has CPython fill it; then it is let be.
+    Somebody who sets `__getitem__` of a class has CPython fill it; then it is let be, until they
+    say that they have taken it away.
     """
 
     def __init__(self, before: int) -> None:
@@ -160,6 +161,12 @@ class _Subscripts:
             if slots[k] == self.now:
                 slots[k] = address
         self.now = address
+
+    def again(self) -> None:
+        """Once more, where torch's are back."""
+        for slots, k in self.places:
+            if slots[k] == self.before:
+                slots[k] = self.now
 
 
 def _taken() -> tuple[list[Any], list[Any]]:
@@ -408,6 +415,7 @@ def make(facts: Sequence[str] = ()) -> None:
     if _native is None:
         _native = _Native(facts)
         hooks.fused = _native.stand_before
+        hooks.indexing_is_torchs = _native.subscripts.again
 
 
 def compiled() -> tuple[str, bytes]:

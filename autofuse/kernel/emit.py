@@ -18,6 +18,7 @@ from .lower import Element
 from .source import (
     BROADCAST,
     ITEMSIZE,
+    PADDED,
     ROLLED,
     THREADS_PER_BLOCK,
     UNIT,
@@ -122,8 +123,9 @@ def _loop(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """How an operand goes along an axis on which it begins somewhere in the middle."""
+    """How an operand goes along an axis on which it begins somewhere in the middle, or outside."""
 
+    how: int  # ROLLED or PADDED
     position: Any  # on the axis, of the first lane
     stride: Any
     start: Any  # of the first element of the loop
@@ -139,7 +141,8 @@ class _Place:
     offset: Any  # of its first lane, in elements
     distance: Any  # of its lanes
     begin: Any  # where the row begins, in elements
-    turn: _Turn | None = None  # how it goes along the row, if it is rolled
+    turn: _Turn | None = None  # how it goes along the row, if it begins there elsewhere
+    beyond: Any = None  # whether the row is in no memory, if it is padded
 
     @property
     def kind(self) -> Any:
@@ -235,7 +238,7 @@ class _Emitter:
         """Called once each, in parameter order."""
         builder, spaced = self.builder, self.source.spaced
         offset, distance = self.word(0), self.word(1)
-        begin, turn = offset, None
+        begin, turn, beyond = offset, None, None
         for axis, (how, walk) in enumerate(zip(operand.axes, walks, strict=True)):
             if how == BROADCAST:
                 continue
@@ -247,19 +250,42 @@ class _Emitter:
                     distance = builder.mul(stride, self.word(WARP))
                 else:
                     walk = builder.mul(walk, self.word(self.source.lanes))
-            if how == ROLLED:
-                found = _Turn(walk, stride, next(self.strides), next(self.strides))
+            if how in (ROLLED, PADDED):
+                found = _Turn(how, walk, stride, next(self.strides), next(self.strides))
+                if how == PADDED and not last:
+                    past = self._is_past(found, 0)
+                    beyond = past if beyond is None else builder.or_(beyond, past)
                 walk, turn = self._turned(found, 0), found if last else None
             step = walk if how == UNIT else builder.mul(walk, stride)
             offset = step if axis == 0 else builder.add(offset, step)
-        return _Place(operand, pointer, offset, distance, begin, turn)
+        return _Place(operand, pointer, offset, distance, begin, turn, beyond)
 
     def _turned(self, turn: _Turn, further: int) -> Any:
-        """Which element of a rolled axis lies so many behind the first lane's."""
-        builder = self.builder
-        at = builder.add(builder.add(turn.position, turn.start), self.word(further))
-        past = builder.icmp_unsigned(">=", at, turn.size)
-        return builder.select(past, builder.sub(at, turn.size), at)
+        """Which element of a rolled axis lies so many behind the first lane's; of a padded one the
+        first, where that is none."""
+        builder, at = self.builder, self._along(turn, further)
+        again = builder.sub(at, turn.size) if turn.how == ROLLED else self.word(0)
+        return builder.select(self._is_past(turn, further), again, at)
+
+    def _along(self, turn: _Turn, further: int) -> Any:
+        at = self.builder.add(turn.position, turn.start)
+        return self.builder.add(at, self.word(further))
+
+    def _is_past(self, turn: _Turn, further: int) -> Any:
+        """Whether that is past the end of its memory; before its beginning is, without a sign."""
+        return self.builder.icmp_unsigned(">=", self._along(turn, further), turn.size)
+
+    def _beyond(self, place: _Place, lane: int) -> Any:
+        """Whether lane number `lane` of what is padded is in no memory; None of what is not."""
+        turn = place.turn
+        if turn is None or turn.how != PADDED:
+            return place.beyond
+        past = self._is_past(turn, self._further(lane))
+        return past if place.beyond is None else self.builder.or_(place.beyond, past)
+
+    def _further(self, lane: int) -> int:
+        """How many elements behind the first lane number `lane` is."""
+        return WARP * lane if self.source.spaced else lane
 
     def _first(self, group: Any) -> Any:
         """The first of the spaced elements that a group of a row takes."""
@@ -277,7 +303,7 @@ class _Emitter:
             return place.offset
         at = self.builder.add(place.offset, self.builder.mul(place.distance, self.word(lane)))
         if place.turn is not None:
-            along = self._turned(place.turn, WARP * lane if self.source.spaced else lane)
+            along = self._turned(place.turn, self._further(lane))
             at = self.builder.add(place.begin, self.builder.mul(along, place.turn.stride))
         if not self.source.spaced:
             return at
@@ -318,6 +344,11 @@ class _Emitter:
             [self.element.loaded(x, place.operand.code) for x in repeated.get(k) or next(moved)]
             for k, place in enumerate(reads)
         ]
+        if "beyond(" in self.source.text:
+            carried = [
+                [replace(value, beyond=self._beyond(place, n)) for n, value in enumerate(values)]
+                for place, values in zip(reads, carried, strict=True)
+            ]
         if "place(" in self.source.text:
             carried = [
                 [replace(value, place=self._offset(place, n)) for n, value in enumerate(values)]

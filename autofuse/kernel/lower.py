@@ -274,6 +274,10 @@ class Element:
             (operand,) = args
             assert isinstance(operand, Value) and operand.place is not None
             return self.convert(Value(operand.place, f"i{operand.place.type.width}"), "i64")
+        if name == "beyond":
+            (operand,) = args
+            assert isinstance(operand, Value) and operand.beyond is not None
+            return Value(operand.beyond, "b1")
         if name in STORED:
             return self.convert(self.typed(args[0], carried(name)), name)
         if name in ("horner", "chebyshev"):

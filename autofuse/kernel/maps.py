@@ -13,7 +13,7 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from ..layout import Ints, contiguous
-from ..ops.moves import Flipped, Move, Reshaped, Rolled
+from ..ops.moves import Flipped, Move, Padded, Reshaped, Rolled
 from ..program.program import CONST, Join, Pointwise, Program, Ref, Step, View
 
 # elements between neighbours up to which one thread reads several of them, from one cache line
@@ -34,6 +34,7 @@ class Read:
     walk: Ints  # elements along each axis of the loop
     # axes of the loop, from which element each begins, and the size of the dimension in memory
     rolls: tuple[tuple[int, int, int], ...] = ()
+    pads: tuple[tuple[int, int, int], ...] = ()  # the same, from less than none on and beyond it
 
 
 Computed = tuple[int, Place]  # a step, and where it is computed
@@ -101,8 +102,9 @@ def _loop_over(
                 return Apart(index)
             for ref in step.args:
                 operand = _operand(program, given, ref, at, sizes)
-                if isinstance(move, Rolled) and move.by:
-                    operand = _rolled(operand, index, move.by, place, step.out.shape)
+                if isinstance(move, (Rolled, Padded)) and move.by and ref < CONST:
+                    own = program.inputs[~ref] if ref < 0 else steps[ref].out
+                    operand = _begun(operand, index, move, place, own.shape)
                 if isinstance(operand, (Apart, _Cut)):
                     return operand
                 if isinstance(operand, tuple):
@@ -213,8 +215,8 @@ def _moved(
 ) -> Place | _Cut | None:
     """Where the operand is read of a step that is computed at `place`; None if nowhere evenly."""
     shape = step.out.shape
-    if isinstance(move, Rolled) or 0 in shape:
-        return place  # and turned where it is read
+    if isinstance(move, (Rolled, Padded)) or 0 in shape:
+        return place  # and begun elsewhere where it is read
     if isinstance(move, Reshaped):
         (ref,) = step.args
         own = (program.inputs[~ref] if ref < 0 else program.steps[ref].out).shape
@@ -250,20 +252,20 @@ def _rest(index: tuple[int, Ints], period: int, sizes: Ints) -> tuple[int, Ints]
     return None
 
 
-def _rolled(
-    operand: Found | Apart | _Cut, index: int, rolls: tuple[Ints, ...], place: Place, shape: Ints
+def _begun(
+    operand: Found | Apart | _Cut, index: int, move: Rolled | Padded, place: Place, shape: Ints
 ) -> Read | Apart | _Cut:
-    """`operand` of step `index`, of a value of `shape` that is computed at `place`, where it goes
-    on from its beginning; it has to be in memory, and a dimension along one axis of the loop, which
-    goes along no other."""
+    """`operand` of step `index`, a value of `shape`, as it is read where the step is computed at
+    `place`: from another element on. It has to be in memory, and a dimension along one axis of the
+    loop, which goes along no other."""
     if isinstance(operand, tuple):
         return Apart(operand[0])
     if not isinstance(operand, Read):
         assert isinstance(operand, (Apart, _Cut))
         return operand
-    assert not operand.rolls
+    assert not operand.rolls and not operand.pads
     found, offset = [], operand.offset
-    for dim, shift in rolls:
+    for dim, shift, *_ in move.by:
         start, moves = place[dim]
         axes = [axis for axis, move in enumerate(moves) if move]
         if len(axes) != 1 or moves[axes[0]] != 1:
@@ -271,10 +273,12 @@ def _rolled(
         (axis,) = axes
         if any(other[axis] for k, (_, other) in enumerate(place) if k != dim):
             return Apart(index)
-        size = shape[dim]
-        found.append((axis, (start - shift) % size, size))
+        found.append((axis, start - shift, shape[dim]))
         offset -= start * operand.walk[axis]
-    return replace(operand, offset=offset, rolls=tuple(found))
+    if isinstance(move, Padded):
+        return replace(operand, offset=offset, pads=tuple(found))
+    rolls = tuple([(axis, first % size, size) for axis, first, size in found])
+    return replace(operand, offset=offset, rolls=rolls)
 
 
 def walk_of(stride: Ints, place: Place, rank: int) -> tuple[int, Ints]:

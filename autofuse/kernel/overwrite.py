@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..program.program import Ref
 from .plan import Piece, Plan
-from .source import NUMBERS, ROLLED
+from .source import NUMBERS, PADDED, ROLLED
 
 
 def stored_last(pieces: Sequence[Piece], step: int) -> tuple[Piece, ...]:
@@ -33,7 +33,7 @@ def is_overwritten(pieces: Sequence[Piece], step: int, read: Ref) -> bool:
         walk for ref, walk in zip((*piece.loads, *piece.stores), _walks(piece), strict=True)
         if ref == step or ref == read
     ][::-1]  # fmt: skip
-    return all(walk == stored for walk in loaded) and ROLLED not in stored[1]
+    return all(walk == stored for walk in loaded) and {ROLLED, PADDED}.isdisjoint(stored[1])
 
 
 def _walks(piece: Piece) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:

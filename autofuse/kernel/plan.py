@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import layout
 from ..layout import Ints
-from ..ops.moves import MOVED
+from ..ops.moves import FILLED, MOVED, Padded
 from ..ops.row import Op
 from ..program.program import (
     ALIAS,
@@ -34,7 +34,7 @@ from ..program.program import (
 from ..program.walk import needed
 from . import maps
 from .maps import NEAR, Computed, Loop, Place, Read, loop_over, tiles, walk_of
-from .source import ITEMSIZE, STRIDED, UNIT, WARP, Operand, axes_of, numbers_of
+from .source import ITEMSIZE, PADDED, ROLLED, STRIDED, UNIT, WARP, Operand, axes_of, numbers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +345,9 @@ def _make_piece(
         step = steps[node[0]]
         assert isinstance(step, Pointwise)
         refs = tuple(map(local, loop.operands[node]))
-        op = step.op if step.op.move is None else MOVED
+        op = step.op
+        if op.move is not None:
+            op = FILLED if isinstance(op.move, Padded) else MOVED
         if op.by_scalar is not None and refs[-1] >= CONST:
             op = op.by_scalar
         for role, ref in zip(op.roles, refs, strict=True):
@@ -364,12 +366,12 @@ def _make_piece(
     results = [steps[index].out for index, _ in written]
     shape = results[0].shape
     every = [*stores, *loads]
-    # an axis along which something is rolled stays one: nothing else moves along it alone
-    rolled = sorted({axis for x in every for axis, *_ in x.rolls})
-    alone = [tuple([int(axis == k) for axis in range(len(loop.sizes))]) for k in rolled]
+    # an axis along which something begins elsewhere stays one: nothing else moves along it alone
+    begun = sorted({axis for x in every for axis, *_ in (*x.rolls, *x.pads)})
+    alone = [tuple([int(axis == k) for axis in range(len(loop.sizes))]) for k in begun]
     sizes, walks = layout.collapse(loop.sizes, [*[x.walk for x in every], *alone])
     walks, alone = walks[: len(every)], walks[len(every) :]
-    axis_of = {axis: own.index(1) for axis, own in zip(rolled, alone, strict=True)}
+    axis_of = {axis: own.index(1) for axis, own in zip(begun, alone, strict=True)}
     lanes, spaced = 1, False
     if device == "cuda":
         lanes = _lanes(sizes, walks, len(results), results + reads, len(lines))
@@ -384,10 +386,12 @@ def _make_piece(
     wide = is_wide(shape, sizes, walks, results + reads)
     # from here on in the order of a kernel's parameters
     walks = walks[len(results) :] + walks[: len(results)]
-    begins = [{axis_of[axis]: turn for axis, *turn in x.rolls} for x in [*loads, *stores]]
+    begins = [{axis_of[axis]: at for axis, *at in (*x.rolls, *x.pads)} for x in [*loads, *stores]]
     operands = [
-        Operand(spec.code, axes_of(walk, rolls))
-        for spec, walk, rolls in zip(reads + results, walks, begins, strict=True)
+        Operand(spec.code, axes_of(walk, own, PADDED if x.pads else ROLLED))
+        for x, spec, walk, own in zip(
+            [*loads, *stores], reads + results, walks, begins, strict=True
+        )
     ]
     plan = Plan(
         device=device,

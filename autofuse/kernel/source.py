@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Ints = tuple[int, ...]
-# how an operand walks one axis of the loop; ROLLED goes on from its beginning where it ends
-BROADCAST, UNIT, STRIDED, ROLLED = range(4)
-NUMBERS = {STRIDED: 1, ROLLED: 3}  # that a kernel is given: the stride; also the shift and the size
+# how an operand walks one axis of the loop; ROLLED goes on from its beginning where it ends, PADDED
+# begins before its memory, or ends behind it
+BROADCAST, UNIT, STRIDED, ROLLED, PADDED = range(5)
+# that a kernel is given: the stride; also the element that it begins from, and the size
+NUMBERS = {STRIDED: 1, ROLLED: 3, PADDED: 3}
 WARP = 32
 THREADS_PER_BLOCK = 128  # eager's block size on sm_90; 4-element threads reach copy bandwidth
 ITEMSIZE = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1,
@@ -32,29 +34,30 @@ class Operand:
     """A tensor that a kernel reads or writes."""
 
     code: str
-    axes: Ints  # BROADCAST, UNIT (innermost axis only), STRIDED or ROLLED, outermost axis first
+    axes: Ints  # BROADCAST, UNIT (innermost axis only), STRIDED..., outermost axis first
 
 
-def axes_of(walk: Ints, rolls: Container[int] = ()) -> Ints:
-    """How an operand with these strides goes along each axis; rolls: those that are ROLLED."""
+def axes_of(walk: Ints, begun: Container[int] = (), how: int = ROLLED) -> Ints:
+    """How an operand with these strides goes along each axis; begun: those that go along as `how`
+    says, from other elements on."""
     axes = [STRIDED if stride else BROADCAST for stride in walk]
     if walk[-1] == 1:
         axes[-1] = UNIT
-    return tuple([ROLLED if axis in rolls else how for axis, how in enumerate(axes)])
+    return tuple([how if axis in begun else own for axis, own in enumerate(axes)])
 
 
 def numbers_of(
     walks: Sequence[Ints],
     operands: Sequence[Operand],
-    rolls: Sequence[Mapping[int, Sequence[int]]] = (),
+    begins: Sequence[Mapping[int, Sequence[int]]] = (),
 ) -> list[int]:
-    """What a kernel is given of `operands`: strides; of ROLLED axes also the element that each
-    begins from, in `rolls`, and the size."""
+    """What a kernel is given of `operands`: strides; of ROLLED and PADDED axes also the element
+    that each begins from and the size, by axis in `begins`."""
     found: list[int] = []
     for k, (walk, operand) in enumerate(zip(walks, operands, strict=True)):
         for axis, how in enumerate(operand.axes):
-            if how == ROLLED:
-                found += [walk[axis], *rolls[k][axis]]
+            if how in (ROLLED, PADDED):
+                found += [walk[axis], *begins[k][axis]]
             elif how == STRIDED:
                 found.append(walk[axis])
     return found
@@ -251,5 +254,6 @@ def nearest(source: Source, known: list[Source]) -> Source | None:
 
 def walk(axes: Ints) -> str:
     """How an operand goes through a loop, in words."""
-    names = {BROADCAST: "repeats", UNIT: "unit", STRIDED: "strided", ROLLED: "rolled"}
+    names = {BROADCAST: "repeats", UNIT: "unit", STRIDED: "strided", ROLLED: "rolled",
+             PADDED: "padded"}  # fmt: skip
     return "x".join(names[axis] for axis in axes)

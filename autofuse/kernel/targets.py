@@ -27,6 +27,7 @@ class Value:
     code: str
     bits: Any = None  # i16 of a value that is rounded to 16 bits, where they are at hand
     place: Any = None  # of what was read: how many elements after the first one it lies
+    beyond: Any = None  # of what is padded: whether its place is in no memory
 
     @property
     def floating(self) -> bool:

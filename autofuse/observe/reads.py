@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .. import hooks
 from ..chain.shell import Tensor
 from ..dispatch.methods import made_no_sequence
 from ..lines import PACKAGE, TORCH, Position
@@ -82,6 +83,7 @@ def unwatch(listener: Callable[[str], None]) -> None:
                     setattr(owner, name, original)
                 _keep_from_sequences(owner, name)
             _originals.clear()
+            hooks.indexing_is_torchs()
 
 
 def _replace(owner: type, name: str, waits: Callable[..., bool]) -> None:

@@ -1,7 +1,8 @@
 """Ops that give elements of an operand in other places, which are read where they lie.
 
-`torch.roll` and `torch.flip`, `repeat` and `tile`, and what torch's view functions copy, as
-`reshape` does of what is transposed. How a kernel reads them is in `kernel.maps`.
+`torch.roll` and `torch.flip`, `repeat` and `tile`, `pad` with a number, and what torch's view
+functions copy, as `reshape` does of what is transposed. How a kernel reads them is in
+`kernel.maps`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any, TypeGuard
 import torch
 
 from ..dtypes import EXACT
-from ..layout import Ints
-from .row import METHODS, Op, registrar, row, spelled
+from ..layout import Ints, copied_stride, joined_stride
+from .row import METHODS, Op, is_number, registrar, row, spelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +65,37 @@ class Reshaped:
         return self.shape
 
 
-Move = Rolled | Flipped | Repeated | Reshaped
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Along which dimensions, how far before its operand it begins and how far behind it ends.
+
+    What is padded has to be in memory; less than nothing is cut off.
+    """
+
+    by: tuple[tuple[int, int, int], ...]
+
+    def shape_of(self, shape: Ints) -> Ints:
+        sizes = list(shape)
+        for dim, before, after in self.by:
+            sizes[dim] += before + after
+        return tuple(sizes)
+
+    def stride_of(self, shape: Ints, stride: Ints) -> Ints:
+        """The result's strides, for the operand's shape and strides."""
+        result = self.shape_of(shape)
+        if all(before <= 0 and after <= 0 for _, before, after in self.by):  # a part, copied
+            return copied_stride(result, stride)
+        return joined_stride(result, [(shape, stride)])
+
+
+Move = Rolled | Flipped | Repeated | Reshaped | Padded
 
 # of which each way to move elements is a copy; it stands for all of them in kernels, and runs as
-# none
+# none; but for what is padded, which is no row, for only a kernel knows where its memory ends
 MOVED = row("moved", "x", "x", accepts="fib", copies="fib", grad="g", eager=torch.clone)
+FILLED = Op("filled", "x v:common", "v if beyond(x) else x", accepts="fib", grad="g; none", costs=2)
 
-_LARGEST = 1 << 48  # elements; of more no machine has memory, and torch counts them in its own way
+_LARGEST = 1 << 36  # elements; where few machines have the memory torch says so at once
 # ways to move of each kind, each a program: shifts that are others each time would have no end
 _MOST = 64
 _known: defaultdict[str, dict[Any, Op]] = defaultdict(dict)  # by kind
@@ -209,6 +234,51 @@ def tile(input: Any, dims: Any) -> tuple[Op, tuple[Any, ...]] | None:
 @registrar(METHODS)("tile")
 def _tile_method(input: Any, *given: Any, dims: Any = None) -> tuple[Op, tuple[Any, ...]] | None:
     return None if given and dims is not None else tile(input, _given(given) if given else dims)
+
+
+# --- padding --------------------------------------------------------------------------------------
+
+
+@spelled()
+def pad(
+    input: Any, pad: Any, mode: Any = "constant", value: Any = None
+) -> tuple[Op, tuple[Any, ...]] | None:
+    return _padded(input, pad, 0 if value is None else value) if mode == "constant" else None
+
+
+@spelled()
+def constant_pad_nd(input: Any, pad: Any, value: Any = 0) -> tuple[Op, tuple[Any, ...]] | None:
+    return _padded(input, pad, value)
+
+
+def _padded(input: Any, pad: Any, value: Any) -> tuple[Op, tuple[Any, ...]] | None:
+    pad = tuple(pad) if type(pad) in (list, torch.Size) else pad
+    if type(pad) is not tuple or not all(type(n) is int and abs(n) <= EXACT for n in pad):
+        return None
+    if len(pad) % 2 or len(pad) > 2 * input.ndim or not any([n > 0 for n in pad]):
+        return None
+    if not (is_number(value) if input.is_floating_point() else type(value) is int):
+        return None
+    pairs = zip(pad[::2], pad[1::2], strict=True)  # from the last dimension on
+    found = [(input.ndim - 1 - k, *ends) for k, ends in enumerate(pairs) if ends != (0, 0)]
+    by, shape = tuple(found[::-1]), tuple(input.shape)
+    sizes = Padded(by).shape_of(shape)
+    # of one element or none no loop goes along a dimension; where memory may not do torch says so
+    if 0 in shape or math.prod(sizes) >= _LARGEST or any([sizes[dim] < 2 for dim, _, _ in by]):
+        return None
+
+    def make() -> Op:
+        back = tuple([(dim, -before, -after) for dim, before, after in by])
+        return replace(_pad(pad, by), back=_pad(tuple([-n for n in pad]), back))
+
+    op = _kept("pad", (pad, by), make)
+    return None if op is None else (op, (input, value))
+
+
+def _pad(pad: Ints, by: tuple[tuple[int, int, int], ...]) -> Op:
+    move = Padded(by)
+    eager = lambda x, value: torch.constant_pad_nd(x, pad, value)  # noqa: E731
+    return replace(FILLED, name="pad", move=move, eager=eager, strides=move.stride_of)
 
 
 # --- copies in another shape ----------------------------------------------------------------------
