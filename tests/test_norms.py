@@ -304,7 +304,7 @@ def test_derivatives_are_those_of_the_function(hung, name, monkeypatch):
         return autofuse.unwrap(autofuse.materialize(PROGRAMS[name](*map(autofuse.wrap, xs))))
 
     assert gradcheck(function, xs)
-    assert gradgradcheck(function, xs)
+    assert gradgradcheck(function, xs, fast_mode=True)  # 0.3 s instead of 3
     assert ran
 
 
