@@ -133,6 +133,7 @@ ASSEMBLY = {
     "rcp.approx.ftz.f32 $0, $1;": lambda a: F32(1 / a),
     "div.full.f32 $0, $1, $2;": lambda a, b: F32(a / b),
     "lg2.approx.f32 $0, $1;": lg2,
+    "sqrt.approx.f32 $0, $1;": lambda a: F32(np.sqrt(a)),
     "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;": bf16,
     "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda low, high: bf16(low) >> U32(16) | bf16(high),
     "cvt.rn.f16x2.f32 $0, $2, $1;": lambda low, high: half_bits(low) | half_bits(high) << U32(16),

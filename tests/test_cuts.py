@@ -23,7 +23,7 @@ CUTS = {
     "with an option": ("rows", lambda x, y: (torch.add(x.softmax(-1) * 2.0, y, alpha=3),)),
     "a function": ("rows", lambda x, y: (torch.atan2(x.softmax(-1) + 1.0, y) * 2.0,)),
     "where": ("rows", lambda x, y: (torch.where(y > 0.0, x.softmax(-1), y) + 1.0,)),
-    "one of a view": ("views", lambda x, y: ((y * 2.0)[1:].softmax(-1) * 3.0,)),
+    "one of a view": ("views", lambda x, y: ((y * 2.0)[..., 1:].amax(-1) * 3.0,)),
     "several": ("rows", lambda x, y: (x.softmax(-1) * y, x.log_softmax(-1) + y, x * 2.0)),
 }  # fmt: skip
 

@@ -83,7 +83,7 @@ def extend(
         return _extend_write(recorder, tip, op, operands[0], metas)
     if isinstance(op, InPlaceOp):
         return _extend_in_place(recorder, tip, op, operands, metas)
-    if isinstance(op, Reduction) and tip.viewed:  # row kernels read no index maps
+    if isinstance(op, Reduction) and tip.viewed and not _reads_views(tip, op, operands):
         return _cut(recorder, tip, op, "views")
     if isinstance(op, Reduction) and _writes_in_place(tip):
         return _cut(recorder, tip, op, IN_PLACE)  # rows are read by more threads than write them
@@ -116,6 +116,8 @@ def extend(
     largest = max((meta.nbytes for meta in node.inputs), default=0)
     node.pinned_limit = max(config.pinned_bytes, 2 * largest)
     node.holds_grad |= found.meta.requires_grad
+    if rows is not None and node.viewed and node.holds_grad:  # derivatives go through one or other
+        return _cut(recorder, tip, op, "views")
     if node.holds_grad and not tip.holds_grad and _writes_in_place(tip):
         return _cut(recorder, tip, op, IN_PLACE)  # what autograd saves is attached to no such run
     node.rows = rows
@@ -124,6 +126,20 @@ def extend(
     if tip.rows is not None and not goes_along(tip, node):
         return _cut(recorder, tip, op, "rows")
     return node
+
+
+def _reads_views(tip: Node, op: Reduction, operands: Sequence[int | Meta | type]) -> bool:
+    """Whether rows can be read through views of what is stored first: without a gradient, whose
+    rules go through one or the other."""
+    if op.groups or op.outside is not None or tip.holds_grad:
+        return False
+    for operand in operands:
+        if isinstance(operand, int) and operand >= 0:
+            node = tip.path()[operand]
+            # torch goes otherwise through rows that begin elsewhere
+            if node.offset * node.meta.dtype.itemsize % 16:  # type: ignore[union-attr]
+                return False
+    return True
 
 
 def _writes_in_place(tip: Node) -> bool:

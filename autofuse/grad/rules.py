@@ -18,8 +18,7 @@ import torch
 
 from ..chain.state import Node
 from ..chain.steps import program_of
-from ..kernel.plan import completed
-from ..kernel.rows import make_pieces
+from ..kernel.rows import completed, make_pieces
 from ..ops.reductions import Reduction
 from ..ops.row import OPS
 from ..ops.views import JoinOp, ViewOp

@@ -24,7 +24,6 @@ from ..program.program import (
     STORED,
     Join,
     Output,
-    Outside,
     Pointwise,
     Program,
     Ref,
@@ -241,14 +240,9 @@ def completed(program: Program, device: str) -> Program:
 
     That is what somebody holds a view of; what no kernel can compute where a view of it is read;
     and what is computed more often than it has elements, because views of it overlap or repeat it,
-    where that takes longer than going through memory; and what torch computes others from.
+    where that takes longer than going through memory.
     """
     outputs = {output.step: output for output in program.outputs}
-    for output in program.outputs:
-        step = program.steps[output.step]
-        for ref in step.args if isinstance(step, Outside) else ():
-            if 0 <= ref < CONST:
-                outputs.setdefault(ref, Output(ref, STORED))
     if not any(isinstance(step, (View, Join)) or maps.move_of(step) for step in program.steps):
         return replace(program, outputs=tuple(outputs[step] for step in sorted(outputs)))
     for output in program.outputs:

@@ -13,10 +13,24 @@ from dataclasses import replace
 from ..layout import Ints, contiguous, iteration, numel, order_of
 from ..ops.groups import finished
 from ..ops.reductions import Reduction
-from ..program.program import LEFT, Output, Outside, Program, Reduced, RowsOf, Spec, Statistic
+from ..program.program import (
+    CONST,
+    LEFT,
+    STORED,
+    Join,
+    Output,
+    Outside,
+    Program,
+    Reduced,
+    RowsOf,
+    Spec,
+    Statistic,
+    View,
+)
 from ..program.rewrite import (
     combining,
     finishing,
+    reading,
     seen,
     straightened,
     turned,
@@ -28,6 +42,7 @@ from ..program.walk import needed
 from . import plan as pointwise
 from . import text
 from .division import PARTIAL, Scheme, scheme_of
+from .maps import move_of
 from .plan import Piece, Plan
 from .row_plan import RowPiece, RowPlan, spec_of
 from .source import ITEMSIZE, THREADS_PER_BLOCK, Source
@@ -95,12 +110,12 @@ def make_pieces(
     reduced = [index for index in wanted if isinstance(steps[index], Reduced)]
     if not reduced:
         return pointwise.make_pieces(program, device)
-    first = steps[reduced[0]]
-    if isinstance(first.op, Reduction) and first.op.groups:
-        return _of_groups(program, reduced[0], first.op, device, processors)
-    whole, axes = spec_of(program, first.args[0]), first.op.axes
+    op, (operand, *_) = steps[reduced[0]].op, steps[reduced[0]].args
+    if isinstance(op, Reduction) and op.groups:
+        return _of_groups(program, reduced[0], op, device, processors)
+    whole, axes = spec_of(program, operand), op.axes
     shape = whole.shape
-    rows, columns = first.op.count(shape)
+    rows, columns = op.count(shape)
     schemes = {}
     for index in reduced:
         step = steps[index]
@@ -113,15 +128,14 @@ def make_pieces(
     ((threads, blocks, interleaved),) = {
         (x.threads, x.blocks, x.interleaved) for x in schemes.values()
     }
-    following = followers(program)
+    following, apart = followers(program), _stored_first(program)
     order = order_of(shape, whole.stride, axes)
-    along = {
-        k for k, step in enumerate(steps)
-        if step.out.shape == shape and order_of(shape, step.out.stride, axes) == order
-    }  # fmt: skip
-    ours = following | along if blocks == 1 else following
+    ours = following | _along(program, reduced[0]) if blocks == 1 else following
+    others = apart.union(program.live) - ours  # and what these are computed from come first
+    ours -= {*needed([step.args for step in steps], apart | others)}
     row_program, pieces = _parted(program, ours, device)
-    inputs: Sequence[int] = range(len(program.inputs))
+    row_program, places = reading(row_program, apart)
+    inputs: Sequence[int] = range(len(row_program.inputs))
     outer, row = shape[:-1], shape[-1:]
     rows_of = RowsOf(shape, order, len(axes), threads, blocks, 0, interleaved)
     if not rows_of.as_they_lie:
@@ -130,11 +144,19 @@ def make_pieces(
         outer = shape[: -len(axes)]
         row_program, row = straightened(row_program, shape, len(axes))
     shape = outer + row
-    known = len(inputs)
+    known, given = len(inputs), len(program.inputs)
 
     def placed(piece: Piece) -> Piece:
-        loads = [~inputs[~ref] if ~ref < known else LEFT + ~ref - known for ref in piece.loads]
-        return replace(piece, loads=tuple(loads))
+        loads, offsets = [], list(piece.offsets)
+        for k, ref in enumerate(piece.loads):
+            which = inputs[~ref] if ~ref < known else -1
+            if which >= given:
+                base, offset = places[which - given]
+                loads.append(base)
+                offsets[k] = offset * ITEMSIZE[steps[base].out.code]
+            else:
+                loads.append(~which if which >= 0 else LEFT + ~ref - known)
+        return replace(piece, loads=tuple(loads), offsets=tuple(offsets))
 
     if blocks == 1:
         return (*pieces, placed(RowPiece(row_program, shape, following, schemes, len(row)).piece()))
@@ -148,6 +170,62 @@ def make_pieces(
     ending = combining(row_program, counts, left, len(row))
     end = RowPiece(ending, left.shape, following, ends).piece()
     return (*pieces, placed(part), placed(end))
+
+
+def completed(program: Program, device: str) -> Program:
+    """As `plan.completed`; with what torch computes others from, and with what rows read through
+    views, or in other places, which is stored first."""
+    following, steps = followers(program), program.steps
+    more = _stored_first(program)
+    for output in program.outputs:
+        step = steps[output.step]
+        more |= {*step.args} if isinstance(step, Outside) else set()
+    outputs = {output.step: output for output in program.outputs}
+    outputs |= {k: Output(k, STORED) for k in more if 0 <= k < CONST and k not in outputs}
+    every = [outputs[step] for step in sorted(outputs)]
+    rest = replace(program, outputs=tuple([x for x in every if x.step not in following]))
+    every = [x for x in every if x.step in following]
+    every += pointwise.completed(rest, device).outputs
+    return replace(program, outputs=tuple(sorted(every, key=lambda output: output.step)))
+
+
+def _stored_first(program: Program) -> set[int]:
+    """The steps that have to be in memory for the rows of `program`, for no row kernel reads index
+    maps: what is viewed, joined, or gives elements in other places."""
+    steps, following = program.steps, followers(program)
+    reduced = [k for k in sorted(following) if isinstance(steps[k], Reduced)]
+    if not reduced:
+        return set()
+    ours = following | _along(program, reduced[0])
+    found, met = set[int](), set[int]()
+    stack = [k for k in program.live if k in ours]
+    while stack:
+        for ref in steps[stack.pop()].args:
+            if not 0 <= ref < CONST or ref in met:
+                continue
+            met.add(ref)
+            step = steps[ref]
+            if isinstance(step, View):
+                found.add(step.args[0])
+            elif isinstance(step, Join) or move_of(step) is not None:
+                found.add(ref)
+            else:
+                stack.append(ref)
+    return found
+
+
+def _along(program: Program, reduced: int) -> set[int]:
+    """The steps whose values lie as what step `reduced` reduces, and are at hand where a row is."""
+    first = program.steps[reduced]
+    assert isinstance(first, Reduced)
+    whole, axes = spec_of(program, first.args[0]), first.op.axes
+    order = order_of(whole.shape, whole.stride, axes)
+    return {
+        k for k, step in enumerate(program.steps)
+        if step.out.shape == whole.shape
+        and order_of(whole.shape, step.out.stride, axes) == order
+        and not isinstance(step, (View, Join))
+    }  # fmt: skip
 
 
 def _left_by(outer: Ints, blocks: int, interleaved: bool) -> Spec:

@@ -11,6 +11,7 @@ from ..ops.reductions import Reduction
 from ..ops.row import Op
 from .program import (
     CONST,
+    Join,
     Outside,
     Pointwise,
     Program,
@@ -20,6 +21,7 @@ from .program import (
     Spec,
     Statistic,
     Step,
+    View,
 )
 from .walk import needed
 
@@ -33,6 +35,35 @@ def within(program: Program) -> Program:
 
     outputs = [output for output in program.outputs if not is_apart(steps[output.step])]
     return replace(program, outputs=tuple(outputs))
+
+
+def reading(program: Program, stored: Container[int]) -> tuple[Program, list[tuple[int, int]]]:
+    """`program` whose outputs are computed from steps that are in memory, and views of these, as
+    from further Inputs; and of each of these the step, and how many elements behind it begins."""
+    found: dict[tuple[int, int, Spec], Ref] = {}
+
+    def read(ref: Ref) -> Ref:
+        if not 0 <= ref < CONST:
+            return ref
+        step = program.steps[ref]
+        base, offset = (step.args[0], step.offset) if isinstance(step, View) else (ref, 0)
+        if base not in stored:
+            return ref
+        return found.setdefault((base, offset, step.out), ~(len(program.inputs) + len(found)))
+
+    steps = [
+        step if isinstance(step, (View, Join)) else replace(step, args=tuple(map(read, step.args)))
+        for step in program.steps
+    ]
+    inputs = (*program.inputs, *(spec for _, _, spec in found))
+    wanted = set(needed([step.args for step in steps], program.live))
+    nothing = contiguous(())
+    steps = [
+        step if k in wanted else replace(step, out=Spec(step.out.code, (), nothing))
+        for k, step in enumerate(steps)
+    ]  # what is computed elsewhere may have any shape
+    places = [(base, offset) for base, offset, _ in found]
+    return replace(program, steps=tuple(steps), inputs=inputs), places
 
 
 def unfolded(program: Program) -> tuple[Program, Ints]:

@@ -15,8 +15,8 @@ from ..grad.backward import Graph
 from ..grad.segments import Outline, outline_of
 from ..inside import is_foreign
 from ..kernel.overwrite import is_overwritten, stored_last
-from ..kernel.plan import Piece, completed
-from ..kernel.rows import RowPlan, make_pieces
+from ..kernel.plan import Piece
+from ..kernel.rows import RowPlan, completed, make_pieces
 from ..layout import is_dense
 from ..program.program import ALIAS, COPY, IN_PLACE, NEW, STORED, WRITE, Output
 from ..run.devices import runner_class
