@@ -15,6 +15,8 @@ from test_reductions import emulated, launched, recorded, recording, table  # no
 
 import autofuse
 from autofuse import errors
+from autofuse.kernel import plan
+from autofuse.record.modes import forget_all
 from support import assert_same, needs_cuda
 
 
@@ -112,6 +114,20 @@ def test_the_rows_are_one_kernel(kernels, name, count):  # noqa: F811
         autofuse.materialize(PROGRAMS[name](autofuse.wrap(x), autofuse.wrap(y)))
         assert len(launched) == count, launched
         assert "views" not in autofuse.stats().flushes
+
+
+@torch.no_grad()
+def test_rows_are_not_read_across_views_of_much(kernels, monkeypatch):  # noqa: F811
+    """What is computed from these is stored, by a kernel that goes along as it likes."""
+    x, y = table(16, 16), table(16, 16, seed=1)
+    for far, names in ((0.0, ["af_mul", "af_rows_add_sum"]), (1.0, ["af_mul_add", "af_rows_sum"])):
+        monkeypatch.setattr(plan, "_FAR_US", far)
+        forget_all("test")
+        for _ in range(2):
+            launched.clear()
+            got = autofuse.materialize(((autofuse.wrap(x) * 2.0).t() + autofuse.wrap(y)).sum(-1))
+        assert_same(autofuse.unwrap(got), ((x * 2.0).t() + y).sum(-1), 1e-5)
+        assert [name for name, _, _ in launched] == names
 
 
 @torch.no_grad()

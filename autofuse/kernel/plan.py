@@ -280,6 +280,11 @@ def _better_stored(program: Program, loop: Loop, device: str) -> int | None:
     return _read_across(program, loop) if device == "cuda" else None
 
 
+def is_far(numel: int, walk: int) -> bool:
+    """Whether to go `walk` elements further for each of so many takes longer than a launch."""
+    return walk > NEAR and numel * _FAR_US > _AGAIN["cuda"][2]
+
+
 def _read_across(program: Program, loop: Loop) -> int | None:
     """A step that had better be stored, for a view of it has `loop` go across the rows of several
     tensors that it is computed from; then it is one."""

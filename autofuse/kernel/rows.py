@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .. import layout
 from ..layout import Ints, contiguous, iteration, numel, order_of
 from ..ops.groups import finished
 from ..ops.reductions import Reduction
@@ -25,6 +26,7 @@ from ..program.program import (
     RowsOf,
     Spec,
     Statistic,
+    Step,
     View,
 )
 from ..program.rewrite import (
@@ -191,12 +193,32 @@ def completed(program: Program, device: str) -> Program:
 
 def _stored_first(program: Program) -> set[int]:
     """The steps that have to be in memory for the rows of `program`, for no row kernel reads index
-    maps: what is viewed, joined, or gives elements in other places."""
+    maps: what is viewed, joined, or gives elements in other places. Where rows would be read across
+    a view it is what is computed from that: a kernel that is none of rows sees to it."""
     steps, following = program.steps, followers(program)
     reduced = [k for k in sorted(following) if isinstance(steps[k], Reduced)]
     if not reduced:
         return set()
-    ours = following | _along(program, reduced[0])
+    ours, first = following | _along(program, reduced[0]), steps[reduced[0]]
+    assert isinstance(first, Reduced)
+    whole = spec_of(program, first.args[0])
+    inner = order_of(whole.shape, whole.stride, first.op.axes)[-1]
+    size = numel(whole.shape)
+
+    def is_across(step: Step) -> bool:
+        views = [steps[ref] for ref in step.args if 0 <= ref < CONST]
+        return (
+            not isinstance(step, Reduced)
+            and step.out.shape == whole.shape
+            and any(
+                isinstance(x, View)
+                and pointwise.is_far(
+                    size, layout.expand(x.out.shape, x.out.stride, whole.shape)[inner]
+                )
+                for x in views
+            )
+        )
+
     found, met = set[int](), set[int]()
     stack = [k for k in program.live if k in ours]
     while stack:
@@ -207,7 +229,7 @@ def _stored_first(program: Program) -> set[int]:
             step = steps[ref]
             if isinstance(step, View):
                 found.add(step.args[0])
-            elif isinstance(step, Join) or move_of(step) is not None:
+            elif isinstance(step, Join) or move_of(step) is not None or is_across(step):
                 found.add(ref)
             else:
                 stack.append(ref)
