@@ -74,10 +74,10 @@ SHAPES = [((4, 3), (4, 3)), ((5, 8), (7, 8)), ((2, 33), (3, 33)), ((1, 5), (1, 5
           ((9, 130), (4, 130)), ((3, 1), (2, 1))]  # fmt: skip
 
 
-def compare(name, rtol, shapes=SHAPES, **how):
+def compare(name, rtol, shapes=SHAPES, device="cpu", **how):
     errors._said.clear()
     for first, second in shapes:
-        x, y = table(*first, **how), table(*second, seed=1, **how)
+        x, y = table(*first, **how).to(device), table(*second, seed=1, **how).to(device)
         want = PROGRAMS[name](x, y)
         for _ in range(3):
             got = PROGRAMS[name](autofuse.wrap(x), autofuse.wrap(y))
@@ -232,17 +232,4 @@ def test_random_programs(kernels, seed):  # noqa: F811
 @pytest.mark.parametrize("name", PROGRAMS)
 @torch.no_grad()
 def test_on_a_gpu(name, dtype, always):
-    def on_gpu(*shape, seed=0):
-        return table(*shape, seed=seed, dtype=dtype).cuda()
-
-    shapes = [*SHAPES, ((64, 3), (100, 3)), ((257, 64), (33, 64))]
-    errors._said.clear()
-    for first, second in shapes:
-        x, y = on_gpu(*first), on_gpu(*second, seed=1)
-        want = PROGRAMS[name](x, y)
-        for _ in range(3):
-            got = PROGRAMS[name](autofuse.wrap(x), autofuse.wrap(y))
-            got, wanted = (list(t) if isinstance(t, tuple) else [t] for t in (got, want))
-            got = [autofuse.unwrap(autofuse.materialize(t)) for t in got]
-            assert_same(got, wanted, None, f"{first} {second}")
-    assert not any("failed" in said for said in errors._said), errors._said
+    compare(name, None, [*SHAPES, ((64, 3), (100, 3)), ((257, 64), (33, 64))], "cuda", dtype=dtype)
