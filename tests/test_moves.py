@@ -102,6 +102,9 @@ PROGRAMS = {
     "padded of another order": lambda u: F.pad(u.t(), (1, 0)) * 2.0 + 1.0,
     "padded of a view": lambda u: F.pad((u * 2.0)[:, ::2], (1, 1)) + 1.0,
     "padded and joined": lambda u: torch.cat([F.pad(u, (1, 0)) * 2.0, F.pad(u, (0, 1))], 1),
+    "one column padded": lambda u: F.pad(u[:, :1] * 2.0, (0, 2)) * 3.0,
+    "one column of it rolled": lambda u: torch.roll(u, 2, 1)[:, :1] * u,
+    "one column that is left": lambda u: F.pad(u, (1, 1 - u.shape[1])) * 2.0,
     "a pad that is held": lambda u: (h := F.pad(u, (1, 1)) * 2.0, h[:, 1:] - h[:, :-1]),
 }
 SHAPES = ((4, 8), (3, 5), (1, 7), (6, 1), (16, 32), (33, 64))
@@ -353,6 +356,13 @@ CALLS = {
     "padded by less": lambda x: F.pad(x, (-1, -2)),
     "padded by less, of another order": lambda x: F.pad(x.t(), (-1, 0)),
     "padded to one element": lambda x: F.pad(x, (1, -8)),
+    "cut to one element": lambda x: F.pad(x, (-2, -5, 1, 0)),
+    "one element padded": lambda x: F.pad(x[:, 2:3], (1, 2)),
+    "cut beyond its end": lambda x: F.pad(x, (-9, 12)),
+    "cut to its end": lambda x: F.pad(x, (-8, 12)),
+    "cut before its beginning": lambda x: F.pad(x, (12, -9)),
+    "integers padded beyond counting": lambda x: F.pad(x.long(), (1, 0), value=2**53 + 1),
+    "nothing flipped, of what is repeated": lambda x: x[:0].expand(2, 0, 8).flip(-1)[::2].tanh(),
     "padded to none": lambda x: F.pad(x, (1, -9)),
     "padded to less than none": lambda x: F.pad(x, (1, -20)),
     "padded by an odd number": lambda x: F.pad(x, (1, 2, 3)),
@@ -547,7 +557,8 @@ def test_gradients_are_recorded(on, always):
         stats = autofuse.stats()
         assert stats.ops_recorded == 4
         assert not {"roll", "flip", "mul", "tanh"} & {name for name, _ in stats.eager_ops}
-    for op in (lambda t: t.flip(0), lambda t: t.roll(1, 0), lambda t: F.pad(t, (1, 2))):
+    for op in (lambda t: t.flip(0), lambda t: t.roll(1, 0), lambda t: F.pad(t * 2.0, (1, 2)),
+               lambda t: F.pad(t * 2.0, (-1, 0)), lambda t: torch.constant_pad_nd(t, (1, 2))):
         got, want = (op(t * 2.0) for t in (autofuse.wrap(x), x))
         assert autofuse.materialize(got).grad_fn.name() == want.grad_fn.name()
 

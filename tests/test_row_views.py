@@ -67,6 +67,11 @@ PROGRAMS = {  # of x [N, K] and y [M, K]
         d := pairs(x, y), s := d.square().sum(-1, keepdim=True), d / (s + 1.0))[2],
     "its mean is taken off": lambda x, y: (d := pairs(x, y), d - d.mean((1, 2), keepdim=True))[1],
     "and a loss": lambda x, y: F.mse_loss((x * 2.0)[:1], (y + 1.0)[:1]),
+    "a roll that is held": lambda x, y: (torch.roll(x, 1, 0), x.softmax(-1)),
+    "held, of what is computed": lambda x, y: ((x * 2.0).flip(0), x.amax(-1, keepdim=True) * x),
+    "a pad that is held": lambda x, y: (F.pad(x, (1, -1)) * 1.0, F.pad(x, (1, -1)), x.sum()),
+    "held and read": lambda x, y: (r := x.roll(1, 0), r * 2.0, (x * 2.0).sum(-1), x.flip(-1)),
+    "a copy that is held": lambda x, y: ((x * 2.0).t().reshape(x.shape), (x * 2.0).mean(-1)),
     "numbers of rows beside": lambda x, y: (
         h := x * 2.0, v := h[:, 0] + 1.0, (h.unsqueeze(1) * y).sum(-1).mean(1) * 1.0, v)[2:],
 }  # fmt: skip

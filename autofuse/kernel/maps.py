@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..layout import Ints, contiguous
 from ..ops.moves import Flipped, Move, Padded, Reshaped, Rolled
-from ..program.program import CONST, Join, Pointwise, Program, Ref, Step, View
+from ..program.program import CONST, Join, Pointwise, Program, Ref, Spec, Step, View
 
 # elements between neighbours up to which one thread reads several of them, from one cache line
 NEAR = 8
@@ -104,7 +104,7 @@ def _loop_over(
                 operand = _operand(program, given, ref, at, sizes)
                 if isinstance(move, (Rolled, Padded)) and move.by and ref < CONST:
                     own = program.inputs[~ref] if ref < 0 else steps[ref].out
-                    operand = _begun(operand, index, move, place, own.shape)
+                    operand = _begun(operand, index, move, place, own)
                 if isinstance(operand, (Apart, _Cut)):
                     return operand
                 if isinstance(operand, tuple):
@@ -253,11 +253,11 @@ def _rest(index: tuple[int, Ints], period: int, sizes: Ints) -> tuple[int, Ints]
 
 
 def _begun(
-    operand: Found | Apart | _Cut, index: int, move: Rolled | Padded, place: Place, shape: Ints
+    operand: Found | Apart | _Cut, index: int, move: Rolled | Padded, place: Place, own: Spec
 ) -> Read | Apart | _Cut:
-    """`operand` of step `index`, a value of `shape`, as it is read where the step is computed at
+    """`operand` of step `index`, which is like `own`, as it is read where the step is computed at
     `place`: from another element on. It has to be in memory, and a dimension along one axis of the
-    loop, which goes along no other."""
+    loop, which goes along no other, or along none."""
     if isinstance(operand, tuple):
         return Apart(operand[0])
     if not isinstance(operand, Read):
@@ -267,13 +267,20 @@ def _begun(
     found, offset = [], operand.offset
     for dim, shift, *_ in move.by:
         start, moves = place[dim]
+        size = own.shape[dim]
         axes = [axis for axis, move in enumerate(moves) if move]
+        if not axes:  # one element, and that at a place that is known
+            at = start - shift if isinstance(move, Padded) else (start - shift) % size
+            if not 0 <= at < size:
+                return Apart(index)
+            offset += (at - start) * own.stride[dim] if size > 1 else 0
+            continue
         if len(axes) != 1 or moves[axes[0]] != 1:
             return Apart(index)
         (axis,) = axes
         if any(other[axis] for k, (_, other) in enumerate(place) if k != dim):
             return Apart(index)
-        found.append((axis, start - shift, shape[dim]))
+        found.append((axis, start - shift, size))
         offset -= start * operand.walk[axis]
     if isinstance(move, Padded):
         return replace(operand, offset=offset, pads=tuple(found))

@@ -254,6 +254,8 @@ def completed(program: Program, device: str) -> Program:
         done = True
         program = replace(program, outputs=tuple(outputs[step] for step in sorted(outputs)))
         for out, written in [(x, step) for x in program.live for step in _written(program, x)]:
+            if not layout.numel(program.steps[written].out.shape):
+                continue
             given = {step for step in program.live if step < out and step != written}
             loop = loop_over(program, [written], given)
             apart = _better_stored(program, loop, device) if isinstance(loop, Loop) else loop.step

@@ -246,7 +246,7 @@ def _along(program: Program, reduced: int) -> set[int]:
         k for k, step in enumerate(program.steps)
         if step.out.shape == whole.shape
         and order_of(whole.shape, step.out.stride, axes) == order
-        and not isinstance(step, (View, Join))
+        and not (isinstance(step, (View, Join)) or move_of(step))
     }  # fmt: skip
 
 

@@ -257,14 +257,16 @@ def _padded(input: Any, pad: Any, value: Any) -> tuple[Op, tuple[Any, ...]] | No
         return None
     if len(pad) % 2 or len(pad) > 2 * input.ndim or not any([n > 0 for n in pad]):
         return None
-    if not (is_number(value) if input.is_floating_point() else type(value) is int):
+    if not is_number(value) or (type(value) is float and not input.is_floating_point()):
         return None
     pairs = zip(pad[::2], pad[1::2], strict=True)  # from the last dimension on
     found = [(input.ndim - 1 - k, *ends) for k, ends in enumerate(pairs) if ends != (0, 0)]
     by, shape = tuple(found[::-1]), tuple(input.shape)
     sizes = Padded(by).shape_of(shape)
-    # of one element or none no loop goes along a dimension; where memory may not do torch says so
-    if 0 in shape or math.prod(sizes) >= _LARGEST or any([sizes[dim] < 2 for dim, _, _ in by]):
+    # where memory may not do, or less than nothing is left, torch says so
+    if 0 in shape or 0 in sizes or math.prod(sizes) >= _LARGEST:
+        return None
+    if any([shape[dim] + min(before, 0) + min(after, 0) < 1 for dim, before, after in by]):
         return None
 
     def make() -> Op:
@@ -278,7 +280,7 @@ def _padded(input: Any, pad: Any, value: Any) -> tuple[Op, tuple[Any, ...]] | No
 def _pad(pad: Ints, by: tuple[tuple[int, int, int], ...]) -> Op:
     move = Padded(by)
     eager = lambda x, value: torch.constant_pad_nd(x, pad, value)  # noqa: E731
-    return replace(FILLED, name="pad", move=move, eager=eager, strides=move.stride_of)
+    return replace(FILLED, name="constant_pad_nd", move=move, eager=eager, strides=move.stride_of)
 
 
 # --- copies in another shape ----------------------------------------------------------------------
