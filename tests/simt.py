@@ -3,8 +3,9 @@
 What runs is the very IR that is compiled. Each segment of it, a basic block or a part of one up to
 a barrier or a shuffle, is a function over those threads that stand before it, with an array for
 each value. Memory is checked: every access lies in a buffer and is aligned to its size, and shared
-memory is read where it was written; threads of a warp meet at shuffles, those of a block at
-barriers. Of what happens between two of these, no order is promised.
+memory is read where it was written, with a barrier in between if by another thread; threads of a
+warp meet at shuffles, those of a block at barriers. Of what happens between two of these, no order
+is promised.
 """
 
 import ctypes
@@ -41,7 +42,15 @@ def module_of(source, capability=(9, 0)):
 
 
 def fma(a, b, c):
-    return F32(F64(a) * F64(b) + F64(c))  # the product is exact
+    product, c = F64(a) * F64(b), F64(c)  # exact
+    total = product + c
+    halfway = total.view(I64) & 0x1FFFFFFF == 0x10000000  # between two of float32, as it seems
+    if halfway.any():
+        part = total - product
+        rest = (product - (total - part)) + (c - part)  # what the sum has lost
+        nearer = np.nextafter(total, np.where(rest > 0, np.inf, -np.inf))
+        total = np.where(halfway & (rest != 0), nearer, total)
+    return F32(total)
 
 
 def saturated(a, b, c):
@@ -215,6 +224,9 @@ class Memory:
     def store(self, addresses, kind, values):
         words, places = self.place(addresses, kind)
         words[places] = values
+        there, given = words[places], np.broadcast_to(values, places.shape)
+        same = (there == given) | ((there != there) & (given != given))
+        assert same.all(), "other values by several threads"
 
 
 class ProcessMemory(Memory):
@@ -231,22 +243,47 @@ class ProcessMemory(Memory):
 
 
 class SharedMemory(Memory):
-    """That of several blocks, of which each begins `size` bytes after another."""
+    """That of several blocks, of which each begins `size` bytes after another.
+
+    Between two barriers of a block no two threads may use a byte that one of them writes.
+    """
+
+    NOBODY, SEVERAL = -1, -2
 
     def __init__(self, size, blocks):
-        self.size = size
-        self.bytes, self.written = (np.zeros(size * blocks, np.uint8) for _ in range(2))
+        self.size, self.turn = size, np.zeros(blocks, I64)  # barriers that a block has passed
+        self.bytes = np.zeros(size * blocks, np.uint8)
+        # of each byte: the last thread that has written it, or read it, and when
+        self.writer, self.reader = (np.full(size * blocks, self.NOBODY) for _ in range(2))
+        self.written, self.read = (np.full(size * blocks, -1) for _ in range(2))
 
     def words(self, addresses, size, dtype):
         return self.bytes.view(dtype), addresses // U64(dtype.itemsize)
 
-    def load(self, addresses, kind):
-        assert self.written[addresses.astype(I64)].all(), "nothing was written there"
+    def load(self, addresses, kind, threads):
+        each, now, own = self.used(addresses, kind, threads)
+        assert (self.writer[each] != self.NOBODY).all(), "nothing was written there"
+        others = (self.written[each] == now) & (self.writer[each] != own)
+        assert not others.any(), "read beside a write of another thread"
+        several = (self.read[each] == now) & (self.reader[each] != own)
+        _, which, times = np.unique(addresses, return_inverse=True, return_counts=True)
+        several |= (times[which] > 1)[:, None]
+        self.reader[each], self.read[each] = np.where(several, self.SEVERAL, own), now
         return super().load(addresses, kind)
 
-    def store(self, addresses, kind, values):
+    def store(self, addresses, kind, values, threads):
+        each, now, own = self.used(addresses, kind, threads)
+        for when, who in ((self.written, self.writer), (self.read, self.reader)):
+            others = (when[each] == now) & (who[each] != own)
+            assert not others.any(), "written beside a use by another thread"
+        assert len(np.unique(addresses)) == len(addresses), "written by several threads"
+        self.writer[each], self.written[each] = own, now
         super().store(addresses, kind, values)
-        self.written[addresses.astype(I64)] = 1
+
+    def used(self, addresses, kind, threads):
+        """The bytes of each access, in which turn of its block that is, and by whom."""
+        each = addresses.astype(I64)[:, None] + np.arange(size_of(kind))
+        return each, self.turn[each // self.size], np.broadcast_to(threads[:, None], each.shape)
 
 
 # --- from IR to Python ----------------------------------------------------------------------------
@@ -418,7 +455,8 @@ class Translation:
                 value, pointer = ops
                 kind, where = self.named(value.type), self.memory_of(pointer)
                 at = f"spread({self.address(pointer)}, n)"
-                self.line(f"{where}.store({at}, {kind}, {self.value(value)})")
+                by = ", all[i]" if where == "shared" else ""
+                self.line(f"{where}.store({at}, {kind}, {self.value(value)}{by})")
                 return
             case kinds.CallInstr() if waits_at(it):
                 self.line(f"return [({k + 1}, i)]")
@@ -463,7 +501,8 @@ class Translation:
                 return self.of_type(f"np.where({condition}, {a}, {b})", it.type)
             case kinds.LoadInstr():
                 at, kind = f"spread({self.address(ops[0])}, n)", self.named(it.type)
-                return f"{self.memory_of(ops[0])}.load({at}, {kind})"
+                where = self.memory_of(ops[0])
+                return f"{where}.load({at}, {kind}{', all[i]' if where == 'shared' else ''})"
             case kinds.GEPInstr():
                 pointer, *indices = ops
                 index, kind = indices[-1], pointer.type.pointee
@@ -511,8 +550,9 @@ class Translation:
         if name in ("zext", "trunc", "uitofp", "fpext", "fptrunc"):
             return self.of_type(x, to)
         if name in ("sitofp", "sext"):
-            signed = self.named(np.dtype(f"i{size_of(to)}")) if name == "sext" else "np.float32"
-            return f"{self.signed(a)}.astype({signed}).view({self.named(dtype_of(to))})"
+            wide = np.dtype(f"i{size_of(to)}") if name == "sext" else dtype_of(to)
+            wide = f"{self.signed(a)}.astype({self.named(wide)})"
+            return f"{wide}.view({self.named(dtype_of(to))})"
         if name == "fptosi":
             signed = self.named(np.dtype(f"i{size_of(to)}"))
             return f"({x}).astype({signed}).view({self.named(dtype_of(to))})"
@@ -572,14 +612,14 @@ class Running:
     def __init__(self, kernel, first, blocks, count, every, args, memory):
         self.kernel, self.count, self.threads = kernel, count, blocks * count
         self.all = np.arange(self.threads)
-        block = self.all // count
+        self.block, self.shared = self.all // count, SharedMemory(kernel.size, blocks)
         self.values = [
             np.zeros((self.threads, *shape_of(kind)), dtype_of(kind))
             for _, kind in kernel.kept.values()
         ]
         self.given = (
-            self.all, args, U32(self.all % count), U64(block), U32(block + first), U32(every),
-            memory, SharedMemory(kernel.size, blocks),
+            self.all, args, U32(self.all % count), U64(self.block), U32(self.block + first),
+            U32(every), memory, self.shared,
         )  # fmt: skip
 
     def run(self):
@@ -617,6 +657,8 @@ class Running:
             if len(go):
                 if segment.waits == SHUFFLE:
                     self.shuffle(segment.instructions[-1], go)
+                else:
+                    self.shared.turn[np.unique(self.block[go])] += 1
                 found[where] = [ALL if len(go) == self.threads else go]
         return found
 

@@ -557,8 +557,13 @@ def test_gradients_are_recorded(on, always):
         stats = autofuse.stats()
         assert stats.ops_recorded == 4
         assert not {"roll", "flip", "mul", "tanh"} & {name for name, _ in stats.eager_ops}
-    for op in (lambda t: t.flip(0), lambda t: t.roll(1, 0), lambda t: F.pad(t * 2.0, (1, 2)),
-               lambda t: F.pad(t * 2.0, (-1, 0)), lambda t: torch.constant_pad_nd(t, (1, 2))):
+    for op in (
+        lambda t: t.flip(0),
+        lambda t: t.roll(1, 0),
+        lambda t: F.pad(t * 2.0, (1, 2)),
+        lambda t: F.pad(t * 2.0, (-1, 0)),
+        lambda t: torch.constant_pad_nd(t, (1, 2)),
+    ):
         got, want = (op(t * 2.0) for t in (autofuse.wrap(x), x))
         assert autofuse.materialize(got).grad_fn.name() == want.grad_fn.name()
 

@@ -203,7 +203,8 @@ def drawn(rng):
         lines.append(f"h{k} = {text}")
         known.append(f"h{k}")
     lines.append(f"r = ({known[-1]} * 1.5){rng.choice(REDUCED)}")
-    tail = rng.choice(["r * 2.0", "r", f"(r, {rng.choice(known[2:])} + 1.0)"])
+    held = rng.choice(known[2:])
+    tail = rng.choice(["r * 2.0", "r", f"(r, {held} + 1.0)", f"({held}, r)"])
     body = "".join(f"    {line}\n" for line in lines)
     return f"def run(x, y):\n{body}    return {tail}\n"
 

@@ -142,6 +142,45 @@ def test_memory_is_checked():
         stored(unwritten)
 
 
+def races(builder, tid, pointer, barriers):
+    """Neighbours exchange a word, twice over the same memory."""
+    slot, value = shared(builder, 65), tid
+    for k in range(2):
+        builder.store(value, slot(tid))
+        if 2 * k in barriers:
+            barrier(builder)
+        value = builder.load(slot(builder.xor(tid, U32(1))))
+        if 2 * k + 1 in barriers:
+            barrier(builder)
+    put(builder, pointer, tid, value)
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+def test_exchanges_without_a_barrier_are_found(missing):
+    def make(builder, tid, pointer):
+        races(builder, tid, pointer, {0, 1, 2, 3} - {missing})
+
+    if missing is None:
+        assert stored(make) == [*range(64)]
+        return
+    with pytest.raises(AssertionError, match="another thread"):
+        stored(make)
+
+
+def test_what_several_threads_write_is_one_value():
+    assert stored(lambda builder, tid, at: put(builder, at, U32(0), U32(7)))[0] == 7
+    with pytest.raises(AssertionError, match="several threads"):
+        stored(lambda builder, tid, at: put(builder, at, U32(0), tid))
+
+
+@np.errstate(all="ignore")
+def test_sums_of_products_are_rounded_once():
+    one, most = np.float32(1), np.float32(np.inf)
+    assert simt.fma(np.float32(4097), np.float32(4097), np.float32(2**-30)) == 16785410
+    assert simt.fma(np.float32(4097), np.float32(4097), np.float32(-(2**-30))) == 16785408
+    assert np.isnan(simt.fma(most, one, -most)) and simt.fma(np.float32(3e38), most, one) == most
+
+
 def test_numbers_wrap_and_keep_their_sign():
     def make(builder, tid, pointer):
         below = builder.sub(tid, U32(3))  # of the first three, beyond the end
