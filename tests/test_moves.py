@@ -102,6 +102,7 @@ PROGRAMS = {
     "padded of another order": lambda u: F.pad(u.t(), (1, 0)) * 2.0 + 1.0,
     "padded of a view": lambda u: F.pad((u * 2.0)[:, ::2], (1, 1)) + 1.0,
     "padded and joined": lambda u: torch.cat([F.pad(u, (1, 0)) * 2.0, F.pad(u, (0, 1))], 1),
+    "all of it, of what is padded": lambda u: F.pad(u[:, :1] * 2.0, (2, 1))[:, 2:-1] - u,
     "one column padded": lambda u: F.pad(u[:, :1] * 2.0, (0, 2)) * 3.0,
     "one column of it rolled": lambda u: torch.roll(u, 2, 1)[:, :1] * u,
     "one column that is left": lambda u: F.pad(u, (1, 1 - u.shape[1])) * 2.0,
@@ -640,7 +641,10 @@ def test_random_stencils(kernels, always, seed):  # noqa: F811
     exec(source, space)
     shape = [rng.choice([1, 2, 3]), rng.choice([1, 2, 5, 8]), rng.choice([1, 3, 8, 33, 64])]
     own = [values(shape, seed=seed), values(shape, seed=seed + 1)]
-    want = space["run"](*(t := [x.clone() for x in own])), t
+    try:
+        want = space["run"](*(t := [x.clone() for x in own])), t
+    except RuntimeError:  # less than nothing is left
+        return
     errors._said.clear()
     for _ in range(2):
         mine = [x.clone() for x in own]

@@ -27,7 +27,7 @@ from .source import (
     Parameters,
     Source,
 )
-from .targets import CARRIED, I32, I64, STORED, VOID, Cpu, Cuda, Value, joined, special_register
+from .targets import CARRIED, I1, I32, I64, STORED, VOID, Cpu, Cuda, Value, joined, special_register
 
 
 def emit_cuda(
@@ -276,10 +276,10 @@ class _Emitter:
         return self.builder.icmp_unsigned(">=", self._along(turn, further), turn.size)
 
     def _beyond(self, place: _Place, lane: int) -> Any:
-        """Whether lane number `lane` of what is padded is in no memory; None of what is not."""
+        """Whether lane number `lane` of what is padded is in no memory."""
         turn = place.turn
         if turn is None or turn.how != PADDED:
-            return place.beyond
+            return I1(0) if place.beyond is None else place.beyond
         past = self._is_past(turn, self._further(lane))
         return past if place.beyond is None else self.builder.or_(place.beyond, past)
 
