@@ -133,13 +133,10 @@ def _reads_views(tip: Node, op: Reduction, operands: Sequence[int | Meta | type]
     rules go through one or the other."""
     if op.groups or op.outside is not None or tip.holds_grad:
         return False
-    for operand in operands:
-        if isinstance(operand, int) and operand >= 0:
-            node = tip.path()[operand]
-            # torch goes otherwise through rows that begin elsewhere
-            if node.offset * node.meta.dtype.itemsize % 16:  # type: ignore[union-attr]
-                return False
-    return True
+    path = tip.path()
+    read = [path[ref] for ref in operands if isinstance(ref, int) and ref >= 0]
+    # torch goes otherwise through rows that begin elsewhere
+    return not any(node.offset * node.meta.dtype.itemsize % 16 for node in read)  # type: ignore[union-attr]
 
 
 def _writes_in_place(tip: Node) -> bool:

@@ -142,7 +142,7 @@ class _Place:
     distance: Any  # of its lanes
     begin: Any  # where the row begins, in elements
     turn: _Turn | None = None  # how it goes along the row, if it begins there elsewhere
-    beyond: Any = None  # whether the row is in no memory, if it is padded
+    beyond: Any = I1(0)  # whether the row is in no memory, as it may be if it is padded
 
     @property
     def kind(self) -> Any:
@@ -238,7 +238,7 @@ class _Emitter:
         """Called once each, in parameter order."""
         builder, spaced = self.builder, self.source.spaced
         offset, distance = self.word(0), self.word(1)
-        begin, turn, beyond = offset, None, None
+        begin, turn, beyond = offset, None, I1(0)
         for axis, (how, walk) in enumerate(zip(operand.axes, walks, strict=True)):
             if how == BROADCAST:
                 continue
@@ -253,8 +253,7 @@ class _Emitter:
             if how in (ROLLED, PADDED):
                 found = _Turn(how, walk, stride, next(self.strides), next(self.strides))
                 if how == PADDED and not last:
-                    past = self._is_past(found, 0)
-                    beyond = past if beyond is None else builder.or_(beyond, past)
+                    beyond = builder.or_(beyond, self._along(found, 0)[1])
                 walk, turn = self._turned(found, 0), found if last else None
             step = walk if how == UNIT else builder.mul(walk, stride)
             offset = step if axis == 0 else builder.add(offset, step)
@@ -263,25 +262,23 @@ class _Emitter:
     def _turned(self, turn: _Turn, further: int) -> Any:
         """Which element of a rolled axis lies so many behind the first lane's; of a padded one the
         first, where that is none."""
-        builder, at = self.builder, self._along(turn, further)
+        builder, (at, past) = self.builder, self._along(turn, further)
         again = builder.sub(at, turn.size) if turn.how == ROLLED else self.word(0)
-        return builder.select(self._is_past(turn, further), again, at)
+        return builder.select(past, again, at)
 
-    def _along(self, turn: _Turn, further: int) -> Any:
-        at = self.builder.add(turn.position, turn.start)
-        return self.builder.add(at, self.word(further))
-
-    def _is_past(self, turn: _Turn, further: int) -> Any:
-        """Whether that is past the end of its memory; before its beginning is, without a sign."""
-        return self.builder.icmp_unsigned(">=", self._along(turn, further), turn.size)
+    def _along(self, turn: _Turn, further: int) -> tuple[Any, Any]:
+        """Where on the axis that would be, and whether past the end of its memory; what is before
+        its beginning is, without a sign."""
+        builder = self.builder
+        at = builder.add(builder.add(turn.position, turn.start), self.word(further))
+        return at, builder.icmp_unsigned(">=", at, turn.size)
 
     def _beyond(self, place: _Place, lane: int) -> Any:
         """Whether lane number `lane` of what is padded is in no memory."""
         turn = place.turn
         if turn is None or turn.how != PADDED:
-            return I1(0) if place.beyond is None else place.beyond
-        past = self._is_past(turn, self._further(lane))
-        return past if place.beyond is None else self.builder.or_(place.beyond, past)
+            return place.beyond
+        return self.builder.or_(place.beyond, self._along(turn, self._further(lane))[1])
 
     def _further(self, lane: int) -> int:
         """How many elements behind the first lane number `lane` is."""

@@ -206,18 +206,12 @@ def _stored_first(program: Program) -> set[int]:
     size = numel(whole.shape)
 
     def is_across(step: Step) -> bool:
-        views = [steps[ref] for ref in step.args if 0 <= ref < CONST]
-        return (
-            not isinstance(step, Reduced)
-            and step.out.shape == whole.shape
-            and any(
-                isinstance(x, View)
-                and pointwise.is_far(
-                    size, layout.expand(x.out.shape, x.out.stride, whole.shape)[inner]
-                )
-                for x in views
-            )
-        )
+        if isinstance(step, Reduced) or step.out.shape != whole.shape:
+            return False
+        read = [steps[ref] for ref in step.args if 0 <= ref < CONST]
+        views = [x.out for x in read if isinstance(x, View)]
+        walks = [layout.expand(view.shape, view.stride, whole.shape) for view in views]
+        return any(pointwise.is_far(size, walk[inner]) for walk in walks)
 
     found, met = set[int](), set[int]()
     stack = [k for k in program.live if k in ours]

@@ -11,7 +11,6 @@ from ..ops.reductions import Reduction
 from ..ops.row import Op
 from .program import (
     CONST,
-    Join,
     Outside,
     Pointwise,
     Program,
@@ -51,17 +50,15 @@ def reading(program: Program, stored: Container[int]) -> tuple[Program, list[tup
             return ref
         return found.setdefault((base, offset, step.out), ~(len(program.inputs) + len(found)))
 
-    steps = [
-        step if isinstance(step, (View, Join)) else replace(step, args=tuple(map(read, step.args)))
-        for step in program.steps
-    ]
+    steps, wanted = list(program.steps), {*program.live}
+    for k, step in reversed([*enumerate(steps)]):
+        if k in wanted:
+            args, out = tuple(map(read, step.args)), step.out
+            wanted.update(ref for ref in args if 0 <= ref < CONST)
+        else:  # what is computed elsewhere may have any shape, and read anything
+            args, out = (), Spec(step.out.code, (), ())
+        steps[k] = replace(step, args=args, out=out)  # type: ignore[arg-type]
     inputs = (*program.inputs, *(spec for _, _, spec in found))
-    wanted = set(needed([step.args for step in steps], program.live))
-    nothing = contiguous(())
-    steps = [
-        step if k in wanted else replace(step, out=Spec(step.out.code, (), nothing))
-        for k, step in enumerate(steps)
-    ]  # what is computed elsewhere may have any shape
     places = [(base, offset) for base, offset, _ in found]
     return replace(program, steps=tuple(steps), inputs=inputs), places
 
