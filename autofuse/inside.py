@@ -5,18 +5,21 @@ then runs in the middle of it must not wait for another such thread, which may b
 Nor must what runs in the middle of a backward: on CUDA that may be a thread of torch's, and the one
 that called it waits, whatever it is inside of; nor what runs in a thread of `in_another_thread`.
 What no signal handler may interrupt runs in another thread (`in_another_thread`), and what
-interrupts all the same is told from failures of our own (`is_foreign`).
+interrupts all the same is told from failures of our own (`is_foreign`). Whether others wait
+themselves, and so are in the middle of nothing of torch's, their frames say (`others_wait`).
 """
 
 from __future__ import annotations
 
 import atexit
 import signal
+import sys
 from _thread import LockType, allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock, _active, get_ident
 from traceback import clear_frames
+from types import FrameType
 from typing import Any, TypeVar
 
 from . import hooks
@@ -72,6 +75,59 @@ def _await_threads() -> None:
     """Python ends threads where they are, which C++ takes for an error."""
     for done in list(_running):
         done.acquire(timeout=10.0)
+
+
+# where threads wait that have something to do now and then, in C: functions of Python that call
+# nothing given to them, so that they are in the middle of nothing else
+_WAITS = {
+    "threading": ("Condition.wait", "Thread._wait_for_tstate_lock", "Thread.join"),
+    "selectors": ("SelectSelector.select", "PollSelector.select", "EpollSelector.select"),
+    "socket": ("socket.accept", "SocketIO.readinto"),
+    "subprocess": ("Popen._try_wait",),
+    "concurrent.futures.thread": ("_worker",),
+    "multiprocessing.connection": ("Connection._recv",),
+    "torch._inductor.compile_worker.subproc_pool": ("_recv_msg",),
+}
+# this thread and those that it has seen waiting since a tensor was last lent. Whatever they do
+# afterwards with one that is lent they do with a wrapped tensor, where it is seen; so does a thread
+# that begins afterwards, and one that may get the number of one that has ended.
+seen_waiting: dict[int, bool] = {}
+
+
+def others_wait() -> bool:
+    """Whether no thread but this can be in the middle of C with a tensor that is lent, as a plain
+    one. They are looked at once for all that is lent, which takes 1 us and 1 more for each."""
+    if not seen_waiting and not (len(threads) == 1 + len(serving) and get_ident() in threads):
+        _look()
+    return len(threads) <= len(serving) + max(1, len(seen_waiting))
+
+
+def _look() -> None:
+    own, found = get_ident(), dict[int, bool]()
+    seen_waiting[own] = True
+    for ident, frame in sys._current_frames().items():
+        if ident == own or ident in serving:
+            continue
+        if not _waits(frame):
+            return
+        if ident in threads:
+            found[ident] = True
+    if own in threads:
+        seen_waiting.update(found)
+    if own not in seen_waiting:  # something has been lent meanwhile
+        seen_waiting.clear()
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether a thread whose innermost frame this is waits in C."""
+    name: Any = frame.f_globals.get("__name__")
+    for path in _WAITS.get(name, ()) if isinstance(name, str) else ():
+        found: Any = sys.modules.get(name)
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if getattr(found, "__code__", None) is frame.f_code:
+            return frame.f_locals.get("initializer") is None  # which `_worker` may call
+    return False
 
 
 class BusyError(Exception):

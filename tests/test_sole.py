@@ -1,12 +1,19 @@
 """Ops in place on memory that its tensor alone holds: recorded, and written by the kernel."""
 
+import concurrent.futures
 import contextlib
 import ctypes
 import gc
+import multiprocessing
 import os
+import queue
 import random
+import selectors
 import signal
+import socket
+import sys
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -233,14 +240,131 @@ def test_arguments_of_fused_calls(on, device):
             with pytest.raises(LookupError) if k == 4 else contextlib.nullcontext():
                 got = step(*ours, fails=k == 4)
             # of what is lent others may be in the middle, in C
-            others = len(inside.threads) > 1 + len(inside.serving)
-            assert autofuse.stats().kernels_launched == 1 or others
+            assert autofuse.stats().kernels_launched == 1 or not inside.others_wait()
             plain[1].add_((plain[2] - plain[0]) * 0.5).mul_(0.25)
             plain[0].add_(plain[1])
             assert_same([*ours, got], [*plain, plain[0] * 2.0] if k != 4 else [*plain, got], 1e-6)
             assert all(type(x) is torch.Tensor and "_af" not in vars(x) for x in ours)
             assert list(map(place_of, ours)) == places
             assert [x._version for x in ours] == [x._version for x in plain]
+
+
+def waits_for_an_event(over):
+    over.wait()
+
+
+def waits_for_a_queue(over):
+    items = queue.Queue()
+    threading.Thread(target=lambda: (over.wait(), items.put(None))).start()
+    items.get()
+
+
+def waits_for_a_thread(over):
+    other = threading.Thread(target=over.wait)
+    other.start()
+    other.join()
+
+
+def waits_for_a_socket(over):
+    with contextlib.ExitStack() as stack:
+        here, there = map(stack.enter_context, socket.socketpair())
+        threading.Thread(target=lambda: (over.wait(), there.send(b"x"))).start()
+        with selectors.DefaultSelector() as selector:
+            selector.register(here, selectors.EVENT_READ)
+            selector.select()
+
+
+def waits_for_a_pipe(over):
+    here, there = multiprocessing.Pipe()
+    threading.Thread(target=lambda: (over.wait(), there.send(1))).start()
+    here.recv()
+
+
+def waits_for_work(over, initializer=None):
+    with concurrent.futures.ThreadPoolExecutor(1, initializer=initializer) as pool:
+        pool.submit(int).result()
+        over.wait()
+
+
+def may_begin_with_what_it_was_given(over):
+    waits_for_work(over, int)
+
+
+def sleeps(over):  # as something that it calls might, with a tensor
+    while not over.is_set():
+        time.sleep(0.01)
+
+
+WAITS = {f.__name__: f for f in (waits_for_an_event, waits_for_a_queue, waits_for_a_thread,
+                                 waits_for_a_socket, waits_for_a_pipe, waits_for_work)}  # fmt: skip
+USES = {f.__name__: f for f in (sleeps, may_begin_with_what_it_was_given)}
+
+
+def let_them_wait():
+    """Wait until no other thread goes on."""
+    before, now = {}, None
+    while now != before:
+        time.sleep(0.05)
+        frames = sys._current_frames()
+        before, now = now, {k: (frame.f_code, frame.f_lasti) for k, frame in frames.items()}
+
+
+@pytest.mark.parametrize("name", WAITS | USES)
+def test_arguments_of_fused_calls_beside_threads_that_wait(on, name, monkeypatch):
+    """They are updated in place as where there are none; not beside one that may use them."""
+    own, real = threading.get_ident(), sys._current_frames
+    others = {*inside.threads, *real()} - {own}  # of those who run these tests
+    for ident in others & {*inside.threads}:
+        monkeypatch.setitem(inside.serving, ident, True)
+    monkeypatch.setattr(
+        sys, "_current_frames",
+        lambda: {k: frame for k, frame in real().items() if k not in others},
+    )  # fmt: skip
+
+    @autofuse.fuse
+    def step(x, v):
+        v += x * 0.5
+        x += v
+
+    over = threading.Event()
+    thread = threading.Thread(target=(WAITS | USES)[name], args=(over,))
+    thread.start()
+    try:
+        let_them_wait()
+        for _ in range(4):
+            x, v = torch.ones(4), torch.ones(4)
+            autofuse.reset_stats()
+            step(x, v)
+            assert v.tolist() == [1.5] * 4 and x.tolist() == [2.5] * 4
+        assert inside.seen_waiting.keys() >= {own}
+        assert (thread.ident in inside.seen_waiting) == (name in WAITS)
+        stats = autofuse.stats()
+        assert stats.kernels_launched == 1 and (stats.ops_eager == 0) == (name in WAITS)
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_what_is_lent_later_is_looked_at_again(on):
+    """Whoever waited may have begun something with it since."""
+    seen = []
+
+    @autofuse.fuse
+    def step(x):
+        seen.append(len(inside.seen_waiting))
+        x += x * 2.0
+        seen.append(len(inside.seen_waiting))
+
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        for _ in range(3):
+            step(torch.ones(4))
+    finally:
+        over.set()
+        thread.join()
+    assert seen[::2] == [0] * 3 and min(seen[1::2]) > 0
 
 
 @device_param

@@ -133,6 +133,7 @@ others_writing: Any = GIVEN
 using: Any = GIVEN
 threads: Any = GIVEN  # `inside.threads`
 serving: Any = GIVEN
+seen_waiting: Any = GIVEN
 BEGUN: Any = GIVEN  # where `claims.begun` has its value
 all_recorders: Any = GIVEN
 relieve: Any = GIVEN

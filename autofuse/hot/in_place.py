@@ -126,8 +126,11 @@ def taken(recorder: Recorder, op, target, operands, count):
     """
     if recorder.inference is True or operands[0] is not target or is_alone() == 0:
         return 0
-    if PyDict_Size(using) != 0 or has_attributes(target) != 0 or is_shared(target) != 0:
+    if PyDict_Size(using) != 0 or has_attributes(target) != 0:
         return 0
+    shared = is_shared(recorder, target)
+    if shared != 0:
+        return shared - 1
     meta: Meta = state_of(target)
     if meta is UNKNOWN:
         chain: Chain = recorder.chain
@@ -199,12 +202,26 @@ def exchanged(recorder: Recorder, target, meta: Meta, result):
     return relieved(recorder, chain, node)
 
 
-def is_shared(x):
-    """Whether another thread may have it plain, for it is lent."""
-    if len(loans) == 0 or PyDict_Size(threads) <= 1 + PyDict_Size(serving):
+def is_shared(recorder: Recorder, x):
+    """Whether another thread may have it plain, for it is lent: `inside.others_wait`.
+
+    1 if it may, 0 if not, 3 if Python has to look.
+    """
+    if len(loans) == 0:
         return 0
+    known = PyDict_Size(seen_waiting)
+    others = PyDict_Size(threads) - PyDict_Size(serving)
+    if known != 0 and others <= known:
+        return 0
+    if known == 0 and others == 1:
+        if PyDict_GetItemWithError(threads, recorder.ident) != 0:
+            return 0
     key = PyLong_FromLong(x)
-    return PyDict_GetItemWithError(loans, key) != 0
+    if PyDict_GetItemWithError(loans, key) == 0:
+        return 0
+    if known == 0:
+        return 3
+    return 1
 
 
 def has_attributes(x):

@@ -265,7 +265,7 @@ def _given() -> dict[str, Any]:
         "chain_flush": flush.flush, "tell": flush.tell,
         "inside": flush.inside, "is_foreign": flush.is_foreign,
         "others_writing": claims.writing, "using": claims.using,
-        "threads": inside.threads, "serving": inside.serving,
+        "threads": inside.threads, "serving": inside.serving, "seen_waiting": inside.seen_waiting,
         "BEGUN": c.Address(ctypes.addressof(claims.begun)),
         "all_recorders": state.all_recorders.refs,
         "lifted": eager.lifted, "relieve": record.relieve, "record_anew": record.record,

@@ -35,7 +35,7 @@ from ..chain.state import (
     recorder_for,
     this_thread,
 )
-from ..inside import is_foreign, serving, threads
+from ..inside import is_foreign, others_wait
 from ..ops.arithmetic import CASTS
 from ..ops.autocast import is_cast
 from ..ops.row import Op
@@ -193,8 +193,8 @@ def _of_sole(target: Tensor) -> tuple[Meta | None, Reach | None]:
         or not still_lies_as(target, meta)
     ):
         return None, None
-    if id(target) in loans and len(threads) > 1 + len(serving):
-        return None, None  # others may have it plain, in C, where nobody sees that
+    if id(target) in loans and not others_wait():
+        return None, None  # they may have it plain, in C, where nobody sees that
     reach = reach_of(target, meta.nbytes, recorder_for(meta.device).frees)
     return meta, reach if reach is not None and reach.is_sole() else None
 
