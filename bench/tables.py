@@ -16,6 +16,7 @@ BEGIN, END = "<!-- performance -->\n", "<!-- /performance -->"
 OURS = "autofuse"
 AHEAD = 0.95  # of another's time, to be called ahead of it
 NAMED = 6  # rows at most, where another peer is ahead
+UNSTEADY = 2.0  # times its 20th percentile that the 80th is, of what is no figure
 Row = tuple[str, dict[str, Cell]]  # a workload and its cells by peer
 
 
@@ -23,9 +24,11 @@ def markdown(results: Results, file: str) -> str:
     """The section; file: the name of the results in bench/results/."""
     parts = [_head(results, file)]
     for device in _unique(cell.device for cell in results.cells):
-        rows = [(workload, cells) for workload, on, cells in results.rows() if on == device]
+        measured = [(workload, cells) for workload, on, cells in results.rows() if on == device]
+        rows = [(workload, _steady(cells)) for workload, cells in measured]
+        rows = [row for row in rows if row[1]]
         where = "" if device == results.cells[0].device else " on this machine's CPU"
-        parts += [_table(rows, f"us per step{where}"), _verdict(rows, where)]
+        parts += [_table(rows, f"us per step{where}"), _verdict(rows, where), _left_out(measured)]
     return "\n".join(part for part in parts if part)
 
 
@@ -46,12 +49,45 @@ def replaced(page: str, section: str) -> str:
     return page.replace(BEGIN + old + END, BEGIN + section + END, 1)
 
 
+def _is_steady(cell: Cell) -> bool:
+    return cell.p20 is None or cell.p80 is None or cell.p80 <= UNSTEADY * cell.p20
+
+
+def _steady(cells: dict[str, Cell]) -> dict[str, Cell]:
+    """`cells` without those whose rounds differ too much; none where eager's do."""
+    found = {name: cell for name, cell in cells.items() if _is_steady(cell)}
+    return found if "eager" in found or "eager" not in cells else {}
+
+
+def _left_out(rows: list[Row]) -> str:
+    """Who was slow in some rounds: a compiler that begins again, or others on the machine."""
+    named = [
+        f"{_short(workload)}, {name} ({_us(cell.p20 or 0)} to {_us(cell.p80 or 0)})"
+        for workload, cells in rows
+        for name, cell in cells.items()
+        if not _is_steady(cell)
+    ]
+    if not named:
+        return ""
+    text = (
+        "- Left out, for the 80th percentile is more than twice the 20th, in us, and with eager's "
+        f"the row: {'; '.join(named)}."
+    )
+    return _filled(text)
+
+
 def _unique(items: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(items))
 
 
-def _fill(text: str) -> str:
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
+def _fill(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False,
+                         break_on_hyphens=False) + "\n"  # fmt: skip
+
+
+def _filled(point: str) -> str:
+    """A line of a list."""
+    return _fill(point, "  ")
 
 
 # --- the head ------------------------------------------------------------------------------------
@@ -144,11 +180,7 @@ def _verdict(rows: list[Row], where: str) -> str:
         lines.append(f"- Nothing is gained, or little, in: {named}.")
     lines += _against(rows, ours)
     lines += _bits(rows)
-    return "".join(
-        textwrap.fill(line, 100, subsequent_indent="  ", break_long_words=False,
-                      break_on_hyphens=False) + "\n"
-        for line in lines
-    )  # fmt: skip
+    return "".join(map(_filled, lines))
 
 
 def _against(rows: list[Row], ours: dict[str, Cell]) -> list[str]:
