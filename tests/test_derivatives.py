@@ -52,8 +52,8 @@ def gradients(call, operands, wrapped):
 @pytest.mark.parametrize("name, call, count", CALLS, ids=[name for name, _, _ in CALLS])
 def test_gradient_of_every_op(name, call, count, dtype, device):
     """The same gradients, None where eager has none; on CUDA the same bits, for any bits."""
-    for wild in (False, True):
-        operands = leaves(count, dtype, device, wild=wild and device == "cuda")
+    for wild in (False, True) if device == "cuda" else (False,):
+        operands = leaves(count, dtype, device, wild=wild)
         want, _ = gradients(call, operands, wrapped=False)
         got, pending = gradients(call, operands, wrapped=True)
         if isinstance(want, str):

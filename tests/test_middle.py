@@ -21,8 +21,8 @@ import pytest
 import torch
 from reduced import REDUCED
 from test_checkpoints import patient
-from test_interrupts import PROGRAMS as OTHERS
 from test_interrupts import (
+    PLACES,
     AtJump,
     Interrupted,
     Late,
@@ -35,6 +35,7 @@ from test_interrupts import (
     take_hooks_back,
     writes,
 )
+from test_interrupts import PROGRAMS as OTHERS
 from test_reductions import recorded, recording  # noqa: F401
 
 import autofuse
@@ -299,7 +300,7 @@ ACTIONS = [name for name in vars(World) if not name.startswith("_")]
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_an_action_at_every_place(program, action, monkeypatch):
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
-    count = act_at_places(program, action)
+    count = act_at_places(program, action, name=program.__name__)
     assert count > (0 if native.active() else 60)
 
 
@@ -315,11 +316,14 @@ def test_an_action_at_places_of_reductions(recorded, on, name, action):  # noqa:
         held.append(REDUCED[name](x * p.view(4, 8), y, w[:8], p[:8]))
         held.append(held[0] * 0.5)
 
-    act_at_places(program, action, 41, 1 + zlib.crc32(f"{name} {action}".encode()) % 41)
+    act_at_places(program, action, 41, name)
 
 
-def act_at_places(program, action, step=1, first=1):
-    """Run `program` with an action at every `step`-th place; how many places there are."""
+def act_at_places(program, action, step=1, name=""):
+    """Run `program` with an action at every `step`-th place, others for each action and name; how
+    many places there are."""
+    step *= PLACES
+    first = 1 + zlib.crc32(f"{name} {action}".encode()) % step
     x, z = torch.rand(32), torch.rand(32)
     p = torch.nn.Parameter(torch.rand(32))
     w, v = autofuse.wrap(x), autofuse.wrap(z)

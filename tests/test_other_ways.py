@@ -15,11 +15,14 @@ HERE = Path(__file__).parent
     [
         ("AUTOFUSE_NATIVE=0", "test_tiny test_liveness test_inplace test_interrupts test_keys"),
         (
-            "AUTOFUSE_TEST_LAUNCH=1",
+            "AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_TEST_PLACES=3",
             "test_liveness test_inplace test_autograd test_native"
             " test_threads test_middle test_interrupts",
         ),
-        ("AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_NATIVE=0", "test_middle test_interrupts test_threads"),
+        (
+            "AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_NATIVE=0 AUTOFUSE_TEST_PLACES=5",
+            "test_middle test_interrupts test_threads",
+        ),
     ],
 )
 def test_the_other_way(settings, files):

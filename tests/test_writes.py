@@ -650,7 +650,10 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+MODES = [torch.no_grad, torch.enable_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_writes_between_the_recording_of_reductions_and_their_flush(recorded, on, between, mode):  # noqa: F811
     """Of an operand, of what shares its memory, and of the result; in eager's order, once each."""
@@ -671,10 +674,12 @@ def test_writes_between_the_recording_of_reductions_and_their_flush(recorded, on
             None if one.is_inference() else one._version for one in found
         ]
 
-    for name, call in REDUCED.items():
+    turn = [*BETWEEN].index(between) + MODES.index(mode)
+    some = [*REDUCED.items()][turn % 3 :: 3]  # all of them in three modes, and by Python or not
+    for name, call in some:
         torch.manual_seed(0)
         want = run(call, lambda t: t)
         for _ in range(2):
             torch.manual_seed(0)
             assert_same(run(call, W), want, None, name)
-    assert autofuse.stats().ops_recorded > 4 * len(REDUCED)
+    assert autofuse.stats().ops_recorded > 4 * len(some)
