@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import signal
 import sys
-from _thread import LockType, allocate_lock, start_new_thread
+from _thread import LockType, _count, allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock, _active, get_ident
@@ -65,7 +65,8 @@ def patient(lock: Any, seconds: float = 2.0) -> Iterator[None]:
 
 # threads of autofuse's own, which know no tensor of the program's
 serving: dict[int, bool] = {}
-threads: dict[int, Any] = _active  # all that Python has begun
+threads: dict[int, Any] = _active  # all that Python has begun and knows by name
+started: Callable[[], int] = _count  # how many it has begun, beside the main one
 helping: dict[int, bool] = {}  # threads of `in_another_thread`, whose callers hold locks meanwhile
 _running: set[LockType] = set()  # taken while such a thread runs
 
@@ -88,34 +89,32 @@ _WAITS = {
     "multiprocessing.connection": ("Connection._recv",),
     "torch._inductor.compile_worker.subproc_pool": ("_recv_msg",),
 }
-# this thread and those that it has seen waiting since a tensor was last lent. Whatever they do
-# afterwards with one that is lent they do with a wrapped tensor, where it is seen; so does a thread
-# that begins afterwards, and one that may get the number of one that has ended.
-seen_waiting: dict[int, bool] = {}
+# by the ident of a thread that has looked: whether all others waited, since a tensor was last lent.
+# Whatever they do afterwards with one that is lent they do with a wrapped tensor, where it is seen;
+# so does a thread that begins afterwards.
+others_waited: dict[int, bool] = {}
 
 
 def others_wait() -> bool:
     """Whether no thread but this can be in the middle of C with a tensor that is lent, as a plain
     one. They are looked at once for all that is lent, which takes 1 us and 1 more for each."""
-    if not seen_waiting and not (len(threads) == 1 + len(serving) and get_ident() in threads):
-        _look()
-    return len(threads) <= len(serving) + max(1, len(seen_waiting))
+    own = get_ident()
+    if own not in others_waited:
+        if own in threads and len(threads) == 1 + len(serving) and started() == len(serving):
+            return True
+        _look(own)
+    return others_waited.get(own, False)
 
 
-def _look() -> None:
-    own, found = get_ident(), dict[int, bool]()
-    seen_waiting[own] = True
-    for ident, frame in sys._current_frames().items():
-        if ident == own or ident in serving:
-            continue
-        if not _waits(frame):
-            return
-        if ident in threads:
-            found[ident] = True
-    if own in threads:
-        seen_waiting.update(found)
-    if own not in seen_waiting:  # something has been lent meanwhile
-        seen_waiting.clear()
+def _look(own: int) -> None:
+    others_waited[own] = others_waited[~own] = False
+    if all(
+        ident == own or ident in serving or _waits(frame)
+        for ident, frame in sys._current_frames().items()
+    ):
+        others_waited[own] = True
+    if others_waited.pop(~own, None) is None:  # something has been lent meanwhile
+        others_waited.pop(own, None)
 
 
 def _waits(frame: FrameType) -> bool:

@@ -19,7 +19,7 @@ from .chain.shell import Tensor, set_class
 from .chain.state import this_thread
 from .dispatch.eager import forget, make_plain
 from .dispatch.nested import SIMPLE
-from .inside import seen_waiting
+from .inside import others_waited
 from .record.flush import value_of
 from .torch_private import NoModes, function_modes, keys_of
 
@@ -92,8 +92,7 @@ def lend_one(tensor: torch.Tensor, lent: list[torch.Tensor]) -> None:
             break
     if tensor.__class__ is Plain:
         tensor.__class__ = Tensor
-    if seen_waiting:  # they may be in the middle of something with this one
-        seen_waiting.clear()
+    others_waited.clear()  # by now they may be in the middle of something with this one
 
 
 def restore(lent: list[torch.Tensor]) -> None:

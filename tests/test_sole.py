@@ -1,5 +1,6 @@
 """Ops in place on memory that its tensor alone holds: recorded, and written by the kernel."""
 
+import _thread
 import concurrent.futures
 import contextlib
 import ctypes
@@ -336,13 +337,101 @@ def test_arguments_of_fused_calls_beside_threads_that_wait(on, name, monkeypatch
             autofuse.reset_stats()
             step(x, v)
             assert v.tolist() == [1.5] * 4 and x.tolist() == [2.5] * 4
-        assert inside.seen_waiting.keys() >= {own}
-        assert (thread.ident in inside.seen_waiting) == (name in WAITS)
+        assert inside.others_waited.keys() == {own}
+        assert inside.others_waited[own] == (name in WAITS)
         stats = autofuse.stats()
         assert stats.kernels_launched == 1 and (stats.ops_eager == 0) == (name in WAITS)
     finally:
         over.set()
         thread.join()
+
+
+def test_arguments_of_fused_calls_beside_a_thread_without_a_name(on):
+    """Nor is the one that it is."""
+
+    @autofuse.fuse
+    def step(x, v):
+        v += x * 0.5
+        x += v
+
+    over, begun, done = threading.Event(), threading.Event(), []
+
+    def others_use():
+        begun.set()
+        while not over.is_set():
+            time.sleep(0.01)
+        done.append(True)
+
+    def run():
+        try:
+            for _ in range(4):
+                autofuse.reset_stats()
+                step(torch.ones(4), torch.ones(4))
+                assert autofuse.stats().ops_eager > 0
+        except BaseException as error:
+            done.append(error)
+        done.append(False)
+
+    _thread.start_new_thread(others_use, ())
+    assert begun.wait(20.0)
+    run()
+    _thread.start_new_thread(run, ())
+    while len(done) < 2:
+        time.sleep(0.01)
+    over.set()
+    while len(done) < 3:
+        time.sleep(0.01)
+    assert done == [False, False, True]
+
+
+def test_what_was_plain_for_a_while_is_looked_at_again(on):
+    """Whoever waited may have begun something with it meanwhile."""
+    seen = []
+
+    @autofuse.fuse
+    def step(x):
+        x += x * 2.0
+        seen.append(len(inside.others_waited))
+        repr(x)
+        seen.append(len(inside.others_waited))
+
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        step(torch.ones(4))
+    finally:
+        over.set()
+        thread.join()
+    assert seen == [1, 0]
+
+
+def test_what_another_thread_shows_when_its_lender_ends(on, monkeypatch):
+    """It is plain, as it is for who shows it; and lent again where it is by then."""
+    shows, ended = threading.Event(), threading.Event()
+    show = torch._tensor_str._str
+
+    def slow(*args, **kwargs):
+        shows.set()
+        assert ended.wait(20.0)
+        return show(*args, **kwargs)
+
+    monkeypatch.setattr(torch._tensor_str, "_str", slow)
+    said, x = [], torch.ones(4)
+    thread = threading.Thread(target=lambda: said.append(repr(x)))
+
+    @autofuse.fuse
+    def begin(x):
+        if not thread.ident:
+            thread.start()
+            assert shows.wait(20.0)
+        return x * 2.0
+
+    assert type(begin(x)) is torch.Tensor
+    ended.set()
+    thread.join()
+    assert said == ["tensor([1., 1., 1., 1.])"] and type(x) is torch.Tensor
+    assert "_af" not in vars(x) and type(begin(x)) is torch.Tensor
 
 
 def test_what_is_lent_later_is_looked_at_again(on):
@@ -351,9 +440,9 @@ def test_what_is_lent_later_is_looked_at_again(on):
 
     @autofuse.fuse
     def step(x):
-        seen.append(len(inside.seen_waiting))
+        seen.append(len(inside.others_waited))
         x += x * 2.0
-        seen.append(len(inside.seen_waiting))
+        seen.append(len(inside.others_waited))
 
     over = threading.Event()
     thread = threading.Thread(target=over.wait)

@@ -14,10 +14,11 @@ from typing import Any, Literal
 import torch
 
 from .. import hooks
-from ..chain.claims import announced, in_use, using, writing
+from ..chain.claims import announced, in_use, loans, using, writing
 from ..chain.meta import UNKNOWN, Meta, remember
 from ..chain.shell import Held, Lost, Tensor, set_class
 from ..chain.state import counts, is_alone, make_current, recorder_for, this_thread
+from ..inside import others_waited
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread, write_first
 from ..record.numbers import ORDER, is_next, pass_over
 from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
@@ -243,17 +244,33 @@ def run_any(
         if first is not None:
             pass_over(first)
         return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
+    own = [_is_users(tensor, id(tensor)) for tensor in wrapped]
     for tensor in wrapped:
         make_plain(tensor, name)  # it may have other contents afterwards
     try:
         result = (call or func)(*args, **kwargs or {})
     finally:
-        for tensor in wrapped:
-            tensor.__class__ = Tensor
+        for tensor, users in zip(wrapped, own, strict=True):
+            _wrap_again(tensor, users)
     counts.eager[refusal or known.reason] += 1
     if first is not None and known.own:
         pass_over(first)
     return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
+
+
+def _is_users(tensor: torch.Tensor, key: int) -> bool:
+    """Whether it is wrapped, and not because it is lent; no Python runs while that is found out."""
+    return key not in loans and tensor.__class__ is Tensor
+
+
+def _wrap_again(tensor: torch.Tensor, users: bool) -> None:
+    """End what `make_plain` has begun; of one that was lent only if it still is: its lenders may be
+    gone, and others may have begun something with it while it was plain."""
+    if users or id(tensor) in loans:
+        tensor.__class__ = Tensor
+        others_waited.clear()
+    if not users and id(tensor) not in loans and tensor.__class__ is Tensor:
+        make_plain(tensor, "fuse")  # type: ignore[arg-type] - by its class
 
 
 def _has_target(known: Known, kwargs: Any) -> bool:

@@ -24,6 +24,7 @@ from .values import (
     current_recorder,
     functions_off,
     grad_mode,
+    has_lent,
     has_target,
     has_wrapped,
     is_ours,
@@ -112,6 +113,8 @@ def run(function, known: Known, reason, args, count, names) -> object:
     every = count
     if names != 0:
         every += PyTuple_Size(names)
+    if len(loans) != 0 and is_only_thread() == 0 and has_lent(args, every) != 0:
+        return 0  # its lenders may have ended before the function has
     plain = room(16)
     if are_few(args, every, 16) == 0:
         return 0
@@ -467,6 +470,8 @@ def take_back(place, lent):
     for k in range(lent):
         set_class(place[k], Tensor)
         Py_DecRef(place[k])
+    if lent != 0 and PyDict_Size(others_waited) != 0:  # threads that began meanwhile may have them
+        PyDict_Clear(others_waited)
 
 
 def look_again(values, count, result):

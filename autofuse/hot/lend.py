@@ -138,8 +138,8 @@ def lend_one(loans: dict, x, lent: list):
             PyList_SetSlice(lent, len(lent) - 1, len(lent), 0)
         elif class_of(x) is Plain:
             set_class(x, Tensor)
-    if PyDict_Size(seen_waiting) != 0:
-        PyDict_Clear(seen_waiting)
+    if PyDict_Size(others_waited) != 0:
+        PyDict_Clear(others_waited)
 
 
 def restoring(entry, lent: list) -> object:

@@ -154,6 +154,24 @@ def leads_to_wrapped(items, count):
     return 0
 
 
+def has_lent(values, count):
+    """Whether fused calls have lent one of these, or of what lists and tuples among them have."""
+    for k in range(count):
+        x = values[k]
+        kind = class_of(x)
+        if kind is Tensor:
+            key = PyLong_FromLong(x)
+            if PyDict_GetItemWithError(loans, key) != 0:
+                return 1
+        elif kind is list:
+            if has_lent(load(x + LISTED), PyList_Size(x)) != 0:
+                return 1
+        elif kind is tuple:
+            if has_lent(x + ITEMS, PyTuple_Size(x)) != 0:
+                return 1
+    return 0
+
+
 def is_number(x):
     """Whether it is one of Python."""
     kind = class_of(x)
