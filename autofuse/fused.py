@@ -20,6 +20,7 @@ from .inside import whatever_interrupts
 from .lending import (
     Lender,
     become_plain,
+    holds_wrapped,
     is_lent,
     lend,
     lend_one,
@@ -54,6 +55,7 @@ def _would_record(args: Any, kwargs: Any) -> bool:
 # C calls them, so that Python 3.11 too runs their machine code
 _lend_all, _restore_all = functools.partial(lend), functools.partial(restore)
 _flush_all = functools.partial(flush_thread, "fuse")
+_become_plain = functools.partial(become_plain)
 
 
 class _Walk:
@@ -121,7 +123,7 @@ _Sites = dict[tuple[int, int, bool], Site]
 class Owner:
     """A module whose forward is fused, which a class has one of for all, or none; in a grad mode.
 
-    While the calls of all its sites are plain, the next few are, without a look at which site is
+    While the calls of all its sites go one way, the next few do, without a look at which site is
     theirs: that look takes 0.5 us, and 2 to 8 where others have used the caches since.
     """
 
@@ -129,7 +131,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.sites: _Sites = {}
-        self.granted: Contest | None = None  # which has granted these calls
+        self.granted: Site | None = None  # whose contest has granted these calls
         self.module: ref[torch.nn.Module] | None = None
 
 
@@ -154,12 +156,17 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if module is None and isinstance(value, torch.nn.Module):
                 module = value
         owner = owners.get((0 if module is None else id(module)) + is_grad_enabled())
-        contest = None if owner is None else owner.granted
-        if contest is not None:
-            if contest.free > 0 and contest.way == PLAIN and not loans and measures():
-                if hooks.flushing is None:
+        granted = None if owner is None else owner.granted
+        if granted is not None:  # calls of any of its sites
+            contest = granted.contest
+            if contest is not None and contest.free > 0:
+                if contest.way == FUSED:
+                    if is_outermost() and not is_compiling():
+                        contest.free -= 1
+                        return call_fused(function, args, kwargs, granted)
+                elif not loans and measures() and hooks.flushing is None:
                     contest.free -= 1
-                    return _as_it_is(function, args, kwargs)  # of any of its sites
+                    return _as_it_is(function, args, kwargs)
             assert owner is not None
             owner.granted = None
         if this_thread.closed:  # in torch.jit.trace sizes would be tensors
@@ -181,8 +188,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
                 if hooks.flushing is not None:
                     _state.counts.eager[name, aside(contest)] += 1
                 elif not contest.left % LOOKS and owner is not None:
-                    if _are_all_plain(owner.sites) and contest.grant():
-                        owner.granted = contest
+                    _grant(owner, site)
                 return _as_it_is(function, args, kwargs, contest)
         # --- otherwise ---
         if is_compiling() or this_thread.depth:
@@ -190,6 +196,8 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         if not config.enabled:
             return _as_it_is(function, args, kwargs)
         if site is not None and contest is not None and (decided or not measures()):
+            if decided and not contest.left % LOOKS and owner is not None:
+                _grant(owner, site)
             return call_fused(function, args, kwargs, site)
         if site is None:
             _state.counts.in_use = True
@@ -222,11 +230,19 @@ def _forget(owners: dict[int, Owner], key: int, module: ref[torch.nn.Module]) ->
         del owners[key]
 
 
-def _are_all_plain(sites: _Sites) -> bool:
-    return len(sites) <= _FEW_SITES and all(
-        site.contest is not None and site.contest.way == PLAIN and site.contest.left > 0
-        for site in list(sites.values())
-    )
+def is_outermost() -> bool:
+    """Whether a fused call that begins now is one, and records."""
+    return not (this_thread.closed or this_thread.depth) and config.enabled
+
+
+def _grant(owner: Owner, site: Site | None) -> None:
+    """Let the next calls of all sites of `owner` go the way of `site`, if that is all of theirs."""
+    if site is None or site.contest is None or len(owner.sites) > _FEW_SITES:
+        return
+    contests = [other.contest for other in list(owner.sites.values())]
+    if all(x is not None and x.way == site.contest.way and x.left > 0 for x in contests):
+        if site.contest.grant():
+            owner.granted = site
 
 
 def _size_and_device(tensor: torch.Tensor) -> tuple[int, int]:
@@ -252,7 +268,7 @@ def _called(
                 site.contest = contest_for(site.device, any(x.requires_grad for x in tensors))
         return result
     before = begun = None
-    passes = _holds_wrapped([*args, *kwargs.values()])  # before the function puts any there
+    passes = holds_wrapped([*args, *kwargs.values()])  # before the function puts any there
     if is_paused() or (site.device is not None and capturing(site.device)):
         way = FUSED  # a graph goes on with it, so that it is not left to what is just measured
         contest.skip()
@@ -283,7 +299,7 @@ def _as_it_is(
     """
     for value in (*args, *kwargs.values()) if kwargs else args:
         if id(value.__class__) not in SIMPLE and not isinstance(value, torch.nn.Module):
-            passes = _holds_wrapped([*args, *kwargs.values()])  # before any is put there
+            passes = holds_wrapped([*args, *kwargs.values()])  # before any is put there
             result = function(*args, **kwargs)
             return _left_plain(result, args, kwargs, contest, passes)
     result = function(*args, **kwargs)
@@ -291,7 +307,7 @@ def _as_it_is(
     if cls is Plain or id(cls) in SIMPLE:
         return result
     if cls is tuple or cls is list:
-        for item in result:  # 1 us less than `_holds_wrapped`
+        for item in result:  # 1 us less than `holds_wrapped`
             if id(item.__class__) not in SIMPLE:
                 break
         else:
@@ -309,7 +325,7 @@ def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None, pa
 
     passes: an argument held one before the call: then results stay as they are.
     """
-    if passes or not _holds_wrapped([result, *args, *kwargs.values()]):
+    if passes or not holds_wrapped([result, *args, *kwargs.values()]):
         return result
     if contest is not None and not others_lend():
         contest.keep_fused()  # they will be there again
@@ -317,25 +333,6 @@ def _left_plain(result: Any, args: Any, kwargs: Any, contest: Contest | None, pa
     for value in (*args, *kwargs.values()):
         walk.leave(value)
     return walk.leave(result)
-
-
-def _holds_wrapped(values: list[Any]) -> bool:
-    """Whether there are tensors among them that are wrapped, and not because they are lent."""
-    # the walk of `tensors_in`, which takes 1.8 us more over two containers of ten values
-    containers: dict[int, Any] = {}
-    for value in values:  # which grow
-        cls = value.__class__
-        if id(cls) in SIMPLE:
-            continue
-        if cls is Tensor:
-            if not is_lent(value):
-                return True
-        elif isinstance(value, tuple):
-            values += value
-        elif id(value) not in containers and is_container(value):
-            containers[id(value)] = value
-            values += values_of(value)
-    return False
 
 
 def _main_device(tensors: list[torch.Tensor]) -> torch.device:
@@ -418,7 +415,7 @@ def call_fused(
     if walk is not None and walk.passes:
         return result if again else function(*args, **kwargs)
     if cls is Tensor and not loans:
-        return become_plain(result)
+        return _become_plain(result)
     if id(cls) in SIMPLE:
         return result
     return (walk or _Walk(lent)).leave(result)

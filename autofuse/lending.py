@@ -18,7 +18,7 @@ from .chain.meta import UNKNOWN, Meta
 from .chain.shell import Tensor, set_class
 from .chain.state import this_thread
 from .dispatch.eager import forget, make_plain
-from .dispatch.nested import SIMPLE
+from .dispatch.nested import SIMPLE, is_container, values_of
 from .inside import others_waited
 from .record.flush import value_of
 from .torch_private import NoModes, function_modes, keys_of
@@ -58,6 +58,25 @@ def lend(values: tuple[Any, ...] | list[Any], lent: list[torch.Tensor]) -> list[
         elif id(cls) not in SIMPLE:  # a Parameter stays one: it is recorded as it is
             others.append(value)
     return others
+
+
+def holds_wrapped(values: list[Any]) -> bool:
+    """Whether there are tensors among them that are wrapped, and not because they are lent."""
+    # the walk of `tensors_in`, which takes 1.8 us more over two containers of ten values
+    containers: dict[int, Any] = {}
+    for value in values:  # which grow
+        cls = value.__class__
+        if id(cls) in SIMPLE:
+            continue
+        if cls is Tensor:
+            if not is_lent(value):
+                return True
+        elif isinstance(value, tuple):
+            values += value
+        elif id(value) not in containers and is_container(value):
+            containers[id(value)] = value
+            values += values_of(value)
+    return False
 
 
 lendable_keys: list[int] = []  # torch's dispatch keys of tensors that can be wrapped

@@ -15,6 +15,7 @@ import torch
 
 import autofuse
 from autofuse import fused as fusing
+from autofuse import lending
 from autofuse.dispatch.nested import tensors_in
 from autofuse.hot import native
 from autofuse.patches import streams
@@ -560,6 +561,114 @@ def test_arguments_results_and_errors_of_what_was_granted(rigged, exact, on):
         function()
 
 
+def test_fused_calls_that_were_granted(rigged, exact, on):
+    """They are as those that are looked at, whatever they take, give and raise."""
+
+    def give(x, *more, error=None, **named):
+        if error is not None:
+            raise error
+        return x * 2.0 + 1.0, x, more, named
+
+    rigged.fused = 5.0
+    function, x = autofuse.fuse(give), torch.randn(8)
+    module, y = torch.nn.Identity(), autofuse.wrap(torch.ones(8))
+    calls = [
+        ((x,), {}), ((x, 1, None, 2.5, "s", x), {}), ((x,), {"named": x, "other": 3}),
+        ((x, [x, x]), {}), ((x, (1, x)), {"named": {"k": [x]}}), ((x, module), {}),
+        ((x, Pair(x, (x, 2))), {}), ((x, *range(12)), {}), ((x, torch.nn.Parameter(x)), {}),
+        ((x, y), {}), ((x,), {"named": y}),
+    ]  # fmt: skip
+    for args, kwargs in calls:
+        for _ in range(3):
+            granted(function, x)
+            contest = contest_of(function)
+            free = contest.free
+            got, want = function(*args, **kwargs), give(*args, **kwargs)
+            assert contest.way == FUSED and contest.free == free - 1
+            assert torch.equal(got[0], want[0]) and got[1] is x and type(x) is torch.Tensor
+            assert [*map(id, tensors_in([got[1:]]))] == [*map(id, tensors_in([want[1:]]))]
+            assert type(got[0]) is torch.Tensor and got[3].keys() == kwargs.keys()
+            assert "_af" not in vars(x)
+    for error in (ValueError("mine"), KeyboardInterrupt()):
+        granted(function, x)
+        with pytest.raises(type(error)) as raised:
+            function(x, error=error)
+        assert raised.value is error and type(x) is torch.Tensor
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        function()
+
+
+def test_where_fused_calls_that_were_granted_are_part_of_others(rigged, exact, on):
+    """Or of what is compiled, traced or not to be recorded."""
+    rigged.fused = 5.0
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    granted(function, x)
+    outer = autofuse.fuse(lambda x: function(x) + function(x * 2.0))
+    assert flushes_of(outer, x) == 1 and torch.allclose(outer(x), chain(x) + chain(x * 2.0))
+    granted(function, x)
+    with autofuse.disabled():
+        assert flushes_of(function, x) == 0
+    granted(function, x)
+    traced = torch.jit.trace(lambda x: function(x) * 2.0, (x,), check_trace=False)
+    assert torch.allclose(traced(x + 1.0), chain(x + 1.0) * 2.0)
+    granted(function, x)
+    assert flushes_of(function, x) == 1 and contest_of(function).free > 0
+
+
+def test_what_interrupts_a_fused_call_that_was_granted_is_heard(rigged, exact, on):
+    """Wherever it comes: the first function of Python that is called there runs signal handlers."""
+
+    class Foreign(Exception):
+        pass
+
+    rigged.fused = 5.0
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    for name in ("is_outermost", "is_compiling", "call_fused"):
+        code, heard = getattr(fusing, name).__code__, []
+        granted(function, x)
+
+        def raises(frame, event, arg, code=code, heard=heard):
+            if frame.f_code is code and event == "call" and not heard:
+                heard.append(frame)
+                raise Foreign
+
+        before = sys.getprofile()
+        sys.setprofile(raises)
+        try:
+            with pytest.raises(Foreign):
+                function(x)
+        finally:
+            sys.setprofile(before)
+        assert heard and type(x) is torch.Tensor and flushes_of(function, x) == 1
+
+
+def test_nothing_is_granted_any_more_where_the_way_changes(rigged, exact):
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    granted(function, x)
+    contest = contest_of(function)
+    assert contest.way == PLAIN and contest.free > 0
+    contest.keep_fused()
+    assert contest.free == 0 and flushes_of(function, torch.randn(800)) == 1
+    assert flushes_of(function, x) == 1
+
+
+@pytest.mark.skipif(not native.active(), reason="machine code is off")
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 runs functions' bodies itself")
+def test_less_python_stands_before_fused_calls_that_were_granted(rigged, exact):
+    rigged.fused = 5.0
+    function, x, frames = autofuse.fuse(chain), torch.randn(8), []
+    granted(function, x)
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, arg: frames.append((event, frame.f_code)))
+    try:
+        function(x)
+    finally:
+        sys.setprofile(before)
+    called = [code for event, code in frames if event == "call"]
+    assert fusing.call_fused.__code__ in called and chain.__code__ in called
+    assert function.__code__ not in called and lending.become_plain.__code__ not in called
+
+
 def test_what_was_granted_may_call_itself_and_be_forgotten(rigged, exact, on):
     def down(x, depth=0):
         return x if depth == 5 else made[0](x, depth + 1)
@@ -635,7 +744,7 @@ def test_what_is_granted_is_a_modules_own(rigged, exact, on):
         assert flushes_of(plain, x) == 0 and flushes_of(fused, x) == 1
     contest = contest_of(forward, plain)
     assert 0 < contest.free < LOOKS - 1 or contest.left % LOOKS == 0
-    assert contest_of(forward, fused).free == 0
+    assert contest_of(forward, fused).way == FUSED
     with torch.no_grad():
         assert flushes_of(plain, x) == 1
     for _ in range(2):  # a place of its own, which keeps none of the others from it

@@ -141,6 +141,9 @@ ENTERED = {
     "flush_pending": ("flush_thread", Operands.flush_thread),
     "lending": ("lend", Operands.lend),
     "restoring": ("restore", Operands.lend),
+    "becoming_plain": (
+        "become_plain", lambda o: from_c(lending.become_plain)(autofuse.wrap(o.plain))
+    ),
     "follows": ("number_next", lambda o: from_c(numbers.number_next)(
         state.recorder_for(o.x.device).chain)),
     "answer": ("answer", Operands.answer),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Recorder
-from ..fused import Owner
+from ..fused import Owner, Site
 from ..record.contest import PLAIN, Contest
 from .c import *
 from .flush import flush_now
@@ -19,7 +19,7 @@ NESTED = 5  # containers in containers that are looked into
 
 
 def calling(entry, function, args, count, names) -> object:
-    """What `fuse` has made, as long as the next calls of a module are plain whatever they are.
+    """What `fuse` has made, as long as it is known which way the next calls of a module go.
 
     entry: where its closure has the function, and what is known of modules. In Python that takes
     0.8 us, and 10 with nothing of it in the caches (H100's host).
@@ -30,11 +30,22 @@ def calling(entry, function, args, count, names) -> object:
     owner: Owner = PyDict_GetItemWithError(owners, key)
     if owner == 0:
         return 0
-    contest: Contest = owner.granted
-    if class_of(contest) is not Contest or len(measuring) == 0 or len(loans) != 0:
+    site: Site = owner.granted
+    if class_of(site) is not Site:
+        return 0
+    contest: Contest = site.contest
+    if class_of(contest) is not Contest:
         return 0
     free = int(contest.free)
-    if free <= 0 or int(contest.way) != PLAIN:
+    if free <= 0:
+        return 0
+    if int(contest.way) != PLAIN:
+        if begins_fused() == 0:
+            return 0
+        contest.free = PyLong_FromLong(free - 1)
+        own = kept(load(load(cells + 8 * entry[0]) + CELL_AT))
+        return fused(own, args, count, names, site)
+    if len(measuring) == 0 or len(loans) != 0:
         return 0
     if PyDict_GetItemWithError(hook_names, OBSERVER) is not None:
         return 0
@@ -58,6 +69,30 @@ def calling(entry, function, args, count, names) -> object:
     for k in range(values):
         given[k + 1] = args[k]
     return PyObject_Vectorcall(left_plain, given, count + 1, names)
+
+
+def begins_fused():
+    """Whether a call that begins now is an outermost one and records, and nothing is compiled."""
+    if PyObject_CallNoArgs(is_outermost) is not True:  # signal handlers may run, and raise
+        return 0
+    return PyObject_CallNoArgs(is_compiling) is False
+
+
+def fused(own, args, count, names, site) -> object:
+    """`fused.call_fused`."""
+    ordered: tuple = PyTuple_New(count)
+    for k in range(count):
+        ordered[k] = args[k]
+    named: dict = PyDict_New()
+    if names != 0:
+        for k in range(PyTuple_Size(names)):
+            PyDict_SetItem(named, load(names + ITEMS + 8 * k), args[count + k])
+    given = room(4)
+    given[0] = own
+    given[1] = ordered
+    given[2] = named
+    given[3] = site
+    return PyObject_Vectorcall(call_fused, given, 4, 0)
 
 
 def first_module(args, count):
@@ -173,6 +208,23 @@ def restore_one(loans: dict, x, lent: list, size):
     set_class(x, Plain)
     PyList_SetSlice(lent, size - 1, size, 0)
     return 1
+
+
+def becoming_plain(entry, x: Tensor) -> object:
+    """`lending.become_plain`, of one that is not pending and does not stand beside its value."""
+    if class_of(x) is not Tensor:
+        return 0
+    state = state_of(x)
+    if class_of(state) is not Meta and state is not UNKNOWN:
+        return 0
+    if state is UNKNOWN:  # which may be its own or its class's
+        PyObject_GenericSetAttr(x, AF, UNKNOWN)  # up to Python 3.11 this runs finalizers
+        if state_of(x) is not UNKNOWN or PyErr_Occurred() != 0:
+            return 0
+    if PyObject_GenericSetAttr(x, AF, 0) != 0:
+        PyErr_Clear()  # a finalizer has done it
+    set_class(x, Plain)
+    return kept(x)
 
 
 def flush_pending(entry, reason) -> object:

@@ -112,7 +112,7 @@ class Contest:
         """
         self.way = FUSED
         self.left = 0  # calls before something is measured
-        self.free = 0  # of these, those that were granted
+        self.free = 0  # of these, those that were granted, as long as the way stays
         self.costs: tuple[float, float] | None = None  # us in each way, when it was decided
         self._clock, self._once = clock, once
         self._pause = FIRST
@@ -127,6 +127,7 @@ class Contest:
         self._owed = 1  # spans that do not count yet
         self._start: Any = None
         self._settled, self._news = True, None
+        self.free = 0
 
     def keep_fused(self) -> None:
         """Never go the other way again."""
@@ -136,9 +137,10 @@ class Contest:
     def grant(self) -> bool:
         """Let some of the calls that are left not be counted one by one, where there are any.
 
-        Such calls may be another place's, whose results must not depend on the way.
+        Such calls may be another place's, whose results must not depend on the way, or that begins
+        with fused calls.
         """
-        if self._once or self.left < LOOKS:
+        if (self._once and self.way == PLAIN) or self.left < LOOKS:
             return False
         self.free = LOOKS - 1
         self.left -= self.free
@@ -203,7 +205,7 @@ class Contest:
             self._counted += 1
             block, blocks = (_ONCE, _TWICE) if self._once else (BLOCK, 1)
             if self._counted % block == 0:
-                self._owed = 1
+                self._owed, self.free = 1, 0
                 self.way = PLAIN - self.way
                 enough = min(map(len, self._spans)) >= block * blocks
                 self._done = enough and self._counted % (2 * block) == 0
