@@ -88,6 +88,7 @@ _WAITS = {
     "concurrent.futures.thread": ("_worker",),
     "multiprocessing.connection": ("Connection._recv",),
     "torch._inductor.compile_worker.subproc_pool": ("_recv_msg",),
+    "torch._inductor.compile_worker.timer": ("Timer.check",),
 }
 # by the ident of a thread that has looked: whether all others waited, since a tensor was last lent.
 # Whatever they do afterwards with one that is lent they do with a wrapped tensor, where it is seen;

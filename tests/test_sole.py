@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import multiprocessing
+import operator
 import os
 import queue
 import random
@@ -308,6 +309,17 @@ def let_them_wait():
         time.sleep(0.05)
         frames = sys._current_frames()
         before, now = now, {k: (frame.f_code, frame.f_lasti) for k, frame in frames.items()}
+
+
+@pytest.mark.parametrize("module", inside._WAITS)
+def test_where_threads_are_known_to_wait(module):
+    """These functions are there, some in some versions of Python or torch alone."""
+    found = pytest.importorskip(module, reason=f"this torch has no {module}")
+    for path in inside._WAITS[module]:
+        with contextlib.suppress(AttributeError):
+            assert operator.attrgetter(path)(found).__code__
+            return
+    pytest.fail(f"none of {inside._WAITS[module]}")
 
 
 @pytest.mark.parametrize("name", WAITS | USES)
