@@ -187,7 +187,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             if contest.way == PLAIN and measures() and not (loans and _would_record(args, kwargs)):
                 if hooks.flushing is not None:
                     _state.counts.eager[name, aside(contest)] += 1
-                elif not contest.left % LOOKS and owner is not None:
+                elif not contest.left % LOOKS:
                     _grant(owner, site)
                 return _as_it_is(function, args, kwargs, contest)
         # --- otherwise ---
@@ -196,7 +196,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         if not config.enabled:
             return _as_it_is(function, args, kwargs)
         if site is not None and contest is not None and (decided or not measures()):
-            if decided and not contest.left % LOOKS and owner is not None:
+            if decided and contest.way == FUSED and not contest.left % LOOKS:
                 _grant(owner, site)
             return call_fused(function, args, kwargs, site)
         if site is None:
@@ -235,13 +235,14 @@ def is_outermost() -> bool:
     return not (this_thread.closed or this_thread.depth) and config.enabled
 
 
-def _grant(owner: Owner, site: Site | None) -> None:
+def _grant(owner: Owner | None, site: Site | None) -> None:
     """Let the next calls of all sites of `owner` go the way of `site`, if that is all of theirs."""
-    if site is None or site.contest is None or len(owner.sites) > _FEW_SITES:
+    contest = None if site is None else site.contest
+    if owner is None or contest is None or len(owner.sites) > _FEW_SITES:
         return
     contests = [other.contest for other in list(owner.sites.values())]
-    if all(x is not None and x.way == site.contest.way and x.left > 0 for x in contests):
-        if site.contest.grant():
+    if all(x is not None and x.way == contest.way and x.left > 0 for x in contests):
+        if contest.grant():
             owner.granted = site
 
 

@@ -642,6 +642,28 @@ def test_what_interrupts_a_fused_call_that_was_granted_is_heard(rigged, exact, o
         assert heard and type(x) is torch.Tensor and flushes_of(function, x) == 1
 
 
+def test_what_was_granted_is_forgotten_while_the_call_begins(rigged, exact, on):
+    """As a signal handler or another thread may: the call goes on as it was."""
+    rigged.fused = 5.0
+    function, x = autofuse.fuse(chain), torch.randn(8)
+    granted(function, x)
+    code, seen = fusing.is_outermost.__code__, []
+
+    def forgets(frame, event, arg):
+        if frame.f_code is code and event == "call":
+            owners_of(function).clear()
+            seen.append([fusing.Site() for _ in range(100)])  # where the other was
+
+    before = sys.getprofile()
+    sys.setprofile(forgets)
+    try:
+        got = function(x)
+    finally:
+        sys.setprofile(before)
+    assert seen and type(got) is torch.Tensor and torch.allclose(got, chain(x))
+    assert not owners_of(function) and flushes_of(function, x) == 1
+
+
 def test_nothing_is_granted_any_more_where_the_way_changes(rigged, exact):
     function, x = autofuse.fuse(chain), torch.randn(8)
     granted(function, x)

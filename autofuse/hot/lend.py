@@ -1,6 +1,6 @@
 """Entering and leaving fused calls, as machine code: `lending.lend` and `restore`, and flushing.
 
-And calls that are left plain.
+And calls of which it is known which way they go.
 """
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
@@ -30,20 +30,20 @@ def calling(entry, function, args, count, names) -> object:
     owner: Owner = PyDict_GetItemWithError(owners, key)
     if owner == 0:
         return 0
-    site: Site = owner.granted
+    site: Site = kept(owner.granted)  # what runs in `begins_fused` may forget it
     if class_of(site) is not Site:
         return 0
-    contest: Contest = site.contest
+    contest: Contest = kept(site.contest)
     if class_of(contest) is not Contest:
         return 0
     free = int(contest.free)
     if free <= 0:
         return 0
+    own = kept(load(load(cells + 8 * entry[0]) + CELL_AT))
     if int(contest.way) != PLAIN:
         if begins_fused() == 0:
             return 0
         contest.free = PyLong_FromLong(free - 1)
-        own = kept(load(load(cells + 8 * entry[0]) + CELL_AT))
         return fused(own, args, count, names, site)
     if len(measuring) == 0 or len(loans) != 0:
         return 0
@@ -60,7 +60,6 @@ def calling(entry, function, args, count, names) -> object:
             if is_quick(args[k], 0, NESTED) == 0:
                 return 0
     contest.free = PyLong_FromLong(free - 1)
-    own = kept(load(load(cells + 8 * entry[0]) + CELL_AT))
     result = PyObject_Vectorcall(own, args, count, names)
     if result == 0 or is_quick(result, 1, NESTED) != 0:
         return result
