@@ -126,6 +126,11 @@ def test_variances_in_torchs_order(emulated, name, correction, keepdim, after, d
             given = g.clone()
             out = (out if keepdim else out.unsqueeze(-1)) * y
             column = (g * y).sum(-1, keepdim=True)
+            if keepdim:  # and a kernel, where nothing is viewed in between
+                scheme = scheme_of("sum", m, n, dtype.itemsize, (132, 2048))
+                sums = [row_oracle.reduced("sum", hk, k * n, m, scheme.across, scheme.vec)
+                        for k, hk in enumerate(numpy(g * y))]  # fmt: skip
+                column = rounded(sums, dtype).view(m, 1)
         out = autofuse.unwrap(autofuse.materialize(out))
         launched.clear()
         (got,) = torch.autograd.grad(out, leaf, given)
@@ -222,7 +227,9 @@ def results(program, xs):
         (lambda x, y, w, b: (x * y).amax(-1) + 1.0,
          ["AddBackward0", "AmaxBackward0", "MulBackward0"]),
         # nothing goes along with it
-        (lambda x, y, w, b: x.sum(-1, keepdim=True) * y, ["MulBackward0", "SumBackward1"]),
+        (lambda x, y, w, b: x.amax(-1, keepdim=True) * y, ["MulBackward0", "AmaxBackward0"]),
+        # what is spread along rows is added up by the kernel that needs it
+        (lambda x, y, w, b: x.sum(-1, keepdim=True) * y, ["MulBackward0"]),
         # a weight that is computed has a gradient of another shape
         (lambda x, y, w, b: F.layer_norm(x * y, (32,), w * 2.0, b) + y,
          ["AddBackward0", "MulBackward0"]),
@@ -410,7 +417,8 @@ def test_gradients_are_compared_when_a_gpu_is_verified(emulated, name, monkeypat
     """Here with what another order gives."""
     seen = compared_about(monkeypatch, 1e-3, 4)
     outcome = verify.compare(name, torch.float32, [(5, 132, "plain", 0)], "cpu")
-    in_rows = any(reduction in name for reduction in ("layer", "softmax", "var", "std"))
+    adds = ("layer", "softmax", "var", "std", "written", "sum", "normalize", "logsumexp(x * y)")
+    in_rows = any(reduction in name for reduction in adds) and not name.endswith("of all")
     kernels = 1 + in_rows + ("by std" in name)  # whose mean is by fewer threads here
     assert len(launched) == kernels, "the others' are no row kernels, and run as ops here"
     assert outcome.reduced == in_rows and len(seen) >= 2

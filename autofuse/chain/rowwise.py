@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -237,31 +238,56 @@ class GradientRows:
     """Over which rows the backward of reductions adds, and how often."""
 
     shape: Ints
-    threads: int  # of each row
+    threads: int  # of each row; 0 for any
     sums: int  # 0 where a number of a row is spread over it
     axes: Ints = (-1,)  # that a row lies along
 
-    def goes_with(self, other: GradientRows) -> bool:
-        """Whether one kernel can do both."""
-        same = self == replace(other, sums=self.sums)
-        return same and self.sums + other.sums <= MOST
+    def with_more(self, other: GradientRows | None) -> GradientRows | None:
+        """Those of one kernel that does both; None if none can."""
+        if other is None:
+            return self
+        threads, sums = {self.threads, other.threads} - {0}, self.sums + other.sums
+        if (self.shape, self.axes) != (other.shape, other.axes) or len(threads) > 1 or sums > MOST:
+            return None
+        return replace(self, threads=max(self.threads, other.threads), sums=sums)
+
+
+_SPREAD = GradientRows((), 0, 0)  # over rows that nothing is added over with it
+# for which torch shares rows among blocks, if it does for any: on how many a chain runs is no part
+# of what its backward is made of
+_MOST_PROCESSORS = (1 << 20, 2048)
 
 
 def gradient_rows(op: Reduction, x: Meta) -> GradientRows | None:
     """What the backward of `op` over `x` adds over; None if torch alone differentiates it."""
     if op.outside is not None or op.instead is not None:  # of one element of each row, mostly
-        return GradientRows((), 0, 0)
+        return _SPREAD
     if not op.grad or (op.name in MOMENTS and not (op.is_plain and x.flat)):
         return None  # torch's node takes the mean
     if op.name in MOMENTS:
-        name, sums = "mean", 1
-    elif op.whole:
+        return _added("mean", x, op.axes, 1)
+    if op.whole:
         name, sums = (NORM_SUMS[0], len(op.statistics)) if op.statistics else (SOFT_SUM, 1)
-    else:
-        return GradientRows((), 0, 0)
-    processors = (1, 1)  # of no moment here
-    through = iteration(x.shape, x.stride, op.axes)
-    scheme = scheme_of(name, *op.count(x.shape), x.dtype.itemsize, processors, through)
-    if not isinstance(scheme, Scheme):
+        return _added(name, x, op.axes, sums)
+    return GradientRows(tuple(x.shape), 0, 0, op.axes) if op.keepdim else _SPREAD
+
+
+def rows_added_up(x: Meta, number: Meta) -> GradientRows | None:
+    """What gradients like `x` are added over for a value that was spread along its rows.
+
+    None if that is no number of each row, or no block alone adds them up as torch does.
+    """
+    if not (x.flat and x.ndim and number.shape == (*x.shape[:-1], 1)):
         return None
-    return GradientRows(tuple(x.shape), scheme.threads, sums, op.axes)
+    return _added("sum", x, (-1,), 1)
+
+
+def _added(name: str, x: Meta, axes: Ints, sums: int) -> GradientRows | None:
+    columns = prod([x.shape[axis] for axis in axes])
+    through = iteration(x.shape, x.stride, axes)
+    scheme = scheme_of(
+        name, prod(x.shape) // columns, columns, x.dtype.itemsize, _MOST_PROCESSORS, through
+    )
+    if not isinstance(scheme, Scheme) or scheme.blocks > 1:
+        return None
+    return GradientRows(tuple(x.shape), scheme.threads, sums, axes)

@@ -61,6 +61,13 @@ def _rms_written(v: Values) -> Any:
     return v.x * torch.rsqrt(v.x.pow(2).mean(-1, keepdim=True) + 1e-6) * v.w
 
 
+def _norm_written(v: Values) -> Any:
+    h = v.x * v.y
+    centred = h - h.mean(-1, keepdim=True)
+    variance = (centred * centred).mean(-1, keepdim=True)
+    return centred * torch.rsqrt(variance + 1e-5) * v.w + v.b
+
+
 def _rms_in_float32(v: Values) -> Any:
     h = v.x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -237,6 +244,11 @@ DIFFERENTIATED: dict[str, Callable[[Values], Any]] = {
     "rms_norm(x * y), no weight": lambda v: F.rms_norm(v.x * v.y, v.x.shape[-1:]),
     "RMSNorm as written": _rms_written,
     "relu(group_norm(x * y)) + y": _groups,
+    "layer norm as written": _norm_written,
+    "softmax as written, without amax": lambda v: (
+        (lambda e: e / e.sum(-1, keepdim=True))((v.x * v.y * 0.125).exp())
+    ),
+    "x * sigmoid(mean(x * y))": lambda v: v.x * (v.x * v.y).mean(-1, keepdim=True).sigmoid(),
     "x * sum(x * y)": lambda v: v.x * (v.x * v.y).sum(-1, keepdim=True),
     "x - mean(x * y) * 2": lambda v: v.x - (v.x * v.y).mean(-1).mul(2.0).unsqueeze(-1),
     "normalize(x * y) * w": lambda v: F.normalize(v.x * v.y, dim=-1) * v.w,

@@ -22,7 +22,7 @@ from ..chain.state import TOLD_LATER, Node, Recorder, Untold
 from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
 from ..layout import contiguous
-from ..ops.autocast import casts_in
+from ..ops.autocast import casts_in, is_half
 from ..ops.reductions import NODES_OF_ALL, Reduction
 from ..ops.row import since
 from ..program.program import CONST, Ref
@@ -71,6 +71,7 @@ class Backward:
                 recorder.device.type,
                 [segment.meta_of(ref).dtype for ref in (use.ref, *use.reads) if ref < CONST],
             )
+            or ((use.ref, index) in segment.spread and is_half(segment.meta_of(index).dtype))
             for index in segment.steps
             for use in segment.uses[index]
         )

@@ -8,16 +8,16 @@ ops get nodes of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from ..chain.meta import Meta
-from ..chain.rowwise import GradientRows, gradient_rows
+from ..chain.rowwise import GradientRows, gradient_rows, rows_added_up
 from ..chain.state import Node
 from ..ops.reductions import Reduction
+from ..ops.row import Op
 from ..ops.views import JoinOp, ViewOp
 from ..program.program import CONST, Ref
 from .strips import Striping
-from .uses import G, Use
+from .uses import G, Use, is_handed_on
 
 
 def owners_of(
@@ -48,9 +48,10 @@ def _is_split(node: Node) -> bool:
 class Owners(dict[int, int]):
     """The root of the segment that each differentiated step belongs to; a view is its own.
 
-    Beside the live values, a dead one is a root if two segments meet in it, if it is broadcast or
-    viewed: its gradient is complete only after both, after a reduction, or after torch's nodes. So
-    is a reduction whose gradients one kernel cannot compute with those of the segment.
+    Beside the live values, a dead one is a root if two segments meet in it, if it is viewed, or
+    broadcast otherwise than along rows that a kernel adds up: its gradient is complete only after
+    both, after torch's nodes, or after a sum. So is a reduction whose gradients one kernel cannot
+    compute with those of the segment.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class Owners(dict[int, int]):
         self.rows: dict[int, GradientRows] = {}  # of segments whose backward adds over rows
         # row kernels read no index maps
         joined = joined and not any(isinstance(x.op, JoinOp) or _is_split(x) for x in nodes)
+        self.joined = joined
+        self.spread: set[tuple[Ref, int]] = set()  # values and the steps that spread them
         self.added = {
             node.index: gradient_rows(node.op, meta_of(node.args[0])) if joined else None
             for node in nodes if isinstance(node.op, Reduction)
@@ -94,6 +97,7 @@ class Owners(dict[int, int]):
 
     def _own(self, ref: Ref, index: int) -> None:
         """Let step `index`, which has an owner, hand a gradient to `ref`."""
+        spread = self._is_added_up(ref, index)
         if ref < 0 or self.get(ref) == ref:
             return
         if self.nodes[ref].base >= 0:
@@ -108,8 +112,29 @@ class Owners(dict[int, int]):
             assert isinstance(op, Reduction)
             same = not op.whole or (ref == first and ref not in others)
             apart = self.added[index] is None
-        if not alone or not same or apart:
+        if not alone or apart or not (same or spread):
             self[ref] = ref
+
+    def _is_added_up(self, ref: Ref, index: int) -> bool:
+        """Whether step `index` has spread a value along its rows, and its kernel adds the gradient
+        up to that of `ref`, which is a number of each."""
+        if not self.joined or not self.added or self.nodes[index].op.__class__ is not Op:
+            return False
+        rows = rows_added_up(self.meta_of(index), self.meta_of(ref))
+        handed = any(use.ref == ref and is_handed_on(use.rule) for use in self.uses[index])
+        # a gradient that comes from elsewhere may lie in any way
+        if rows is None or (handed and self[index] == index):
+            return False
+        if self._has_room(self[index], rows):
+            self.spread.add((ref, index))
+        return (ref, index) in self.spread
+
+    def _has_room(self, root: int, rows: GradientRows) -> bool:
+        """Whether the kernel of a segment goes over these rows too, which it does from now on."""
+        both = rows.with_more(self.rows.get(root))
+        if both is not None:
+            self.rows[root] = both
+        return both is not None
 
     def _own_reduction(self, index: int) -> None:
         """Let a reduction, which has an owner, be a root where one kernel cannot do both."""
@@ -118,16 +143,12 @@ class Owners(dict[int, int]):
             if rows is not None and rows.sums:
                 self.rows[root] = rows
             return
-        there = self.rows.get(root)
         assert isinstance(op, Reduction)
         # a row kernel makes no view of what it computes, such as numbers of rows as a column
         viewed = rows is not None and rows.sums > 0 and not (op.whole or op.keepdim)
-        if rows is None or viewed or (there is not None and not rows.goes_with(there)):
+        if rows is None or viewed or not self._has_room(root, rows):
             self[index] = index
             self._own_reduction(index)
-            return
-        sums = rows.sums + (0 if there is None else there.sums)
-        self.rows[root] = replace(rows, sums=sums)
 
     def _own_view(self, index: int) -> None:
         if index in self.striped:

@@ -47,7 +47,7 @@ def by_torch(
     operand.
     """
     if op.name in ("sum", "mean"):
-        spread, (_, columns) = _spread(op, shape), op.count(shape)
+        spread, (_, columns) = spread_by(op, shape), op.count(shape)
         return lambda g: (spread(g) / columns if op.name == "mean" else spread(g),)
     number = _column(op)
     if op.name == "vector_norm":
@@ -180,7 +180,7 @@ def _led_to(x: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(1024)
-def _spread(op: Reduction, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+def spread_by(op: Reduction, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that gives every element of a row the number of the row."""
     column = _column(op)
     return lambda g: column(g).expand(shape)
@@ -223,6 +223,7 @@ _OF_SOFT = {
     "log_softmax": _row("log_softmax_backward", "g out s", "fma(-exp(out), s, g)"),
 }
 ROWS = _row("rows", "g", "g")
+SPREAD = _row("spread", "g x", "g")  # along the rows of x
 # the sum of such a row is its element, which zeros are added to; so it is never -0.0
 _OF_ONE = _row(
     "log_softmax_backward", "g m:bool out", "s = g + 0; fma(-exp(out), s, g if m else 0)"
@@ -269,13 +270,13 @@ def on_tape(
     """What `by_torch` computes, as values of `tape`; metas: of the operands that are tensors."""
     shape = tuple(metas[0].shape)
     if op.name in ("sum", "mean"):
-        seen = tape.part(_spread(op, shape), g)
+        seen = tape.along(op, g, shape)
         if op.name == "mean":
             _, columns = op.count(shape)
             return (tape.apply(OPS["div"], (seen, tape.number(columns))),)
         return (seen,)
     if op.name == "vector_norm":
-        g, out = (tape.part(_spread(op, shape), y) for y in (g, values["out"]))
+        g, out = (tape.along(op, y, shape) for y in (g, values["out"]))
         zero = tape.number(0)
         direction = tape.apply(OPS["div"], (values["x"], out))
         none = tape.apply(OPS["eq"], (out, zero))
@@ -284,13 +285,13 @@ def on_tape(
     if op.name in MOMENTS:
         return _moment_on_tape(op, tape, g, values, shape[-1]), None
     if op.name == "logsumexp":
-        g, out = (tape.part(_spread(op, shape), y) for y in (g, values["out"]))
+        g, out = (tape.along(op, y, shape) for y in (g, values["out"]))
         share = tape.apply(OPS["exp"], (tape.apply(OPS["sub"], (values["x"], out)),))
         return (tape.apply(OPS["mul"], (g, share)),)
     if op.name == "nll_loss":
         return _classes_on_tape(op, tape, g, values, metas[0]), None
     if op.name in LOSSES:
-        return _loss_on_tape(op, tape, tape.part(_spread(op, shape), g), values, shape, needs)
+        return _loss_on_tape(op, tape, tape.along(op, g, shape), values, shape, needs)
     if isinstance(g, OneOfRow) and op.name == "log_softmax":
         return (tape.apply(_OF_ONE, (g.value, g.mask, values["out"])),)
     g = tape.whole(g)  # as torch's ops make it

@@ -19,7 +19,7 @@ import torch
 from ..chain.state import Node
 from ..chain.steps import program_of
 from ..kernel.rows import completed, make_pieces
-from ..ops.reductions import Reduction
+from ..ops.reductions import Over, Reduction, number_a_row
 from ..ops.row import OPS
 from ..ops.views import JoinOp, ViewOp
 from ..program.program import CONST, Output, Ref
@@ -32,11 +32,11 @@ from ..torch_private import NoModes
 from .reduced import Later
 from .segments import Segment
 from .straight import Caller, Straight, eager_of
-from .strips import Strips
 from .tape import Seen, Tape
 from .uses import reads_of
 
 _ADD = OPS["add"]
+_SUM = number_a_row("sum", Over(keepdim=True))  # as the engine fits a gradient
 
 
 def _value(nodes: list[Node], algebra: Tape | Straight, values: dict[Ref, Any], ref: Ref) -> Any:
@@ -106,6 +106,8 @@ def sweep(
             else:
                 d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else
                               value(named[n]), algebra)  # fmt: skip
+            if (ref, index) in segment.spread:
+                d = algebra.added_up(d, _SUM)
             d = algebra.fitted(d, meta)
             if ref not in gathers:
                 before = given[places[ref]]
@@ -188,7 +190,7 @@ class Expected:
         """given: of each sink a result, an incoming gradient as ~k, a view of one, strips, what
         comes of these later, or None. gradients: how many come in.
         """
-        given = [tape.step(x) if isinstance(x, Strips) else x for x in given]
+        given = list(map(tape.result, given))
         self.tape, self.sinks, self.gradients = tape, given, gradients
         self.given: list[Ref | None] = []
         for x in given:

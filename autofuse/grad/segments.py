@@ -23,7 +23,7 @@ one element of memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..chain.meta import Meta
@@ -103,15 +103,17 @@ class Segment:
         told: bool,
         statistics: Mapping[int, Mapping[str, Ref]],
         striped: Mapping[int, tuple[Striping, int]],
+        spread: Collection[tuple[Ref, int]],
         parts: Sequence[int] = (),
     ) -> None:
-        """statistics: of each reduction, by name. striped: of slices. parts: dead values, besides,
-        whose gradients come from nodes of other segments.
+        """statistics: of each reduction, by name. striped: of slices. spread: numbers of rows and
+        the steps that spread them, which add up the gradients. parts: dead values, besides, whose
+        gradients come from nodes of other segments.
         """
         self.detours = detours  # second derivatives would go past a live value's own node
         self.told = told  # hooks are, of all that is saved, and give it back as they like
         self.nodes, self.uses, self.meta_of = nodes, uses, meta_of
-        self.statistics, self.striped = statistics, striped
+        self.statistics, self.striped, self.spread = statistics, striped, spread
         self.steps = steps  # node indices, ascending; the last is the root
         self.root = steps[-1]
         graphs = [index for index in extras if meta_of(index).requires_grad]
@@ -264,7 +266,7 @@ def outline_of(nodes: list[Node], inputs: tuple[Meta, ...], live: tuple[int, ...
         parts += bases
         segments.append(Segment(
             nodes, uses, steps, meta_of, saved, extras, detours, told, statistics,
-            owners.striped, parts,
+            owners.striped, owners.spread, parts,
         ))  # fmt: skip
     order = []
     for node in nodes if told else ():

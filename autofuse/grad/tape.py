@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partialmethod
 from typing import Any
 
@@ -20,7 +20,17 @@ from ..ops.views import ViewOp, join_op, view_op
 from ..program.program import Ref
 from ..torch_private import InferenceMode, NoModes
 from . import strips
-from .reduced import ONE_OF_ROW, ROWS, Later, Needs, OneOfRow, Values, on_tape
+from .reduced import (
+    ONE_OF_ROW,
+    ROWS,
+    SPREAD,
+    Later,
+    Needs,
+    OneOfRow,
+    Values,
+    on_tape,
+    spread_by,
+)
 from .strips import Striping, Strips
 
 
@@ -65,12 +75,15 @@ class Numbers:
 class Seen:
     """A view of a value of a Tape: torch's own where it is a result, a step where a rule reads it.
 
-    view: of a stand-in without memory for the value.
+    view: of a stand-in without memory for the value. spread: whether that is a number of each row
+    which a step computes, and it is spread along the row: what rules make of such numbers alone is
+    computed once a row, and spread in turn.
     """
 
     ref: Ref
     call: Callable[..., torch.Tensor]
     view: torch.Tensor
+    spread: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,6 +118,9 @@ class Tape(Numbers):
     def apply(self, op: Op, operands: tuple[Any, ...]) -> Any:
         if op.move is None and any(isinstance(x, Strips) for x in operands):
             return strips.apply(self, op, operands)
+        spread = next((x for x in operands if isinstance(x, Seen) and x.spread), None)
+        if spread is not None:
+            return self._apply_to_spread(op, operands, spread.shape)
         operands = tuple(map(self.step, operands))
         key = (op, *operands)
         if key not in self.known:
@@ -121,6 +137,38 @@ class Tape(Numbers):
         return self.known[key]
 
     again = apply
+
+    def _apply_to_spread(self, op: Op, operands: tuple[Any, ...], shape: tuple[int, ...]) -> Any:
+        """`apply`, of operands of which some are numbers spread along the rows of `shape`."""
+        if op.__class__ is not Op:
+            return self.apply(op, tuple(map(self.in_full, operands)))
+        numbers = [x.ref if isinstance(x, Seen) and x.spread else x for x in operands]
+        found = self.apply(op, tuple(numbers))
+        if self.shape(found) == shape:
+            return found
+        return replace(self.part(lambda x: x.expand(shape).contiguous(), found), spread=True)
+
+    def in_full(self, value: Any) -> Any:
+        """A value, of a spread one with all the elements of its rows."""
+        if not isinstance(value, Seen) or not value.spread:
+            return value
+        for k, meta in enumerate(self.tip.inputs):  # beside which it can be computed
+            if meta.shape == value.shape and meta.flat and meta.dtype is value.view.dtype:
+                return self.apply(SPREAD, (value.ref, ~k))
+        if self.tip.rows is not None:
+            raise UnfusedError("rows that are not read")
+        return self.apply(ROWS, (self.step(value),))
+
+    def result(self, value: Any) -> Any:
+        """What a kernel gives for a value."""
+        if isinstance(value, Strips):
+            return self.step(value)
+        made = isinstance(value, Seen) and value.view.is_contiguous()
+        return self.in_full(value) if made else value
+
+    def added_up(self, value: Any, op: Reduction) -> Any:
+        """The gradient of a number of each row, of that of what it was spread over; op: the sum."""
+        return self.apply(op, (value,))
 
     def cast(self, value: Any, like: Any) -> Any:
         """`value` in the dtype of `like`."""
@@ -189,8 +237,15 @@ class Tape(Numbers):
         own = step >= 0 and self.tip.path()[step].op.__class__ is Op
         return step if own else self.apply(OPS["clone"], (step,))
 
+    def along(self, op: Reduction, number: Any, shape: tuple[int, ...]) -> Seen:
+        """Rows of `shape` of which each element is the row's `number`, as a result of `op` is."""
+        seen = self.part(spread_by(op, shape), number)
+        is_computed = isinstance(number, int) and number >= 0
+        return replace(seen, spread=True) if op.keepdim and is_computed else seen
+
     def whole(self, value: Any) -> Ref:
         """A value that lies in memory as it is, row after row: of another, or of a view, a copy."""
+        value = self.in_full(value)
         if isinstance(value, (Seen, Strips)) or not self._meta(value).flat:
             return self.apply(ROWS, (self.step(value),))
         return value

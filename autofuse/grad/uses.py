@@ -45,6 +45,11 @@ def uses_of(
             yield Use(ref, rule, frozenset(named[n] for n in reads_of(rule) if n in named), k)
 
 
+def is_handed_on(rule: ast.expr) -> bool:
+    """Whether the gradient for an operand is that of the result."""
+    return isinstance(rule, ast.Name) and rule.id == "g"
+
+
 @cache
 def reads_of(rule: ast.expr) -> tuple[str, ...]:
     """The names that a rule reads besides the gradient, in order; a called row is none."""

@@ -33,6 +33,11 @@ COMPOSITES = frozenset(["l1_loss"])  # whose operands become float32 before they
 _HALF = (torch.float16, torch.bfloat16)
 
 
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether autocast may cast what has this dtype to float32."""
+    return dtype in _HALF
+
+
 def is_cast(op: str, device_type: str) -> bool:
     """Whether autocast may cast operands of the op of this name."""
     return op in FLOAT32[device_type] or op in ONE_DTYPE[device_type]

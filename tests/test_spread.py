@@ -1,0 +1,223 @@
+"""Gradients of numbers of rows that are spread along them: `x * rsqrt(mean(x * x))`, and their like.
+
+The engine adds such a gradient up for the number; here the kernel does that needs the sum, so that
+a norm, or softmax, as people write it is differentiated by one kernel.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_reductions import emulated, launched, recording, row, table  # noqa: F811,F401
+from test_row_gradients import DTYPES, nodes_of, run_twice, verified_gpu  # noqa: F401
+
+import autofuse
+from support import assert_same, needs_cuda
+
+
+def rms_norm(x, y, w, b):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+
+
+def rms_norm_in_float32(x, y, w, b):
+    h = (x * y).float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * h.type_as(x)
+
+
+def layer_norm(x, y, w, b):
+    h = x + y
+    centred = h - h.mean(-1, keepdim=True)
+    variance = (centred * centred).mean(-1, keepdim=True)
+    return torch.tanh(centred * torch.rsqrt(variance + 1e-5) * w + b) * 0.9 + x * 0.1
+
+
+def softmax(x, y, w, b):
+    e = (x * y).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def softmax_of_scaled(x, y, w, b):
+    h = x * y * 0.25
+    e = torch.exp(h - h.amax(-1, keepdim=True).detach())
+    return e / e.sum(-1, keepdim=True) * w
+
+
+def cosine(x, y, w, b):
+    return (x / x.norm(dim=-1, keepdim=True)) * (y / (y * w).norm(dim=-1, keepdim=True))
+
+
+def exact(x, y, w, b):
+    """Of whole numbers that float32 has, in whatever order they are added."""
+    h = x * y
+    s = (h * w).sum(-1, keepdim=True)
+    return (h - s) * s + b
+
+
+ONE_NODE = {
+    "rms_norm": rms_norm,
+    "rms_norm in float32": rms_norm_in_float32,
+    "layer_norm": layer_norm,
+    "softmax": softmax,
+    "normalize": lambda x, y, w, b: F.normalize(x * y, dim=-1) * 2.0,
+    "cosine": cosine,
+    "gate": lambda x, y, w, b: x * torch.sigmoid((x * y).mean(-1, keepdim=True)),
+    "sum": lambda x, y, w, b: x.sum(-1, keepdim=True) * y,
+    "variance": lambda x, y, w, b: x / (1 + (x * y).var(-1, keepdim=True)),
+    "logsumexp": lambda x, y, w, b: (x - torch.logsumexp(x * y, -1, True)) * y,
+    "exact": exact,
+}
+MORE = {
+    "softmax of scaled": softmax_of_scaled,
+    # the gradient that comes in is the number's, as it lies
+    "handed on": lambda x, y, w, b: x * y + x.sum(-1, keepdim=True) * 2.0,
+    # more sums than a kernel goes through rows for
+    "seven": lambda x, y, w, b: sum(x * (y * k).sum(-1, keepdim=True) for k in range(1, 8)),
+    # and of the number itself
+    "twice": lambda x, y, w, b: (lambda s: x * s * y + s * w)((x * y).sum(-1, keepdim=True)),
+    "live": lambda x, y, w, b: (lambda s: torch.cat([x * s, s], -1))((x * y).mean(-1, True)),
+    "after a norm": lambda x, y, w, b: (
+        F.layer_norm(x * y, x.shape[-1:], w, b) * torch.sigmoid(x.mean(-1, keepdim=True))
+    ),
+}  # fmt: skip
+PROGRAMS = ONE_NODE | MORE
+
+
+def leaves(name, *shape, dtype=torch.float32):
+    n = shape[-1]
+    rows = torch.Size(shape[:-1]).numel()
+    xs = [table(rows, n, k).view(shape) for k in (0, 1)] + [row(n, 2), row(n, 3)]
+    xs = [(x * 2).round() if name == "exact" else x for x in xs]
+    return [x.to(dtype).requires_grad_() for x in xs]
+
+
+def gradients(program, xs, g, wrap, **options):
+    for _ in range(3):  # the last one by machine code
+        out = program(*(map(autofuse.wrap, xs) if wrap else xs))
+        out = autofuse.unwrap(autofuse.materialize(out)) if wrap else out
+        launched.clear()
+        found = torch.autograd.grad(out, xs, g, allow_unused=True, **options)
+    return out, found
+
+
+@pytest.mark.parametrize("n", [12, 260])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_kernels_add_up(emulated, name, n, on):  # noqa: F811
+    xs = leaves(name, 6, n)
+    g = (table(6, n, 9) * 2).round()
+    g = torch.cat([g, g[:, :1]], -1) if name == "live" else g
+    _, want = gradients(PROGRAMS[name], xs, g, False)
+    out, got = gradients(PROGRAMS[name], xs, g, True)
+    assert_same(got, want, None if name == "exact" else 2e-5)
+    if name in ONE_NODE:
+        assert len(nodes_of(out)) == len(launched) == 1, nodes_of(out)
+        assert "sum" in launched[0][0] or "and" in launched[0][0]
+        assert autofuse.stats().replays == 0
+
+
+LAYOUTS = {
+    "permuted": lambda shape: table(24, shape[-1], 9).view(2, 4, 3, -1).transpose(1, 2),
+    "rows across": lambda shape: table(24, shape[-1], 9).view(2, 3, -1, 4).transpose(-1, -2),
+    "every second": lambda shape: table(24, 2 * shape[-1], 9).view(*shape[:-1], -1)[..., ::2],
+    "one for all": lambda shape: torch.tensor(0.5).expand(shape),
+    "one a row": lambda shape: table(6, 4, 9).view(2, 3, 4, 1).expand(shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*ONE_NODE, "handed on"])
+def test_gradients_in_any_layout(emulated, name, layout):  # noqa: F811
+    """Where torch would add in an order that is not known, its ops do."""
+    xs = leaves(name, 2, 3, 4, 12)
+    g = LAYOUTS[layout]((2, 3, 4, 12))
+    _, want = gradients(PROGRAMS[name], xs, g, False)
+    _, got = gradients(PROGRAMS[name], xs, g, True)
+    assert_same(got, want, 2e-5)
+
+
+def test_a_gradient_that_comes_from_elsewhere_is_not_added_up(emulated):  # noqa: F811
+    xs = leaves("", 6, 12)
+    out, _ = gradients(PROGRAMS["handed on"], xs, torch.ones(()).expand(6, 12), True)
+    assert "SumBackward1" in nodes_of(out)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_second_derivatives(emulated, name):  # noqa: F811
+    found = []
+    for wrap in (False, True):
+        xs = leaves(name, 3, 12)
+        out = PROGRAMS[name](*(map(autofuse.wrap, xs) if wrap else xs))
+        out = autofuse.unwrap(autofuse.materialize(out))
+        g = table(3, out.shape[-1], 9).requires_grad_()
+        first = torch.autograd.grad(out, xs, g, create_graph=True, allow_unused=True)
+        total = sum((one * one).sum() for one in first if one is not None)
+        found.append(torch.autograd.grad(total, [*xs, g], allow_unused=True))
+    assert_same(found[1], found[0], 2e-4)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "gate", "twice"])
+def test_hooks_are_told_of_what_eager_saves(emulated, name):  # noqa: F811
+    told = []
+    for wrap in (False, True):
+        packed = []
+        xs = leaves(name, 3, 12)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, packed=packed: (packed.append((x.shape, x.dtype)), x)[1], lambda x: x
+        ):
+            out = PROGRAMS[name](*(map(autofuse.wrap, xs) if wrap else xs))
+            out = autofuse.unwrap(autofuse.materialize(out))
+            grads = torch.autograd.grad(out, xs, table(3, 12, 9), allow_unused=True)
+        told.append((packed, out, grads))
+    assert told[0][0] == told[1][0]
+    assert_same(told[1][1:], told[0][1:], 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_torch_adds_up(emulated, dtype):  # noqa: F811
+    """Where a backward runs under it, too, whose sums are of float32."""
+    found = []
+    for wrap in (False, True):
+        xs = leaves("", 3, 12, dtype=dtype)
+        out = ONE_NODE["sum"](*(map(autofuse.wrap, xs) if wrap else xs))
+        out = autofuse.unwrap(autofuse.materialize(out))
+        with torch.autocast("cpu", dtype):
+            found.append(torch.autograd.grad(out, xs[:2], table(3, 12, 9, dtype)))
+    assert_same(found[1], found[0], None)
+
+
+def test_rows_that_several_blocks_would_share(emulated):  # noqa: F811
+    """On a GPU with enough processors; nothing of these is added up with others."""
+    xs = [table(1, 1 << 18, k).requires_grad_() for k in range(2)]
+    out = autofuse.wrap(xs[0]) * torch.sigmoid((autofuse.wrap(xs[1]) * 0.5).sum(-1, keepdim=True))
+    out = autofuse.unwrap(autofuse.materialize(out))
+    assert len(nodes_of(out)) > 1
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_sums_have_eagers_bits_on_cuda(name, dtype, verified_gpu):  # noqa: F811
+    for m, n in itertools.product((1, 5, 300), (2, 33, 132, 1000, 1028, 4096)):
+        xs = [x.detach().cuda().requires_grad_() for x in leaves(name, m, n, dtype=dtype)]
+        g = table(m, n + (name == "live"), 9, dtype).cuda()
+        (want, got), (forward, backward) = run_twice(PROGRAMS[name], xs, g)
+        assert_same(got, want, None, f"{[m, n]}")
+        if name in ONE_NODE and "float32" not in name:
+            assert (forward, backward) == (1, 1), [m, n]
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ONE_NODE)
+def test_gradients_in_any_layout_on_cuda(name, dtype, layout, verified_gpu):  # noqa: F811
+    for n in (12, 128, 1000):
+        xs = [x.detach().cuda().requires_grad_() for x in leaves(name, 2, 3, 4, n, dtype=dtype)]
+        g = LAYOUTS[layout]((2, 3, 4, n)).to(dtype).cuda()
+        if layout.startswith("one"):  # which stay as they lie
+            g = (g[..., :1] if layout == "one a row" else g[:1, :1, :1, :1]).expand(g.shape)
+        (want, got), _ = run_twice(PROGRAMS[name], xs, g)
+        assert_same(got, want, None, f"{n}")
