@@ -1,4 +1,4 @@
-"""Gradients of numbers of rows that are spread along them: `x * rsqrt(mean(x * x))`, and their like.
+"""Gradients of numbers of rows that are spread along them: `x * rsqrt(mean(x * x))`, for one.
 
 The engine adds such a gradient up for the number; here the kernel does that needs the sum, so that
 a norm, or softmax, as people write it is differentiated by one kernel.
@@ -13,6 +13,7 @@ from test_reductions import emulated, launched, recording, row, table  # noqa: F
 from test_row_gradients import DTYPES, nodes_of, run_twice, verified_gpu  # noqa: F401
 
 import autofuse
+from autofuse.grad.backward import Backward
 from support import assert_same, needs_cuda
 
 
@@ -68,6 +69,29 @@ ONE_NODE = {
     "logsumexp": lambda x, y, w, b: (x - torch.logsumexp(x * y, -1, True)) * y,
     "exact": exact,
 }
+
+
+def _norm(x, dims):
+    mean = x.mean(dims, keepdim=True)
+    variance = (x - mean).pow(2).mean(dims, keepdim=True)
+    return (x - mean) / torch.sqrt(variance + 1e-6)
+
+
+# along other dimensions than the last; x, y: [B, C, H, W], w: [C, 1, 1]
+ACROSS = {
+    "norm of channels": lambda x, y, w: _norm(x * y, 1) * w + w,
+    "norm of instances": lambda x, y, w: _norm(x * y, (2, 3)) * y,
+    "norm of batches": lambda x, y, w: _norm(x * y, (0, 2, 3)) * w + w,
+    "norm of columns": lambda x, y, w: _norm(x * y, 0) * y,
+    "gate": lambda x, y, w: x * torch.sigmoid((x * y).mean((2, 3), keepdim=True)),
+    "softmax of channels": lambda x, y, w: (
+        (lambda e: e / e.sum(1, keepdim=True))((x * y).exp()) * torch.softmax(x, 1)
+    ),
+    "softmax of two dims": lambda x, y, w: (
+        (lambda e: e / e.sum((1, 2), keepdim=True))((x * y).exp())
+    ),
+    "exact": lambda x, y, w: (lambda h, s: (h - s) * s)(x * y, (x * w).sum((1, 2), keepdim=True)),
+}  # fmt: skip
 MORE = {
     "softmax of scaled": softmax_of_scaled,
     # the gradient that comes in is the number's, as it lies
@@ -101,9 +125,24 @@ def gradients(program, xs, g, wrap, **options):
     return out, found
 
 
+@pytest.fixture
+def unfused(monkeypatch):
+    """Of the backwards that torch's ops compute: the names of their ops."""
+    build, found = Backward._build, []
+
+    def noted(self, key):
+        expected = build(self, key)
+        if expected is None:
+            found.append([self.segment.nodes[step].op.name for step in self.segment.steps])
+        return expected
+
+    monkeypatch.setattr(Backward, "_build", noted)
+    return found
+
+
 @pytest.mark.parametrize("n", [12, 260])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_kernels_add_up(emulated, name, n, on):  # noqa: F811
+def test_what_kernels_add_up(emulated, unfused, name, n, on):  # noqa: F811
     xs = leaves(name, 6, n)
     g = (table(6, n, 9) * 2).round()
     g = torch.cat([g, g[:, :1]], -1) if name == "live" else g
@@ -113,7 +152,26 @@ def test_what_kernels_add_up(emulated, name, n, on):  # noqa: F811
     if name in ONE_NODE:
         assert len(nodes_of(out)) == len(launched) == 1, nodes_of(out)
         assert "sum" in launched[0][0] or "and" in launched[0][0]
-        assert autofuse.stats().replays == 0
+    assert not unfused
+
+
+def images(name, *shape, dtype=torch.float32):
+    xs = [table(1, torch.Size(shape).numel(), k).view(shape) for k in (0, 1)]
+    xs = [*xs, row(shape[1], 2).view(-1, 1, 1), table(1, xs[0].numel(), 9).view(shape)]
+    xs = [(x * 2).round() if name == "exact" else x for x in xs]
+    *xs, g = (x.to(dtype) for x in xs)
+    return [x.requires_grad_() for x in xs], g
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 8), (3, 5, 7, 3)])
+@pytest.mark.parametrize("name", ACROSS)
+def test_rows_along_other_dimensions(emulated, unfused, name, shape, on):  # noqa: F811
+    xs, g = images(name, *shape)
+    _, want = gradients(ACROSS[name], xs, g, False)
+    out, got = gradients(ACROSS[name], xs, g, True)
+    assert_same(got, want, None if name == "exact" else 5e-5)
+    assert len(nodes_of(out)) == 1 or "softmax" in name, nodes_of(out)
+    assert not unfused
 
 
 LAYOUTS = {
@@ -206,6 +264,18 @@ def test_sums_have_eagers_bits_on_cuda(name, dtype, verified_gpu):  # noqa: F811
         assert_same(got, want, None, f"{[m, n]}")
         if name in ONE_NODE and "float32" not in name:
             assert (forward, backward) == (1, 1), [m, n]
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ACROSS)
+def test_rows_along_other_dimensions_on_cuda(name, dtype, verified_gpu):  # noqa: F811
+    for shape in ((2, 3, 4, 8), (3, 5, 7, 3), (4, 64, 8, 8), (32, 20, 5, 33), (2, 256, 14, 14)):
+        xs, g = images(name, *shape, dtype=dtype)
+        xs, g = [x.detach().cuda().requires_grad_() for x in xs], g.cuda()
+        (want, got), _ = run_twice(ACROSS[name], xs, g)
+        assert_same(got, want, None, f"{shape}")
 
 
 @pytest.mark.cuda

@@ -241,15 +241,18 @@ class GradientRows:
     threads: int  # of each row; 0 for any
     sums: int  # 0 where a number of a row is spread over it
     axes: Ints = (-1,)  # that a row lies along
+    takes_turns: str = ""  # in which of torch's kernels threads of several rows do
 
     def with_more(self, other: GradientRows | None) -> GradientRows | None:
         """Those of one kernel that does both; None if none can."""
         if other is None:
             return self
-        threads, sums = {self.threads, other.threads} - {0}, self.sums + other.sums
-        if (self.shape, self.axes) != (other.shape, other.axes) or len(threads) > 1 or sums > MOST:
+        sums = self.sums + other.sums
+        if (self.shape, self.axes) != (other.shape, other.axes) or sums > MOST:
             return None
-        return replace(self, threads=max(self.threads, other.threads), sums=sums)
+        if not (self.threads and other.threads):  # one of them adds nothing
+            return replace(self if self.threads else other, sums=sums)
+        return replace(self, sums=sums) if self == replace(other, sums=self.sums) else None
 
 
 _SPREAD = GradientRows((), 0, 0)  # over rows that nothing is added over with it
@@ -277,9 +280,11 @@ def rows_added_up(x: Meta, number: Meta) -> GradientRows | None:
 
     None if that is no number of each row, or no block alone adds them up as torch does.
     """
-    if not (x.flat and x.ndim and number.shape == (*x.shape[:-1], 1)):
+    if not x.flat or x.ndim != number.ndim:
         return None
-    return _added("sum", x, (-1,), 1)
+    sizes = [*zip(x.shape, number.shape, strict=True)]
+    axes = tuple([k - x.ndim for k, (n, own) in enumerate(sizes) if n != own])
+    return _added("sum", x, axes, 1) if axes else None
 
 
 def _added(name: str, x: Meta, axes: Ints, sums: int) -> GradientRows | None:
@@ -290,4 +295,5 @@ def _added(name: str, x: Meta, axes: Ints, sums: int) -> GradientRows | None:
     )
     if not isinstance(scheme, Scheme) or scheme.blocks > 1:
         return None
-    return GradientRows(tuple(x.shape), scheme.threads, sums, axes)
+    takes_turns = scheme.kernel if scheme.interleaved > 1 else ""
+    return GradientRows(tuple(x.shape), scheme.threads, sums, axes, takes_turns)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..chain.meta import Meta
 from ..chain.rowwise import GradientRows, gradient_rows, rows_added_up
 from ..chain.state import Node
+from ..layout import Ints
 from ..ops.reductions import Reduction
 from ..ops.row import Op
 from ..ops.views import JoinOp, ViewOp
@@ -72,7 +73,7 @@ class Owners(dict[int, int]):
         # row kernels read no index maps
         joined = joined and not any(isinstance(x.op, JoinOp) or _is_split(x) for x in nodes)
         self.joined = joined
-        self.spread: set[tuple[Ref, int]] = set()  # values and the steps that spread them
+        self.spread: dict[tuple[Ref, int], Ints] = {}  # by value and step: along which dimensions
         self.added = {
             node.index: gradient_rows(node.op, meta_of(node.args[0])) if joined else None
             for node in nodes if isinstance(node.op, Reduction)
@@ -126,7 +127,7 @@ class Owners(dict[int, int]):
         if rows is None or (handed and self[index] == index):
             return False
         if self._has_room(self[index], rows):
-            self.spread.add((ref, index))
+            self.spread[ref, index] = rows.axes
         return (ref, index) in self.spread
 
     def _has_room(self, root: int, rows: GradientRows) -> bool:

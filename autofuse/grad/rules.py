@@ -36,7 +36,6 @@ from .tape import Seen, Tape
 from .uses import reads_of
 
 _ADD = OPS["add"]
-_SUM = number_a_row("sum", Over(keepdim=True))  # as the engine fits a gradient
 
 
 def _value(nodes: list[Node], algebra: Tape | Straight, values: dict[Ref, Any], ref: Ref) -> Any:
@@ -106,8 +105,9 @@ def sweep(
             else:
                 d = _evaluate(use.rule, lambda n, g=g, named=named: g if n == "g" else
                               value(named[n]), algebra)  # fmt: skip
-            if (ref, index) in segment.spread:
-                d = algebra.added_up(d, _SUM)
+            if (ref, index) in segment.spread:  # as the engine fits it
+                over = Over(segment.spread[ref, index], keepdim=True)
+                d = algebra.added_up(d, number_a_row("sum", over))
             d = algebra.fitted(d, meta)
             if ref not in gathers:
                 before = given[places[ref]]

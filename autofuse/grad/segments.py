@@ -23,13 +23,13 @@ one element of memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..chain.meta import Meta
 from ..chain.state import LATER, Node
 from ..chain.steps import statistics_of
-from ..layout import is_dense
+from ..layout import Ints, is_dense
 from ..ops.reductions import Reduction
 from ..ops.views import COPYING, JoinOp
 from ..program.program import CONST, Ref
@@ -103,12 +103,13 @@ class Segment:
         told: bool,
         statistics: Mapping[int, Mapping[str, Ref]],
         striped: Mapping[int, tuple[Striping, int]],
-        spread: Collection[tuple[Ref, int]],
+        spread: Mapping[tuple[Ref, int], Ints],
         parts: Sequence[int] = (),
     ) -> None:
-        """statistics: of each reduction, by name. striped: of slices. spread: numbers of rows and
-        the steps that spread them, which add up the gradients. parts: dead values, besides, whose
-        gradients come from nodes of other segments.
+        """statistics: of each reduction, by name. striped: of slices. spread: along which
+        dimensions a step, which is the second of each key, has spread numbers of rows, whose
+        gradients it adds up. parts: dead values, besides, whose gradients come from nodes of other
+        segments.
         """
         self.detours = detours  # second derivatives would go past a live value's own node
         self.told = told  # hooks are, of all that is saved, and give it back as they like

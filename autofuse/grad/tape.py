@@ -120,7 +120,7 @@ class Tape(Numbers):
             return strips.apply(self, op, operands)
         spread = next((x for x in operands if isinstance(x, Seen) and x.spread), None)
         if spread is not None:
-            return self._apply_to_spread(op, operands, spread.shape)
+            return self._apply_to_spread(op, operands, spread)
         operands = tuple(map(self.step, operands))
         key = (op, *operands)
         if key not in self.known:
@@ -138,15 +138,17 @@ class Tape(Numbers):
 
     again = apply
 
-    def _apply_to_spread(self, op: Op, operands: tuple[Any, ...], shape: tuple[int, ...]) -> Any:
-        """`apply`, of operands of which some are numbers spread along the rows of `shape`."""
-        if op.__class__ is not Op:
+    def _apply_to_spread(self, op: Op, operands: tuple[Any, ...], spread: Seen) -> Any:
+        """`apply`, of operands of which some are numbers of rows as `spread` is."""
+        numbers = tuple([x.ref if isinstance(x, Seen) and x.spread else x for x in operands])
+        shape = torch.broadcast_shapes(*(self.shape(x) for x in numbers if not self.is_number(x)))
+        if op.__class__ is not Op or shape not in (spread.shape, self.shape(spread.ref)):
             return self.apply(op, tuple(map(self.in_full, operands)))
-        numbers = [x.ref if isinstance(x, Seen) and x.spread else x for x in operands]
-        found = self.apply(op, tuple(numbers))
-        if self.shape(found) == shape:
+        found = self.apply(op, numbers)
+        if shape == spread.shape:  # beside what has all elements of the rows
             return found
-        return replace(self.part(lambda x: x.expand(shape).contiguous(), found), spread=True)
+        made = self.part(lambda x: x.expand(spread.shape).contiguous(), found)
+        return replace(made, spread=True)
 
     def in_full(self, value: Any) -> Any:
         """A value, of a spread one with all the elements of its rows."""
