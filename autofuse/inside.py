@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import signal
 import sys
-from _thread import LockType, _count, allocate_lock, start_new_thread
+from _thread import LockType, allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock, _active, get_ident
@@ -66,7 +66,6 @@ def patient(lock: Any, seconds: float = 2.0) -> Iterator[None]:
 # threads of autofuse's own, which know no tensor of the program's
 serving: dict[int, bool] = {}
 threads: dict[int, Any] = _active  # all that Python has begun and knows by name
-started: Callable[[], int] = _count  # how many it has begun, beside the main one
 helping: dict[int, bool] = {}  # threads of `in_another_thread`, whose callers hold locks meanwhile
 _running: set[LockType] = set()  # taken while such a thread runs
 
@@ -90,6 +89,7 @@ _WAITS = {
     "torch._inductor.compile_worker.subproc_pool": ("_recv_msg",),
     "torch._inductor.compile_worker.timer": ("Timer.check",),
 }
+_THREADED = ("torch.utils.data.", "torch._inductor.", "tqdm.")  # packages with such threads
 # by the ident of a thread that has looked: whether all others waited, since a tensor was last lent.
 # Whatever they do afterwards with one that is lent they do with a wrapped tensor, where it is seen;
 # so does a thread that begins afterwards.
@@ -101,8 +101,6 @@ def others_wait() -> bool:
     one. They are looked at once for all that is lent, which takes 1 us and 1 more for each."""
     own = get_ident()
     if own not in others_waited:
-        if own in threads and len(threads) == 1 + len(serving) and started() == len(serving):
-            return True
         _look(own)
     return others_waited.get(own, False)
 
@@ -119,15 +117,31 @@ def _look(own: int) -> None:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether a thread whose innermost frame this is waits in C."""
+    """Whether a thread whose innermost frame this is waits in C, and not for torch's C, which may
+    have called a function that waits, such as an `__index__`: that takes two of other packages."""
     name: Any = frame.f_globals.get("__name__")
     for path in _WAITS.get(name, ()) if isinstance(name, str) else ():
         found: Any = sys.modules.get(name)
         for part in path.split("."):
             found = getattr(found, part, None)
         if getattr(found, "__code__", None) is frame.f_code:
-            return frame.f_locals.get("initializer") is None  # which `_worker` may call
+            if frame.f_locals.get("initializer") is not None:  # which `_worker` may call
+                return False
+            return _of_others(frame) < 2
     return False
+
+
+def _of_others(frame: FrameType | None) -> int:
+    """How many frames of a thread are of neither the standard library nor torch's own threads."""
+    found = 0
+    while frame is not None and found < 2:
+        name = frame.f_globals.get("__name__")
+        known = isinstance(name, str) and (
+            name.partition(".")[0] in sys.stdlib_module_names or name.startswith(_THREADED)
+        )
+        found += not known
+        frame = frame.f_back
+    return found
 
 
 class BusyError(Exception):

@@ -6,8 +6,9 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -19,7 +20,7 @@ from .chain.shell import Tensor, set_class
 from .chain.state import this_thread
 from .dispatch.eager import forget, make_plain
 from .dispatch.nested import SIMPLE, is_container, values_of
-from .inside import others_waited
+from .inside import in_another_thread, is_foreign, others_waited
 from .record.flush import value_of
 from .torch_private import NoModes, function_modes, keys_of
 
@@ -119,11 +120,16 @@ def restore(lent: list[torch.Tensor]) -> None:
 
     The class first: what others lend meanwhile is found by the count that is looked at then.
     """
+    met = None  # what was not computed, for a signal handler has raised, or there was no stack left
     while lent:
         tensor = lent[-1]
         key, its = id(tensor), tensor.__dict__
         state = its["_af"] if "_af" in its else UNKNOWN
         stays = state is not UNKNOWN and state.__class__ is not Meta
+        if stays and met is not tensor:
+            met = tensor
+            _compute(tensor)
+            continue
         if loans[key] == 1 and tensor.__class__ is Tensor and not stays:
             set_class(tensor, Plain)
         # no Python runs in either branch; the tensor is concrete, for all is flushed...
@@ -136,6 +142,15 @@ def restore(lent: list[torch.Tensor]) -> None:
         elif loans[key] != 1:
             loans[key] -= 1
             del lent[-1]
+
+
+def _compute(tensor: torch.Tensor) -> None:
+    """Give a lent tensor that is pending its value, if that can be had."""
+    try:
+        in_another_thread(partial(value_of, cast(Tensor, tensor), "fuse"))
+    except Exception as error:  # it fails as it has: the call has raised that
+        if is_foreign(error):
+            raise
 
 
 def lent_here() -> Iterator[torch.Tensor]:

@@ -396,6 +396,130 @@ def test_arguments_of_fused_calls_beside_a_thread_without_a_name(on):
     assert done == [False, False, True]
 
 
+def test_a_thread_that_waits_for_torchs_c_may_use_what_is_lent(on):
+    """It has the tensor in hand, as a plain one: what it was told to call waits."""
+
+    class Index:
+        def __index__(self):
+            begun.set()
+            assert over.wait(20.0)
+            return 4
+
+    @autofuse.fuse
+    def step(x):
+        x.mul_(2.0)
+        over.set()
+        thread.join()
+        x.add_(1.0)
+
+    for name in ("view", "narrow", "expand"):
+        x, views = torch.ones(8), []
+        begun, over = threading.Event(), threading.Event()
+        call = {
+            "view": lambda x=x: x.view(2, Index()),
+            "narrow": lambda x=x: x.narrow(0, 0, Index()),
+            "expand": lambda x=x: x.expand(Index(), 8),
+        }[name]
+        thread = threading.Thread(target=lambda views=views, call=call: views.append(call()))
+        thread.start()
+        assert begun.wait(20.0)
+        step(x)
+        assert type(x) is torch.Tensor and "_af" not in vars(x)
+        assert views[0]._version == x._version == 2 and views[0].flatten()[0] == 3.0
+
+
+def test_a_thread_that_c_has_begun_may_use_what_is_lent(on):
+    """Python does not count it among its own."""
+    begun, over = threading.Event(), threading.Event()
+
+    def use(_):
+        begun.set()
+        while not over.is_set():
+            time.sleep(0.01)
+
+    @autofuse.fuse
+    def step(x):
+        x.mul_(2.0)
+
+    call = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(use)
+    thread, libc = ctypes.c_ulong(), ctypes.CDLL(None)
+    assert libc.pthread_create(ctypes.byref(thread), None, call, None) == 0
+    try:
+        assert begun.wait(20.0)
+        for _ in range(4):
+            autofuse.reset_stats()
+            step(torch.ones(4))
+            assert autofuse.stats().ops_eager > 0
+    finally:
+        over.set()
+        libc.pthread_join(thread, None)
+
+
+def _is_left_wrapped(x):
+    return type(x) is not torch.Tensor or "_af" in vars(x)
+
+
+def test_arguments_are_plain_after_an_interrupt_of_the_last_flush(on):
+    """Whatever a signal handler raises there, at any time."""
+
+    @autofuse.fuse
+    def step(x, v):
+        v *= 0.5
+        x += v
+        return x * 2.0
+
+    def handler(*_):
+        raise KeyboardInterrupt
+
+    step(torch.ones(4, 6), torch.ones(4, 6))
+    before = signal.signal(signal.SIGALRM, handler)
+    interrupted = 0
+    try:
+        for k in range(4000):
+            x, v = torch.ones(4, 6), torch.ones(4, 6)
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 2e-6 * (1 + k % 150))
+                    step(x, v)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert not _is_left_wrapped(x) and not _is_left_wrapped(v)
+            assert v[0, 0] in (0.5, 1.0) and x[0, 0] in (1.0, 1.5)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 100
+
+
+def test_arguments_are_plain_after_a_flush_that_had_no_room_on_the_stack(on):
+    """But where there is none for making them so."""
+
+    @autofuse.fuse
+    def step(x):
+        x.add_(1.0)
+        return torch.relu(x) * 2.0
+
+    def dive(k, x):
+        return step(x) if k == 0 else dive(k - 1, x)
+
+    step(torch.ones(4))
+    here, frame = 0, sys._getframe()
+    while frame is not None:
+        here, frame = here + 1, frame.f_back
+    limit, left = sys.getrecursionlimit(), []
+    for depth in range(20, 120):
+        x = torch.ones(4)
+        with contextlib.suppress(RecursionError):
+            try:
+                sys.setrecursionlimit(here + 130)
+                dive(depth, x)
+            finally:
+                sys.setrecursionlimit(limit)
+        left += [depth] if _is_left_wrapped(x) else []
+    assert len(left) < 4, left
+
+
 def test_what_was_plain_for_a_while_is_looked_at_again(on):
     """Whoever waited may have begun something with it meanwhile."""
     seen = []
