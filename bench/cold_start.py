@@ -1,6 +1,7 @@
 """The first iterations of a fresh process: eager, torch.compile, autofuse cold and warm.
 
-    python bench/cold_start.py [--device cuda] [--processes 5] [--seconds 4] [--compile] [--json F]
+    python bench/cold_start.py [--device cuda] [--processes 5] [--seconds 4] [--workload NAME]
+                                [--compile] [--json F]
     python bench/cold_start.py --imports [--processes 21]
 
 Every figure is of a process of its own: `cold` has an empty cache directory, `warm` the one that a
@@ -219,7 +220,7 @@ def main() -> None:
     parser.add_argument("--slowdown", action="store_true", help="only the loop beside the compiler")
     parser.add_argument("--imports", action="store_true", help="only what the import takes")
     parser.add_argument("--json", help="write all figures here")
-    parser.add_argument("--workload", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--workload", default="", help="only this one")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -231,7 +232,7 @@ def main() -> None:
         return imports(args.processes)
     print(machine(args.device))
     everything = {}
-    for workload in WORKLOADS:
+    for workload in [args.workload] if args.workload else WORKLOADS:
         rows: dict[str, list[dict[str, object]]] = {mode: [] for mode in MODES}
         for _ in range(args.processes):
             with tempfile.TemporaryDirectory() as cache:

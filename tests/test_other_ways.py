@@ -13,14 +13,17 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     "settings, files",
     [
-        ("AUTOFUSE_NATIVE=0", "test_tiny test_liveness test_inplace test_interrupts test_keys"),
         (
-            "AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_TEST_PLACES=3",
+            "AUTOFUSE_NATIVE=0 AUTOFUSE_TEST_PLACES=3",
+            "test_tiny test_liveness test_inplace test_interrupts test_keys",
+        ),
+        (
+            "AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_TEST_PLACES=6",
             "test_liveness test_inplace test_autograd test_native"
             " test_threads test_middle test_interrupts",
         ),
         (
-            "AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_NATIVE=0 AUTOFUSE_TEST_PLACES=5",
+            "AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_NATIVE=0 AUTOFUSE_TEST_PLACES=10",
             "test_middle test_interrupts test_threads",
         ),
     ],
