@@ -5,7 +5,8 @@
 
 Forward + backward of an LSTM cell, a GRU cell and one with a layer norm, written as plain ops
 (64x256), an MLP with layer norm and GELU, norms and a softmax between ops (8192x1024), residual
-blocks, blocks of gated halves, a rotary embedding; chains of 1 to 10 ops; peak memory of a 10-op
+blocks, blocks of gated halves, a rotary embedding, blocks of newer networks with norms and gates
+as people write them; chains of 1 to 10 ops; peak memory of a 10-op
 chain. Fused calls have found the better way before they are timed. Times are medians over
 interleaved rounds with the 20th and 80th percentile; ratios are to eager.
 
@@ -237,6 +238,71 @@ class GptBlock(nn.Module):
         return (x + self.down(h),)
 
 
+class RmsNorm(nn.Module):
+    """As people write it, in float32; x: [..., C]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * h.type_as(x)
+
+
+class LlamaBlock(nn.Module):
+    """Attention with normed queries and keys, and a gated MLP, after norms; x: [B, T, C]."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, size = heads, width // heads
+        self.norms = nn.ModuleList(RmsNorm(n) for n in (width, width, size, size))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        before, after, of_q, of_k = self.norms
+        q, k, v = self.qkv(before(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
+        q, k, v = of_q(q).transpose(1, 2), of_k(k).transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        h = after(x)
+        return (x + self.down(F.silu(self.gate(h)) * self.up(h)),)
+
+
+class ConvNext(nn.Module):
+    """A convolution by channel, a norm over channels as written, and an MLP; x: [B, C, H, W]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.weight, self.bias = (nn.Parameter(torch.ones(width, 1, 1)) for _ in range(2))
+        self.up, self.down = nn.Conv2d(width, 4 * width, 1), nn.Conv2d(4 * width, width, 1)
+
+    def forward(self, x):
+        h = self.conv(x)
+        apart = h - h.mean(1, keepdim=True)
+        h = apart / torch.sqrt(apart.pow(2).mean(1, keepdim=True) + 1e-6)
+        return (x + self.down(F.gelu(self.up(self.weight * h + self.bias))),)
+
+
+class ChannelGates(nn.Module):
+    """Two convolutions whose channels are scaled by what they are on average; x: [B, C, H, W]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        for conv in self.convs:
+            h = conv(x)
+            x = F.relu(x + h * torch.sigmoid(h.mean((2, 3), keepdim=True)))
+        return (x,)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "LSTM cell": lambda: Unrolled(LstmCell()),
     "GRU cell": lambda: Unrolled(GruCell()),
@@ -249,6 +315,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "residual blocks": Residual,
     "gated halves": Gated,
     "rotary embedding": Rotary,
+    "Llama block, 4x64x256": functools.partial(LlamaBlock, 256),
+    "Llama block, 8x256x512": functools.partial(LlamaBlock, 512),
+    "ConvNeXt block, 8x64x28x28": functools.partial(ConvNext, 64),
+    "gates by channel, 8x32x32x32": functools.partial(ChannelGates, 32),
     **{f"chain of {n}": functools.partial(Chain, n) for n in (1, 2, 3, 5, 10)},
 }
 
@@ -320,8 +390,10 @@ def measure(
         stepper(model, inputs, True, autocast)()
         synchronize(device)
         cold[label] = time.perf_counter() - start
-    want, got = (stepper(model, inputs, True, autocast)() for model in (eager, fused))
-    same = all(map(torch.equal, want, got))
+    want, again, got = (stepper(x, inputs, True, autocast)() for x in (eager, eager, fused))
+    same = str(all(map(torch.equal, want, got)))
+    if not all(map(torch.equal, want, again)):
+        same = "of no two steps of eager's"
     print(f"\n{name}: same bits {same}; first step " +
           ", ".join(f"{label} {seconds:.2f} s" for label, seconds in cold.items()))  # fmt: skip
     per = STEPS if "cell" in name else 1

@@ -262,7 +262,8 @@ def test_sums_have_eagers_bits_on_cuda(name, dtype, verified_gpu):  # noqa: F811
         g = table(m, n + (name == "live"), 9, dtype).cuda()
         (want, got), (forward, backward) = run_twice(PROGRAMS[name], xs, g)
         assert_same(got, want, None, f"{[m, n]}")
-        if name in ONE_NODE and "float32" not in name:
+        of_two = name == "logsumexp" and dtype.itemsize == 2  # whose extreme has other threads
+        if name in ONE_NODE and "float32" not in name and not of_two:
             assert (forward, backward) == (1, 1), [m, n]
 
 
