@@ -15,7 +15,7 @@ from . import hooks
 from .chain import state as _state
 from .chain.shell import Tensor
 from .chain.state import this_thread
-from .dispatch.nested import SIMPLE, exchange, is_container, opened, rebuilt, tensors_in, values_of
+from .dispatch.nested import SIMPLE, exchange, is_container, rebuilt, tensors_in, values_of
 from .inside import whatever_interrupts
 from .lending import (
     Lender,
@@ -99,11 +99,9 @@ class _Walk:
                 if id(item.__class__) not in SIMPLE:
                     return rebuilt(value, self.leave)
             return value
-        if id(value) not in self.containers:
-            inside = opened(value)
-            if inside is not None:
-                self.containers[id(value)] = value
-                exchange(inside, self.leave)
+        if id(value) not in self.containers and is_container(value):
+            self.containers[id(value)] = value
+            exchange(value, self.leave)
         return value
 
 

@@ -17,6 +17,7 @@ import sys
 from _thread import LockType, allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from threading import RLock, _active, get_ident
 from traceback import clear_frames
 from types import FrameType
@@ -118,7 +119,7 @@ def _look(own: int) -> None:
 
 def _waits(frame: FrameType) -> bool:
     """Whether a thread whose innermost frame this is waits in C, and not for torch's C, which may
-    have called a function that waits, such as an `__index__`: that takes two of other packages."""
+    have called what waits: an `__index__` of its own, or a function of another one's."""
     name: Any = frame.f_globals.get("__name__")
     for path in _WAITS.get(name, ()) if isinstance(name, str) else ():
         found: Any = sys.modules.get(name)
@@ -127,21 +128,21 @@ def _waits(frame: FrameType) -> bool:
         if getattr(found, "__code__", None) is frame.f_code:
             if frame.f_locals.get("initializer") is not None:  # which `_worker` may call
                 return False
-            return _of_others(frame) < 2
+            names = [*islice(_names_of_others(frame), 2)]
+            return not names or (len(names) == 1 and not names[0].startswith("__"))
     return False
 
 
-def _of_others(frame: FrameType | None) -> int:
-    """How many frames of a thread are of neither the standard library nor torch's own threads."""
-    found = 0
-    while frame is not None and found < 2:
+def _names_of_others(frame: FrameType | None) -> Iterator[str]:
+    """The functions in a thread that are of neither the standard library nor torch's own threads,
+    from the innermost on."""
+    while frame is not None:
         name = frame.f_globals.get("__name__")
-        known = isinstance(name, str) and (
+        if not isinstance(name, str) or not (
             name.partition(".")[0] in sys.stdlib_module_names or name.startswith(_THREADED)
-        )
-        found += not known
+        ):
+            yield frame.f_code.co_name
         frame = frame.f_back
-    return found
 
 
 class BusyError(Exception):

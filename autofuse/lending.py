@@ -6,7 +6,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, cast
 from weakref import WeakSet
@@ -20,7 +20,7 @@ from .chain.shell import Tensor, set_class
 from .chain.state import this_thread
 from .dispatch.eager import forget, make_plain
 from .dispatch.nested import SIMPLE, is_container, values_of
-from .inside import in_another_thread, is_foreign, others_waited
+from .inside import in_another_thread, others_waited
 from .record.flush import value_of
 from .torch_private import NoModes, function_modes, keys_of
 
@@ -120,7 +120,7 @@ def restore(lent: list[torch.Tensor]) -> None:
 
     The class first: what others lend meanwhile is found by the count that is looked at then.
     """
-    met = None  # what was not computed, for a signal handler has raised, or there was no stack left
+    met = None  # what was pending, for a signal handler has raised, or there was no stack left
     while lent:
         tensor = lent[-1]
         key, its = id(tensor), tensor.__dict__
@@ -145,12 +145,14 @@ def restore(lent: list[torch.Tensor]) -> None:
 
 
 def _compute(tensor: torch.Tensor) -> None:
-    """Give a lent tensor that is pending its value, if that can be had."""
-    try:
-        in_another_thread(partial(value_of, cast(Tensor, tensor), "fuse"))
-    except Exception as error:  # it fails as it has: the call has raised that
-        if is_foreign(error):
-            raise
+    """Give a lent tensor that is pending its value, if that can be had: in another thread, which no
+    signal handler interrupts and which has a stack of its own."""
+
+    def compute() -> None:
+        with suppress(BaseException):  # it fails as it has: the call has raised that
+            value_of(cast(Tensor, tensor), "fuse")
+
+    in_another_thread(compute)
 
 
 def lent_here() -> Iterator[torch.Tensor]:

@@ -9,7 +9,6 @@ import pickle
 import re
 import subprocess
 import sys
-import types
 import warnings
 
 import pytest
@@ -583,44 +582,6 @@ def test_what_a_function_leaves_in_containers_is_plain():
         made = [items[0], items[2][0], table["new"][0], box.value, holder["x"]["y"]]
         assert {type(t) for t in made} == {torch.Tensor}
         assert_same(made, [x * 2, x + 1, x * 3, x * 4, x * 5], None)
-
-
-class Cache:
-    """As models return one beside their result."""
-
-    def __init__(self):
-        self.layers, self.itself, self.name = [], self, "cache"
-
-
-class Silent(Cache):
-    def __setattr__(self, name, value):
-        self.__dict__[name] = value
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_objects_that_come_back_hold_plain_tensors(measured, on):
-    """Whatever way a call goes; not where a class says itself how attributes are set."""
-    autofuse.config.measure = measured
-
-    @autofuse.fuse
-    def step(x, cls):
-        cache = cls()
-        cache.layers.append(
-            types.SimpleNamespace(keys=torch.relu(x * 2.0), more={"values": x + 1.0})
-        )
-        cache.layers.append(cls())
-        cache.layers[1].keys = x * 3.0
-        return {"y": x * 2.0, "cache": cache}
-
-    x = torch.ones(4)
-    for _ in range(6):
-        cache = step(x, Cache)["cache"]
-        first, second = cache.layers
-        assert cache.itself is cache and cache.name == "cache" and type(x) is torch.Tensor
-        for value in (first.keys, first.more["values"], second.keys):
-            assert type(value) is torch.Tensor and "_af" not in vars(value)
-        assert first.keys.tolist() == [2.0] * 4 and second.keys.tolist() == [3.0] * 4
-    assert step(x, Silent)["cache"].layers[1].keys.tolist() == [3.0] * 4
 
 
 def test_containers_that_contain_themselves():

@@ -4,6 +4,7 @@ import _thread
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import gc
 import multiprocessing
 import operator
@@ -412,20 +413,20 @@ def test_a_thread_that_waits_for_torchs_c_may_use_what_is_lent(on):
         thread.join()
         x.add_(1.0)
 
-    for name in ("view", "narrow", "expand"):
+    for call in (
+        lambda x: threading.Thread(target=lambda: views.append(x.view(2, Index()))),
+        lambda x: threading.Thread(target=lambda: views.append(x.narrow(0, 0, Index()))),
+        lambda x: threading.Thread(target=x.expand, args=(Index(), 8)),
+        lambda x: threading.Thread(target=functools.partial(x.view, 2, Index())),
+    ):
         x, views = torch.ones(8), []
         begun, over = threading.Event(), threading.Event()
-        call = {
-            "view": lambda x=x: x.view(2, Index()),
-            "narrow": lambda x=x: x.narrow(0, 0, Index()),
-            "expand": lambda x=x: x.expand(Index(), 8),
-        }[name]
-        thread = threading.Thread(target=lambda views=views, call=call: views.append(call()))
+        thread = call(x)
         thread.start()
         assert begun.wait(20.0)
         step(x)
-        assert type(x) is torch.Tensor and "_af" not in vars(x)
-        assert views[0]._version == x._version == 2 and views[0].flatten()[0] == 3.0
+        assert type(x) is torch.Tensor and "_af" not in vars(x) and x._version == 2
+        assert all(view._version == 2 and view.flatten()[0] == 3.0 for view in views)
 
 
 def test_a_thread_that_c_has_begun_may_use_what_is_lent(on):
@@ -490,6 +491,27 @@ def test_arguments_are_plain_after_an_interrupt_of_the_last_flush(on):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert interrupted > 100
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])
+def test_arguments_are_plain_after_what_hooks_raise_in_the_last_flush(on, kind):
+    """Each time that they are called."""
+
+    def pack(x):
+        raise kind
+
+    @autofuse.fuse
+    def step(x, w):
+        x += 1.0
+        y = torch.sigmoid(w * 2.0)
+        x *= 3.0
+        return y * w
+
+    for _ in range(3):
+        x, w = torch.ones(4), torch.ones(4, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), pytest.raises(kind):
+            step(x, w)
+        assert not _is_left_wrapped(x) and x.tolist() == [6.0] * 4
 
 
 def test_arguments_are_plain_after_a_flush_that_had_no_room_on_the_stack(on):

@@ -155,6 +155,51 @@ def test_what_kernels_add_up(emulated, unfused, name, n, on):  # noqa: F811
     assert not unfused
 
 
+def _of_rows(x):
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+# where nodes that add these up would add others' in another order: they are what they are without
+LATE = {
+    "beside a gate": lambda x, w: (lambda y: (y * torch.rsqrt(_of_rows(x) + 1e-5), y))(x.sigmoid()),
+    "of what is live": lambda x, w: (
+        (lambda h, s, g: (g * s + x, g))(x * w, torch.sigmoid(_of_rows(x * w)), torch.tanh(x * w))
+    ),
+    "times what is live": lambda x, w: (lambda h: (h.exp() * _of_rows(h), h.exp()))(x * w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_where_gradients_would_add_in_another_order(emulated, name):  # noqa: F811
+    xs = [table(6, 40, k).requires_grad_() for k in (0, 1)]
+    g = [table(6, 40, k) for k in (2, 3)]
+    found = []
+    for wrap in (False, True):
+        out = LATE[name](*(map(autofuse.wrap, xs) if wrap else xs))
+        out = [autofuse.unwrap(one) for one in autofuse.materialize(list(out))]
+        found.append(torch.autograd.grad(out, xs, g, allow_unused=True))
+    assert_same(found[1], found[0], 1e-4)
+    assert len({*nodes_of(out[0])}) <= 4
+
+
+@pytest.mark.parametrize("gates", range(9))
+def test_a_number_that_is_two_operands(emulated, unfused, gates):  # noqa: F811
+    """Each is added up, as long as a kernel has room for it."""
+
+    def program(x, y):
+        s = (y * 0.5).mean(-1, keepdim=True)
+        out = torch.addcmul(x, s, s)
+        for k in range(gates):
+            out = out * torch.sigmoid((x * (k + 2.0)).mean(-1, keepdim=True))
+        return out
+
+    xs = [table(6, 12, k).requires_grad_() for k in (0, 1)]
+    _, want = gradients(program, xs, table(6, 12, 2), False)
+    _, got = gradients(program, xs, table(6, 12, 2), True)
+    assert_same(got, want, 1e-4)
+    assert not unfused
+
+
 def images(name, *shape, dtype=torch.float32):
     xs = [table(1, torch.Size(shape).numel(), k).view(shape) for k in (0, 1)]
     xs = [*xs, row(shape[1], 2).view(-1, 1, 1), table(1, xs[0].numel(), 9).view(shape)]

@@ -6,7 +6,6 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from types import SimpleNamespace
 from typing import Any
 from weakref import finalize
 
@@ -85,28 +84,6 @@ def is_container(value: Any) -> bool:
     if not (isinstance(value, (list, dict)) or hasattr(cls, "__dataclass_fields__")):
         return False
     return not isinstance(value, (torch.Tensor, torch.nn.Module))
-
-
-_OF_PYTHON = 1 << 9  # the flag of classes that Python code has made
-_USUAL = [getattr(cls, name) for cls in (object, SimpleNamespace)
-          for name in ("__setattr__", "__getattribute__")]  # fmt: skip
-
-
-def opened(value: Any) -> Any:
-    """What a walk through results looks into, of containers themselves; None if into nothing.
-
-    Of an object of Python's, such as a cache, that is its attributes, if they are where they mostly
-    are; of a module it is none.
-    """
-    if is_container(value):
-        return value
-    cls = type(value)
-    if not (cls.__flags__ & _OF_PYTHON or cls is SimpleNamespace):
-        return None
-    if cls.__setattr__ not in _USUAL or cls.__getattribute__ not in _USUAL:
-        return None
-    attributes = getattr(value, "__dict__", None)
-    return attributes if type(attributes) is dict else None
 
 
 _names: dict[int, tuple[str, ...]] = {}  # of the fields of a dataclass, by its id

@@ -8,6 +8,7 @@ ops get nodes of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from ..chain.meta import Meta
 from ..chain.rowwise import GradientRows, gradient_rows, rows_added_up
@@ -29,15 +30,17 @@ def owners_of(
 
     every: where the engine would add in another order, all of them are.
     """
-    for joined, inside in ((True, striped), (True, {}), (False, {})):
-        owners = Owners(nodes, uses, meta_of, live, joined=joined, striped=inside)
+    for joined, spreads, inside in (
+        (True, True, striped), (True, True, {}), (True, False, {}), (False, False, {}),
+    ):  # fmt: skip
+        owners = Owners(nodes, uses, meta_of, live, joined=joined, spreads=spreads, striped=inside)
         late = owners.late()
         if not late:
             return owners
     roots = {*live}
     while late:  # with all as roots none is
         roots |= {*owners} if every else late
-        owners = Owners(nodes, uses, meta_of, sorted(roots), joined=False, striped={})
+        owners = Owners(nodes, uses, meta_of, sorted(roots))
         late = owners.late()
     return owners
 
@@ -57,10 +60,11 @@ class Owners(dict[int, int]):
 
     def __init__(
         self, nodes: list[Node], uses: list[list[Use]], meta_of: Callable[[Ref], Meta],
-        live: list[int], *, joined: bool, striped: Mapping[int, tuple[Striping, int]],
+        live: list[int], *, joined: bool = False, spreads: bool = False,
+        striped: Mapping[int, tuple[Striping, int]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """joined: whether reductions may be steps of segments with others. striped: of the slices
-        that may be.
+        """joined: whether reductions may be steps of segments with others; spreads: numbers that
+        are spread along rows, then. striped: of the slices that may be.
         """
         super().__init__((index, index) for index in live)
         # who has one of these can write to it
@@ -72,7 +76,7 @@ class Owners(dict[int, int]):
         self.rows: dict[int, GradientRows] = {}  # of segments whose backward adds over rows
         # row kernels read no index maps
         joined = joined and not any(isinstance(x.op, JoinOp) or _is_split(x) for x in nodes)
-        self.joined = joined
+        self.spreads = spreads and joined
         self.spread: dict[tuple[Ref, int], Ints] = {}  # by value and step: along which dimensions
         self.added = {
             node.index: gradient_rows(node.op, meta_of(node.args[0])) if joined else None
@@ -119,16 +123,18 @@ class Owners(dict[int, int]):
     def _is_added_up(self, ref: Ref, index: int) -> bool:
         """Whether step `index` has spread a value along its rows, and its kernel adds the gradient
         up to that of `ref`, which is a number of each."""
-        if not self.joined or not self.added or self.nodes[index].op.__class__ is not Op:
+        if not self.spreads or not self.added or self.nodes[index].op.__class__ is not Op:
             return False
         rows = rows_added_up(self.meta_of(index), self.meta_of(ref))
         handed = any(use.ref == ref and is_handed_on(use.rule) for use in self.uses[index])
         # a gradient that comes from elsewhere may lie in any way
         if rows is None or (handed and self[index] == index):
             return False
-        if self._has_room(self[index], rows):
-            self.spread[ref, index] = rows.axes
-        return (ref, index) in self.spread
+        if not self._has_room(self[index], rows):  # of several operands that it is, each is a sum
+            self.spread.pop((ref, index), None)
+            return False
+        self.spread[ref, index] = rows.axes
+        return True
 
     def _has_room(self, root: int, rows: GradientRows) -> bool:
         """Whether the kernel of a segment goes over these rows too, which it does from now on."""
