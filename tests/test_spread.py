@@ -200,6 +200,25 @@ def test_a_number_that_is_two_operands(emulated, unfused, gates):  # noqa: F811
     assert not unfused
 
 
+GATED = {
+    "layer_norm": lambda x, y, n: F.layer_norm(x + y, x.shape[-1:]) * n,
+    "softmax": lambda x, y, n: torch.softmax(x * y, -1) * n,
+    "of an activation": lambda x, y, n: F.silu(F.layer_norm(x + y, x.shape[-1:])) * n + x,
+}
+
+
+@pytest.mark.parametrize("n", [40, 1024])
+@pytest.mark.parametrize("name", GATED)
+def test_numbers_that_are_inputs_take_no_room_from_reductions(emulated, unfused, name, n):  # noqa: F811
+    """Where both have the same threads the kernel adds up both."""
+    xs = [table(4, n, 0), table(4, n, 1), table(4, 1, 2)]
+    xs = [x.requires_grad_() for x in xs]
+    _, want = gradients(GATED[name], xs, table(4, n, 3), False)
+    out, got = gradients(GATED[name], xs, table(4, n, 3), True)
+    assert_same(got, want, 5e-5)
+    assert len(nodes_of(out)) == len(launched) == 1 and not unfused
+
+
 def images(name, *shape, dtype=torch.float32):
     xs = [table(1, torch.Size(shape).numel(), k).view(shape) for k in (0, 1)]
     xs = [*xs, row(shape[1], 2).view(-1, 1, 1), table(1, xs[0].numel(), 9).view(shape)]

@@ -77,6 +77,7 @@ class Owners(dict[int, int]):
         # row kernels read no index maps
         joined = joined and not any(isinstance(x.op, JoinOp) or _is_split(x) for x in nodes)
         self.spreads = spreads and joined
+        self.handed: list[tuple[Ref, int]] = []  # sinks, and the steps that hand them gradients
         self.spread: dict[tuple[Ref, int], Ints] = {}  # by value and step: along which dimensions
         self.added = {
             node.index: gradient_rows(node.op, meta_of(node.args[0])) if joined else None
@@ -90,6 +91,8 @@ class Owners(dict[int, int]):
                     self._own_reduction(index)
                 for ref in self.edges(index):
                     self._own(ref, index)
+        for ref, index in self.handed:  # if there is room beside all that is added up inside
+            self._is_added_up(ref, index)
 
     def edges(self, index: int) -> list[Ref]:
         """What a step hands gradients to, in order."""
@@ -102,8 +105,8 @@ class Owners(dict[int, int]):
 
     def _own(self, ref: Ref, index: int) -> None:
         """Let step `index`, which has an owner, hand a gradient to `ref`."""
-        spread = self._is_added_up(ref, index)
         if ref < 0 or self.get(ref) == ref:
+            self.handed.append((ref, index))
             return
         if self.nodes[ref].base >= 0:
             self.users.setdefault(ref, []).append(index)
@@ -117,7 +120,7 @@ class Owners(dict[int, int]):
             assert isinstance(op, Reduction)
             same = not op.whole or (ref == first and ref not in others)
             apart = self.added[index] is None
-        if not alone or apart or not (same or spread):
+        if not alone or apart or not (same or self._is_added_up(ref, index)):
             self[ref] = ref
 
     def _is_added_up(self, ref: Ref, index: int) -> bool:
