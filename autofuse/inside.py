@@ -118,8 +118,9 @@ def _look(own: int) -> None:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether a thread whose innermost frame this is waits in C, and not for torch's C, which may
-    have called what waits: an `__index__` of its own, or a function of another one's."""
+    """Whether a thread whose innermost frame this is waits in C, and most likely not for torch's C,
+    which may have called what waits: an `__index__`, or a function that another one has given it.
+    """
     name: Any = frame.f_globals.get("__name__")
     for path in _WAITS.get(name, ()) if isinstance(name, str) else ():
         found: Any = sys.modules.get(name)

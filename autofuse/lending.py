@@ -126,7 +126,7 @@ def restore(lent: list[torch.Tensor]) -> None:
         key, its = id(tensor), tensor.__dict__
         state = its["_af"] if "_af" in its else UNKNOWN
         stays = state is not UNKNOWN and state.__class__ is not Meta
-        if stays and met is not tensor:
+        if stays and loans[key] == 1 and met is not tensor:
             met = tensor
             _compute(tensor)
             continue

@@ -417,7 +417,8 @@ def test_gradients_are_compared_when_a_gpu_is_verified(emulated, name, monkeypat
     """Here with what another order gives."""
     seen = compared_about(monkeypatch, 1e-3, 4)
     outcome = verify.compare(name, torch.float32, [(5, 132, "plain", 0)], "cpu")
-    adds = ("layer", "softmax", "var", "std", "written", "sum", "normalize", "logsumexp(x * y)")
+    adds = ("layer", "softmax", "var", "std", "written", "sum", "sigmoid", "normalize",
+            "logsumexp(x * y)")  # fmt: skip
     in_rows = any(reduction in name for reduction in adds) and not name.endswith("of all")
     kernels = 1 + in_rows + ("by std" in name)  # whose mean is by fewer threads here
     assert len(launched) == kernels, "the others' are no row kernels, and run as ops here"

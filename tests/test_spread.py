@@ -219,6 +219,18 @@ def test_numbers_that_are_inputs_take_no_room_from_reductions(emulated, unfused,
     assert len(nodes_of(out)) == len(launched) == 1 and not unfused
 
 
+def test_rows_of_nothing(emulated, capfd):  # noqa: F811
+    """Beside rows that are added up."""
+    xs = [table(6, 8, 0), torch.ones(6, 0), table(6, 1, 1)]
+    xs = [x.requires_grad_() for x in xs]
+    x, e, n = map(autofuse.wrap, xs)
+    out = [x * torch.sigmoid(x.mean(-1, keepdim=True)), e * n]
+    out = [autofuse.unwrap(one) for one in autofuse.materialize(out)]
+    found = torch.autograd.grad(out, xs, [table(6, 8, 2), torch.ones(6, 0)])
+    assert found[1].shape == (6, 0) and found[2].tolist() == [[0.0]] * 6
+    assert not capfd.readouterr().err
+
+
 def images(name, *shape, dtype=torch.float32):
     xs = [table(1, torch.Size(shape).numel(), k).view(shape) for k in (0, 1)]
     xs = [*xs, row(shape[1], 2).view(-1, 1, 1), table(1, xs[0].numel(), 9).view(shape)]

@@ -92,7 +92,7 @@ class Owners(dict[int, int]):
                 for ref in self.edges(index):
                     self._own(ref, index)
         for ref, index in self.handed:  # if there is room beside all that is added up inside
-            self._is_added_up(ref, index)
+            self._takes_up(ref, index)
 
     def edges(self, index: int) -> list[Ref]:
         """What a step hands gradients to, in order."""
@@ -120,12 +120,12 @@ class Owners(dict[int, int]):
             assert isinstance(op, Reduction)
             same = not op.whole or (ref == first and ref not in others)
             apart = self.added[index] is None
-        if not alone or apart or not (same or self._is_added_up(ref, index)):
+        if not alone or apart or not (same or self._takes_up(ref, index)):
             self[ref] = ref
 
-    def _is_added_up(self, ref: Ref, index: int) -> bool:
-        """Whether step `index` has spread a value along its rows, and its kernel adds the gradient
-        up to that of `ref`, which is a number of each."""
+    def _takes_up(self, ref: Ref, index: int) -> bool:
+        """Whether step `index` has spread a value along its rows, and its kernel is to add the
+        gradient up to that of `ref`, which is a number of each: it does then."""
         if not self.spreads or not self.added or self.nodes[index].op.__class__ is not Op:
             return False
         rows = rows_added_up(self.meta_of(index), self.meta_of(ref))
@@ -133,14 +133,14 @@ class Owners(dict[int, int]):
         # a gradient that comes from elsewhere may lie in any way
         if rows is None or (handed and self[index] == index):
             return False
-        if not self._has_room(self[index], rows):  # of several operands that it is, each is a sum
+        if not self._takes_room(self[index], rows):  # of several operands that it is, each is a sum
             self.spread.pop((ref, index), None)
             return False
         self.spread[ref, index] = rows.axes
         return True
 
-    def _has_room(self, root: int, rows: GradientRows) -> bool:
-        """Whether the kernel of a segment goes over these rows too, which it does from now on."""
+    def _takes_room(self, root: int, rows: GradientRows) -> bool:
+        """Whether the kernel of a segment has room for these rows, over which it goes then."""
         both = rows.with_more(self.rows.get(root))
         if both is not None:
             self.rows[root] = both
@@ -156,7 +156,7 @@ class Owners(dict[int, int]):
         assert isinstance(op, Reduction)
         # a row kernel makes no view of what it computes, such as numbers of rows as a column
         viewed = rows is not None and rows.sums > 0 and not (op.whole or op.keepdim)
-        if rows is None or viewed or not self._has_room(root, rows):
+        if rows is None or viewed or not self._takes_room(root, rows):
             self[index] = index
             self._own_reduction(index)
 

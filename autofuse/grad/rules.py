@@ -107,7 +107,7 @@ def sweep(
                               value(named[n]), algebra)  # fmt: skip
             if (ref, index) in segment.spread:  # as the engine fits it
                 over = Over(segment.spread[ref, index], keepdim=True)
-                d = algebra.added_up(d, number_a_row("sum", over))
+                d = algebra.apply(number_a_row("sum", over), (d,))
             d = algebra.fitted(d, meta)
             if ref not in gathers:
                 before = given[places[ref]]

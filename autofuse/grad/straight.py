@@ -112,10 +112,6 @@ class Straight(Numbers):
             f"else {value}"
         )
 
-    def added_up(self, value: str, op: Reduction) -> str:
-        """The gradient of a number of each row, of that of what it was spread over; op: the sum."""
-        return self.apply(op, (value,))
-
     def view(self, op: ViewOp, value: str, base: Meta) -> str:
         """A view of the value `base` of the chain."""
         return self.apply(op, (value,))

@@ -168,10 +168,6 @@ class Tape(Numbers):
         made = isinstance(value, Seen) and value.view.is_contiguous()
         return self.in_full(value) if made else value
 
-    def added_up(self, value: Any, op: Reduction) -> Any:
-        """The gradient of a number of each row, of that of what it was spread over; op: the sum."""
-        return self.apply(op, (value,))
-
     def cast(self, value: Any, like: Any) -> Any:
         """`value` in the dtype of `like`."""
         dtype = self.dtype(like)
