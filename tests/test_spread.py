@@ -231,6 +231,22 @@ def test_rows_of_nothing(emulated, capfd):  # noqa: F811
     assert not capfd.readouterr().err
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rows_of_other_dtypes(emulated, unfused, dtype):  # noqa: F811
+    """Beside rows that are added up: those that no kernel reduces the engine adds up."""
+    xs = [table(6, 8, 0), table(6, 8, 1, dtype), table(6, 1, 1, dtype)]
+    xs = [x.requires_grad_() for x in xs]
+    found = []
+    for wrap in (False, True):
+        x, e, n = map(autofuse.wrap, xs) if wrap else xs
+        out = [x * torch.sigmoid(x.mean(-1, keepdim=True)), torch.exp(e) * n * 2.0]
+        out = [autofuse.unwrap(one) for one in autofuse.materialize(out)]
+        g = [table(6, 8, 2), table(6, 8, 3, dtype)]
+        found.append(torch.autograd.grad(out, xs, g))
+    assert_same(found[1], found[0], 1e-5)
+    assert not unfused
+
+
 def images(name, *shape, dtype=torch.float32):
     xs = [table(1, torch.Size(shape).numel(), k).view(shape) for k in (0, 1)]
     xs = [*xs, row(shape[1], 2).view(-1, 1, 1), table(1, xs[0].numel(), 9).view(shape)]

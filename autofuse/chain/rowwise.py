@@ -280,7 +280,7 @@ def rows_added_up(x: Meta, number: Meta) -> GradientRows | None:
 
     None if that is no number of each row, or no block alone adds them up as torch does.
     """
-    if not x.flat or x.ndim != number.ndim or 0 in x.shape:
+    if not x.flat or x.ndim != number.ndim or 0 in x.shape or x.dtype not in DTYPES:
         return None
     sizes = [*zip(x.shape, number.shape, strict=True)]
     axes = tuple([k - x.ndim for k, (n, own) in enumerate(sizes) if n != own])
