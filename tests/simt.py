@@ -124,6 +124,8 @@ def half_float(bits):
 LIBDEVICE = {
     "__nv_fadd_rn": lambda a, b: F32(a + b), "__nv_fsub_rn": lambda a, b: F32(a - b),
     "__nv_fmul_rn": lambda a, b: F32(a * b), "__nv_fmaf": fma,
+    "__nv_dadd_rn": lambda a, b: F64(a + b), "__nv_dsub_rn": lambda a, b: F64(a - b),
+    "__nv_dmul_rn": lambda a, b: F64(a * b),
     "__nv_fsqrt_rn": lambda a: F32(np.sqrt(a)), "__nv_rsqrtf": lambda a: F32(1 / np.sqrt(F64(a))),
     "__nv_fabsf": abs, "__nv_expf": exp, "__nv_logf": log, "__nv_fmaxf": fmax,
     "__nv_fminf": lambda a, b: -fmax(-a, -b), "__nv_tanhf": lambda a: F32(np.tanh(F64(a))),

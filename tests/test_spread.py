@@ -239,7 +239,7 @@ def test_rows_of_other_dtypes(emulated, unfused, dtype):  # noqa: F811
     found = []
     for wrap in (False, True):
         x, e, n = map(autofuse.wrap, xs) if wrap else xs
-        out = [x * torch.sigmoid(x.mean(-1, keepdim=True)), torch.exp(e) * n * 2.0]
+        out = [x * torch.sigmoid(x.mean(-1, keepdim=True)), e * n]
         out = [autofuse.unwrap(one) for one in autofuse.materialize(out)]
         g = [table(6, 8, 2), table(6, 8, 3, dtype)]
         found.append(torch.autograd.grad(out, xs, g))
