@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from test_norms import hung  # noqa: F401
 from test_reductions import emulated, launched, recording, row, table  # noqa: F811,F401
 from test_row_gradients import DTYPES, nodes_of, run_twice, verified_gpu  # noqa: F401
 
@@ -229,6 +230,28 @@ def test_rows_of_nothing(emulated, capfd):  # noqa: F811
     found = torch.autograd.grad(out, xs, [table(6, 8, 2), torch.ones(6, 0)])
     assert found[1].shape == (6, 0) and found[2].tolist() == [[0.0]] * 6
     assert not capfd.readouterr().err
+
+
+# whose gradients are numbers of rows, and nothing else that has their shape
+ALONE = {
+    "sum": lambda x, y: (x - x.amax(-1, keepdim=True)).sum(-1, keepdim=True) * 0.1,
+    "mean": lambda x, y: (y - x).mean(-1, keepdim=True).sigmoid(),
+    "twice": lambda x, y: -((-x - y.amax(-1, keepdim=True)).mean(-1, keepdim=True)) * 3.0,
+    "of columns": lambda x, y: (x - y.amax(0, keepdim=True)).sum(0, keepdim=True).exp(),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_gradients_that_are_numbers_of_rows_alone(hung, name, on):  # noqa: F811
+    """By kernels that go over no rows, and as torch's ops make them: in memory of their own."""
+    found = []
+    for wrap in (False, True, True):
+        xs = [table(5, 12, k).requires_grad_() for k in (0, 1)]
+        out = ALONE[name](*(map(autofuse.wrap, xs) if wrap else xs))
+        out = autofuse.unwrap(autofuse.materialize(out))
+        g = torch.arange(1.0, out.numel() + 1).view(out.shape)
+        found.append(torch.autograd.grad(out, xs, g, allow_unused=True))
+    assert_same(found[1:], [found[0]] * 2, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -77,13 +77,15 @@ class Seen:
 
     view: of a stand-in without memory for the value. spread: whether that is a number of each row
     which a step computes, and it is spread along the row: what rules make of such numbers alone is
-    computed once a row, and spread in turn.
+    computed once a row, and spread in turn. made: whether torch's ops would have made rows of it,
+    which lie in memory of their own.
     """
 
     ref: Ref
     call: Callable[..., torch.Tensor]
     view: torch.Tensor
     spread: bool = False
+    made: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,8 +149,8 @@ class Tape(Numbers):
         found = self.apply(op, numbers)
         if shape == spread.shape:  # beside what has all elements of the rows
             return found
-        made = self.part(lambda x: x.expand(spread.shape).contiguous(), found)
-        return replace(made, spread=True)
+        seen = self.part(lambda x: x.expand(spread.shape), found)
+        return replace(seen, spread=True, made=True)
 
     def in_full(self, value: Any) -> Any:
         """A value, of a spread one with all the elements of its rows."""
@@ -165,8 +167,7 @@ class Tape(Numbers):
         """What a kernel gives for a value."""
         if isinstance(value, Strips):
             return self.step(value)
-        made = isinstance(value, Seen) and value.view.is_contiguous()
-        return self.in_full(value) if made else value
+        return self.in_full(value) if isinstance(value, Seen) and value.made else value
 
     def cast(self, value: Any, like: Any) -> Any:
         """`value` in the dtype of `like`."""
