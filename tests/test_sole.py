@@ -460,6 +460,7 @@ def _is_left_wrapped(x):
     return type(x) is not torch.Tensor or "_af" in vars(x)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
 def test_arguments_are_plain_after_an_interrupt_of_the_last_flush(on):
     """Whatever a signal handler raises there, at any time."""
 
