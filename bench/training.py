@@ -6,9 +6,9 @@
 Forward + backward of an LSTM cell, a GRU cell and one with a layer norm, written as plain ops
 (64x256), an MLP with layer norm and GELU, norms and a softmax between ops (8192x1024), residual
 blocks, blocks of gated halves, a rotary embedding, blocks of newer networks with norms and gates
-as people write them; chains of 1 to 10 ops; peak memory of a 10-op
-chain. Fused calls have found the better way before they are timed. Times are medians over
-interleaved rounds with the 20th and 80th percentile; ratios are to eager.
+as people write them; chains of 1 to 10 ops; peak memory of a 10-op chain. Fused calls have found
+the better way before they are timed. Times are medians over interleaved rounds with the 20th and
+80th percentile; ratios are to eager.
 
 --threads: forward + backward also with `backward_thread` the other way: eager in the calling
 thread, autofuse in the engine's.

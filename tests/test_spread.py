@@ -70,6 +70,8 @@ ONE_NODE = {
     "logsumexp": lambda x, y, w, b: (x - torch.logsumexp(x * y, -1, True)) * y,
     "exact": exact,
 }
+if "clamp_min" not in NO_RULE:
+    ONE_NODE["normalize"] = lambda x, y, w, b: F.normalize(x * y, dim=-1) * 2.0
 
 
 def _norm(x, dims):
@@ -93,8 +95,6 @@ ACROSS = {
     ),
     "exact": lambda x, y, w: (lambda h, s: (h - s) * s)(x * y, (x * w).sum((1, 2), keepdim=True)),
 }  # fmt: skip
-if "clamp_min" not in NO_RULE:
-    ONE_NODE["normalize"] = lambda x, y, w, b: F.normalize(x * y, dim=-1) * 2.0
 MORE = {
     "softmax of scaled": softmax_of_scaled,
     # the gradient that comes in is the number's, as it lies
@@ -119,12 +119,12 @@ def leaves(name, *shape, dtype=torch.float32):
     return [x.to(dtype).requires_grad_() for x in xs]
 
 
-def gradients(program, xs, g, wrap, **options):
+def gradients(program, xs, g, wrap):
     for _ in range(3):  # the last one by machine code
         out = program(*(map(autofuse.wrap, xs) if wrap else xs))
         out = autofuse.unwrap(autofuse.materialize(out)) if wrap else out
         launched.clear()
-        found = torch.autograd.grad(out, xs, g, allow_unused=True, **options)
+        found = torch.autograd.grad(out, xs, g, allow_unused=True)
     return out, found
 
 

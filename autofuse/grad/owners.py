@@ -30,9 +30,8 @@ def owners_of(
 
     every: where the engine would add in another order, all of them are.
     """
-    for joined, spreads, inside in (
-        (True, True, striped), (True, True, {}), (True, False, {}), (False, False, {}),
-    ):  # fmt: skip
+    # where there are reductions there are no strips
+    for joined, spreads, inside in ((True, True, striped), (True, False, {}), (False, False, {})):
         owners = Owners(nodes, uses, meta_of, live, joined=joined, spreads=spreads, striped=inside)
         late = owners.late()
         if not late:
