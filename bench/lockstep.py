@@ -6,8 +6,7 @@ OTHER: the folder of a checkout, such as `git worktree add OTHER COMMIT` makes. 
 process of its own and they take turns on one core, call by call, so that what else the machine
 does meets both: two runs of bench/overhead.py one after another differ by 10 % and more on a shared
 host, these ratios by 1 to 2 %. us per iteration, which end with the last launch and not with the
-kernels; a ratio is the median over pairs of turns, 1.02 where this checkout takes 2 % longer. With
-AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
+kernels; a ratio is the median over pairs of turns, 1.02 where this checkout takes 2 % longer.
 """
 
 from __future__ import annotations
@@ -77,10 +76,6 @@ def rows(device: str) -> dict[str, Callable[[], object]]:
     import autofuse
 
     autofuse.config.compile = "now"
-    if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        from autofuse.hot import trial
-
-        trial.install()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     x, y, h = (torch.randn(64, 256, device=device) for _ in range(3))

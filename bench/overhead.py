@@ -7,14 +7,12 @@ step (one matmul and five pointwise ops), training steps of chains of up to 10 o
 with backward in either thread, what fused calls take beside their ops, and the bandwidth of a 5-op
 chain, of rows that are no whole vectors and of norms of images. Variants are interleaved; figures
 are medians with the 20th and 80th percentile in brackets.
-With AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -495,10 +493,6 @@ def main() -> None:
     parser.add_argument("--large", type=int, default=1 << 26)
     args = parser.parse_args()
     autofuse.config.compile = "now"  # what is measured is not the way there
-    if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        from autofuse.hot import trial
-
-        trial.install()
     print(machine(args.device))
     chains(args.device, args.rounds, args.iterations)
     rnn_step(args.device, args.rounds, args.iterations)

@@ -21,12 +21,6 @@ from autofuse.ops import moves  # noqa: E402
 from autofuse.record.modes import forget_all  # noqa: E402
 from autofuse.supply import kernels  # noqa: E402
 from autofuse.supply.disk import DiskCache  # noqa: E402
-
-if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-    from autofuse.hot import trial
-
-    trial.install()
-
 from support import NATIVE, TIERS  # noqa: E402
 
 LOCKS = {

@@ -11,7 +11,7 @@ counts; exits with 1 after a wrong value, a lost write, an error that nobody her
 chain that can no longer be flushed.
 
 --engine: every backward runs in one thread, and who asks for it waits in C, as torch has it on
-CUDA. With AUTOFUSE_TEST_LAUNCH=1 kernels of the CPU are launched as on CUDA.
+CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import argparse
 import copy
 import faulthandler
 import gc
-import os
 import pickle
 import queue
 import random
@@ -39,7 +38,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autofuse
-from autofuse.hot import native, trial
+from autofuse.hot import native
 from autofuse.record import origins, policy
 
 N = 64
@@ -432,8 +431,6 @@ def main() -> int:
     torch.set_num_threads(1)
     pickle.loads(pickle.dumps(torch.ones(1)))  # or threads meet what torch imports half done
     autofuse.config.compile, autofuse.config.max_kernels_per_line = "now", 1 << 30
-    if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        trial.install()
     world = World(args.device, args.seed, Engine() if args.engine else None)
     for program in PROGRAMS:  # their kernels are there
         for _ in range(3):

@@ -24,7 +24,7 @@ from autofuse.ops import autocast
 from autofuse.program.program import Output, Program
 from autofuse.record import origins
 from autofuse.record.modes import forget_all
-from autofuse.run import cuda
+from autofuse.run import cpu
 from autofuse.torch_private import AUTOCASTS, ExcludedKey, NoTorchFunction
 
 HAS_CUDA = torch.cuda.is_available()
@@ -53,16 +53,47 @@ def failable_launches(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], set[i
     """What has been launched since the list was cleared, and the numbers of those that fail."""
     calls: list[int] = []
     failing: set[int] = set()
-    real = cuda.launcher()
 
-    def launch(*args: int) -> int:
-        calls.append(args[0])
-        return 1 if len(calls) in failing else real(*args)
+    def first(entry: int) -> int:
+        calls.append(entry)
+        return len(calls) in failing
 
-    failable = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(launch)
-    monkeypatch.setattr(cuda, "launcher", lambda: failable)
-    forget_all("test")
+    before_launches(monkeypatch, first)
     return calls, failing
+
+
+def around_runs(monkeypatch: pytest.MonkeyPatch, around: Callable[[Any, Any], None]) -> None:
+    """Let `around`, of its run and a chain, stand for each run of kernels on the CPU, by Python."""
+    bind = cpu.CpuRunner.bind
+
+    def bound(self: Any) -> Any:
+        bind(self)
+        run = self.run
+        self.run, self.words = (lambda chain: around(run, chain)), None
+        return self
+
+    monkeypatch.setattr(cpu.CpuRunner, "bind", bound)
+    forget_all("test")
+
+
+def before_launches(monkeypatch: pytest.MonkeyPatch, first: Callable[[int], int]) -> None:
+    """Let `first` run before each launch on the CPU, of an entry; where it gives 1, that fails."""
+    words = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 11)
+    kernels: list[Any] = []
+
+    @words
+    def launch(*args: int) -> int:
+        return first(args[0]) or words(kernels[0].launch)(*args)
+
+    standing: Any = cpu.LAUNCH(ctypes.cast(launch, ctypes.c_void_p).value)
+    standing.calls = launch
+
+    def launcher(kernel: Any) -> Any:
+        kernels.append(kernel)
+        return standing
+
+    monkeypatch.setattr(cpu, "launcher", launcher)
+    forget_all("test")
 
 
 def skip_unless_wide(device: str) -> None:
@@ -370,8 +401,7 @@ def functions_called(program):
 
     def profile(frame, event, argument):
         file = frame.f_code.co_filename
-        driver = file.endswith("trial.py")
-        if event == "call" and file.startswith(OURS) and not driver:
+        if event == "call" and file.startswith(OURS):
             names.append(frame.f_code.co_name)
 
     sys.setprofile(profile)

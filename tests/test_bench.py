@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import random
 import re
 import subprocess
@@ -686,19 +685,6 @@ def test_two_checkouts_in_lockstep():
     (_, *said) = done.stdout.splitlines()
     assert [line[:20].rstrip() for line in said] == ["5 ops, operators", "RNN step"]
     assert all(0.01 < float(line.rpartition("ratio ")[2]) < 100 for line in said), said
-
-
-def test_lockstep_launches_over_kernels_of_the_cpu():
-    program = """if True:
-        import lockstep
-        from autofuse.hot import trial
-        from autofuse.run import devices
-
-        lockstep.rows("cpu")
-        assert devices.RUNNERS["cpu"] is trial.LaunchingRunner
-    """
-    environment = {**os.environ, "AUTOFUSE_TEST_LAUNCH": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/bench"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 FEW = {

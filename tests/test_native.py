@@ -33,6 +33,7 @@ from autofuse.hot.c import GIVEN
 from autofuse.ops.row import OPS
 from autofuse.record import flush as flushing
 from autofuse.record import in_place, joins, modes, numbers, record, writes
+from autofuse.run import cpu
 from autofuse.torch_private import keys_of
 from support import DEVICES, assert_same, failable_launches, functions_called
 
@@ -177,14 +178,6 @@ ENTERED = {
         lambda o: from_c(protocol.ask_overrides)(torch.nn.functional.silu, (o.x,), o.x),
     ),
 }  # fmt: skip
-LAUNCHED = {
-    "record_write",
-    "copying",
-    "flush",
-    "flush_pending",
-    "materialize",
-    "answer",
-}  # on the CPU Python launches
 
 
 def python_functions(program, on, monkeypatch):
@@ -291,8 +284,6 @@ def test_every_machine_function_has_its_line_here():
 
 @pytest.mark.parametrize("name", ENTERED)
 def test_each_machine_function_runs_instead_of_the_one_it_stands_for(name, monkeypatch):
-    if name in LAUNCHED and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        pytest.skip("CPU kernels are launched by Python")
     stands_for, program = ENTERED[name]
     assert stands_for in python_functions(program, False, monkeypatch)
     assert stands_for not in python_functions(program, True, monkeypatch)
@@ -523,8 +514,6 @@ def test_operands_of_many_sizes_need_no_python(device):
 
 def test_writes_need_little_python(device):
     """Of a write to a plain tensor `boundaries` is told; the chain that wrote is used again."""
-    if device == "cpu" and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        pytest.skip("CPU kernels are launched by Python")
     ones = torch.ones(8, device=device)
     w, p, memory = autofuse.wrap(ones), torch.nn.Parameter(ones.clone()), ones.clone()
 
@@ -538,8 +527,7 @@ def test_writes_need_little_python(device):
             for _ in range(4):
                 program(target)()
                 assert state.this_thread.current.spare is not None
-            entry = {"entry"}  # of a CPU kernel
-            assert {*functions_called(program(target))} - entry <= told
+            assert {*functions_called(program(target))} <= told
 
 
 _OPTIONS = {
@@ -559,8 +547,6 @@ _OPTIONS = {
 @pytest.mark.parametrize("concrete", [False, True])
 def test_writes_with_options_need_no_python(name, concrete, device):
     """What a chooser has said of such a call is kept: of what is pending, and of memory."""
-    if device == "cpu" and concrete and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        pytest.skip("CPU kernels are launched by Python")
     write, x, z = _OPTIONS[name], torch.randn(4, 8, device=device), torch.randn(8, device=device)
     w = autofuse.wrap(x)
     modes.forget_all("test")
@@ -691,8 +677,6 @@ def test_metas_that_are_forgotten_are_found_again(monkeypatch):
 
 def test_a_write_of_several_kernels_needs_no_python(device):
     """The one that writes is the last, until which all can be repeated."""
-    if device == "cpu" and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        pytest.skip("CPU kernels are launched by Python")
     x, row = torch.randn(6, 8, device=device), torch.randn(8, device=device)
     memory, want = x.clone(), x.clone()
     target = autofuse.wrap(memory)  # written at once, for another sees it
@@ -715,7 +699,6 @@ def test_a_write_of_several_kernels_needs_no_python(device):
             assert k < 4 or {*names} <= {"program"}, names
 
 
-@pytest.mark.skipif(not os.environ.get("AUTOFUSE_TEST_LAUNCH"), reason="CUDA has no such failures")
 def test_a_write_whose_last_launch_fails_is_repeated(monkeypatch):
     """As each of its launches that fails is, before anything is written."""
     calls, failing = failable_launches(monkeypatch)
@@ -737,17 +720,21 @@ def test_a_write_whose_last_launch_fails_is_repeated(monkeypatch):
     modes.forget_all("test")
 
 
+def all_operands(piece):
+    return (True,) * (len(piece.loads) + len(piece.stores))
+
+
 @pytest.mark.parametrize("graded", [False, True])
-def test_operands_that_begin_anywhere_are_launched_without_python(graded, device):
+def test_operands_that_begin_anywhere_are_launched_without_python(graded, device, monkeypatch):
     """What moves 16 bytes at a time has another kernel for them, once Python has got it."""
-    if device == "cpu" and not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        pytest.skip("CPU kernels are launched by Python")
+    if device == "cpu":  # no kernel there moves 16 bytes at a time
+        monkeypatch.setattr(cpu.CpuRunner, "vectors_of", staticmethod(all_operands))
     memory = torch.randn(2, 80, device=device)
     x, y = memory[:, :64].contiguous().view(128).requires_grad_(graded), torch.randn(128).to(device)
 
     def program(begin):
         z = memory.view(160)[begin : begin + 128]
-        return lambda: autofuse.materialize((autofuse.wrap(x) * 0.5 + z) / 3.0 - y)
+        return lambda: from_c(autofuse.materialize)((autofuse.wrap(x) * 0.5 + z) / 3.0 - y)
 
     with torch.set_grad_enabled(graded):
         for k, begin in enumerate((0, 1, 2, 3, 4, 5, 8, 31)):

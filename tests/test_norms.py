@@ -32,6 +32,7 @@ from autofuse.kernel.rows import RowPlan
 from autofuse.ops import norms, reductions
 from autofuse.run import cpu, devices
 from autofuse.run.eager import replayed
+from autofuse.run.runner import Runner
 from autofuse.run.settle import bump, publish, settle
 from autofuse.supply.kernels import Order
 from autofuse.supply.load import processors_of
@@ -48,8 +49,19 @@ class _Given:
 
 
 class _HungRunner(cpu.CpuRunner):
+    def __init__(self, tip, outputs, pieces=(), *args):
+        self.hangs = any(isinstance(piece.plan, RowPlan) for piece in pieces)
+        start = Runner.__init__ if self.hangs else cpu.CpuRunner.__init__
+        start(self, tip, outputs, pieces, *args)
+
+    def bind(self):
+        if not self.hangs:
+            return super().bind()
+        self.run = self.replay
+        return self
+
     def answering(self, given, numbers, places):
-        if not any(isinstance(piece.plan, RowPlan) for piece in self.pieces):
+        if not self.hangs:
             return super().answering(given, numbers, places)
 
         def answer(incoming, saved, consts):
@@ -57,9 +69,7 @@ class _HungRunner(cpu.CpuRunner):
 
         return answer
 
-    def run(self, chain):
-        if not any(isinstance(piece.plan, RowPlan) for piece in self.pieces):
-            return super().run(chain)
+    def replay(self, chain):
         ran.append(self)
         values = replayed(chain, self.steps, self.live, None, None, grad=False)
         with NoModes():
@@ -71,7 +81,6 @@ class _HungRunner(cpu.CpuRunner):
                 self.attach(chain.inputs, chain.consts, chain.late, *made)
         publish(chain, values)
         settle(chain, self.visible)
-        return None
 
 
 @pytest.fixture

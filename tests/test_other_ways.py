@@ -17,20 +17,9 @@ HERE = Path(__file__).parent
             "AUTOFUSE_NATIVE=0 AUTOFUSE_TEST_PLACES=3",
             "test_tiny test_liveness test_inplace test_interrupts test_keys",
         ),
-        (
-            "AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_TEST_PLACES=6",
-            "test_liveness test_inplace test_autograd test_native"
-            " test_threads test_middle test_interrupts",
-        ),
-        (
-            "AUTOFUSE_TEST_LAUNCH=1 AUTOFUSE_NATIVE=0 AUTOFUSE_TEST_PLACES=10",
-            "test_middle test_interrupts test_threads",
-        ),
     ],
 )
 def test_the_other_way(settings, files):
-    if os.environ.get("AUTOFUSE_TEST_LAUNCH"):
-        pytest.skip("this is the other way")
     environment = os.environ | dict(setting.split("=") for setting in settings.split())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
                "-k", "not cuda",

@@ -24,7 +24,7 @@ from autofuse.chain import verified
 from autofuse.chain.meta import UNKNOWN
 from autofuse.cli import diagnose, verify
 from autofuse.dispatch.chosen import forget_choices
-from autofuse.hot import native, trial
+from autofuse.hot import native
 from autofuse.kernel import row_emit
 from autofuse.kernel.division import scheme_of
 from autofuse.kernel.rows import RowPlan, source_of
@@ -32,7 +32,7 @@ from autofuse.kernel.source import THREADS_PER_BLOCK, Parameters
 from autofuse.ops import reductions
 from autofuse.record import policy
 from autofuse.record.modes import forget_all
-from autofuse.run import cuda, devices
+from autofuse.run import cpu, cuda, devices
 from autofuse.supply.disk import DiskCache
 from autofuse.supply.kernels import Order
 from support import assert_same, functions_called, needs_cuda
@@ -99,6 +99,22 @@ def _launch(entry, blocks, _y, _z, threads, _ty, _tz, _shared, _stream, params, 
 _launcher = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(_launch)
 
 
+class _EmulatedRunner(cuda.CudaRunner):
+    empty_strided = cpu.CpuRunner.empty_strided
+
+    def launcher(self):
+        return _launcher
+
+
+class _Runner(cpu.CpuRunner):
+    """Kernels of the emulation run there, others, where somebody lets these be used, on the CPU."""
+
+    def __new__(cls, tip, outputs, pieces=(), kernels=(), *args):
+        if any(isinstance(kernel, _Kernel) for kernel in kernels):
+            return _EmulatedRunner(tip, outputs, pieces, kernels, *args)
+        return super().__new__(cls)
+
+
 @pytest.fixture
 def emulated(monkeypatch, recording, on):
     """Reductions are recorded on the CPU, and their kernels run in an emulation of a GPU."""
@@ -110,9 +126,7 @@ def emulated(monkeypatch, recording, on):
         return [made.setdefault(p, _Kernel(source_of(p, "sm_90"))) for p, _ in order.wanted]
 
     monkeypatch.setattr(Order, "filled", filled)
-    monkeypatch.setattr(cuda, "empty_strided", trial.empty_strided)
-    monkeypatch.setattr(cuda, "launcher", lambda: _launcher)
-    monkeypatch.setitem(devices.RUNNERS, "cpu", cuda.CudaRunner)
+    monkeypatch.setitem(devices.RUNNERS, "cpu", _Runner)
     launched.clear()
     broken.clear()
     yield made

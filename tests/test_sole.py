@@ -652,7 +652,6 @@ def test_an_input_that_somebody_has_changed(on, device):
         assert (y + 1.0).tolist() == [1.0] * 4
 
 
-@pytest.mark.skipif(not os.environ.get("AUTOFUSE_TEST_LAUNCH"), reason="CUDA has no such failures")
 @pytest.mark.parametrize("fails", [1, 2])
 def test_a_launch_that_fails(on, fails, monkeypatch):
     """The first is repeated by eager ops; after it, what has been written cannot be."""

@@ -1,6 +1,5 @@
 """The stress of tests/stress.py, where it is asked for: by machine code and by Python alone, or as
-AUTOFUSE_NATIVE says; on the CPU also with backward in a thread of its own, and then with kernels
-launched as on CUDA."""
+AUTOFUSE_NATIVE says; on the CPU also with backward in a thread of its own."""
 
 import os
 import subprocess
@@ -16,7 +15,7 @@ SECONDS = float(os.environ.get("AUTOFUSE_TEST_STRESS_SECONDS", "0"))  # for each
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
-@pytest.mark.parametrize("way", ["", "engine", "launching"])
+@pytest.mark.parametrize("way", ["", "engine"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_stress(device, way, native):
     if not SECONDS:
@@ -32,7 +31,6 @@ def test_stress(device, way, native):
             **os.environ,
             "AUTOFUSE_NATIVE": native,
             "PYTHONPATH": str(HERE.parent),
-            "AUTOFUSE_TEST_LAUNCH": "1" * (way == "launching"),
         },
         capture_output=True,
         text=True,

@@ -1,7 +1,6 @@
 """Several threads: each records its own chains, and values may travel between them."""
 
 import contextlib
-import ctypes
 import gc
 import os
 import queue
@@ -21,7 +20,6 @@ import autofuse
 from autofuse import inside
 from autofuse.chain import state
 from autofuse.chain.state import this_thread
-from autofuse.hot import trial
 from autofuse.observe import advice, events, findings, listing, page, text
 from autofuse.patches import install as boundaries
 from autofuse.patches import memory
@@ -29,9 +27,9 @@ from autofuse.record import flush as flushing
 from autofuse.record import ways
 from autofuse.record.contest import FUSED, PLAIN, Contest, HostClock
 from autofuse.record.modes import forget_all
-from autofuse.run import cpu, eager
+from autofuse.run import eager, launching
 from autofuse.supply import kernels
-from support import DEVICES, assert_same, elsewhere
+from support import DEVICES, around_runs, assert_same, before_launches, elsewhere
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -573,13 +571,15 @@ def test_a_child_forked_in_a_fused_call_lends_what_that_does(device):
 
 def test_values_that_were_foreseen_for_a_shorter_chain(device, monkeypatch):
     """A flush is interrupted while another thread computes for itself, and the chain goes on."""
-    if device == "cuda" or os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+    if device == "cuda":
         pytest.skip("kernels run another way")
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    ways = []
+    around_runs(monkeypatch, lambda run, chain: ways[-1](run, chain))
     x = torch.rand(8)
     w, got, begun, go_on = autofuse.wrap(x), [], threading.Event(), threading.Event()
     y = w * 2.0
-    run, replayed = cpu.CpuRunner.run, eager.replayed
+    replayed = eager.replayed
 
     def slow(*args):
         values = replayed(*args)
@@ -591,23 +591,23 @@ def test_values_that_were_foreseen_for_a_shorter_chain(device, monkeypatch):
         with inside.being_inside():  # waits for nobody
             got.append(autofuse.unwrap(y).clone())
 
-    def interrupted(self, chain):
+    def interrupted(run, chain):
         thread.start()
         assert begun.wait(10)
         raise KeyboardInterrupt
 
-    def after_it(self, chain):
+    def after_it(run, chain):
         go_on.set()
         thread.join(0.3)
-        run(self, chain)
+        run(chain)
 
     thread = threading.Thread(target=other)
     monkeypatch.setattr(flushing, "replayed", slow)
-    monkeypatch.setattr(cpu.CpuRunner, "run", interrupted)
+    ways.append(interrupted)
     with pytest.raises(KeyboardInterrupt):
         autofuse.materialize(y)
     z = y + 1.0
-    monkeypatch.setattr(cpu.CpuRunner, "run", after_it)
+    ways.append(after_it)
     autofuse.materialize(z)
     thread.join()
     assert torch.equal(autofuse.unwrap(z), x * 2.0 + 1.0)
@@ -616,26 +616,26 @@ def test_values_that_were_foreseen_for_a_shorter_chain(device, monkeypatch):
 
 def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
     """Who asks is late: that flush is over, and another one by the same nodes goes on."""
-    if device == "cuda" or os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+    if device == "cuda":
         pytest.skip("kernels run another way")
     monkeypatch.setattr(autofuse.config, "always_fuse", True)
     x = torch.rand(8)
     w, got = autofuse.wrap(x), []
     foreseen, second, read = threading.Event(), threading.Event(), threading.Event()
-    run_, settle, guard = cpu.CpuRunner.run, cpu.settle, flushing.NoModes
+    swap, guard = launching.swap, flushing.NoModes
     here, code, late = threading.get_ident(), flushing.beside.__code__, []
 
-    def run_first(self, made):
-        if not late:
+    def run_first(run, made):
+        if not late and thread is not None:
             thread.start()
             assert foreseen.wait(10)
-        run_(self, made)
+        run(made)
 
-    def settle_second(*args, **options):
+    def settle_second(*args):
         if late and threading.get_ident() == here:
             second.set()
             assert read.wait(10)
-        return settle(*args, **options)
+        swap(*args)
 
     def no_modes():
         if threading.get_ident() != here and sys._getframe(1).f_code is code:
@@ -650,11 +650,12 @@ def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
             finally:
                 read.set()
 
+    thread = None
+    monkeypatch.setattr(launching, "swap", settle_second)
+    around_runs(monkeypatch, run_first)
     autofuse.materialize(w * 2.0)
     y = w * 2.0
     thread = threading.Thread(target=other)
-    monkeypatch.setattr(cpu.CpuRunner, "run", run_first)
-    monkeypatch.setattr(cpu, "settle", settle_second)
     monkeypatch.setattr(flushing, "NoModes", no_modes)
     autofuse.materialize(y)
     late.append(None)
@@ -667,16 +668,11 @@ def test_a_value_beside_is_of_the_flush_that_makes_it(device, monkeypatch):
 @pytest.fixture
 def in_the_middle_of_launches(device, monkeypatch):
     """Takes what every launch begins with, as the driver allows it."""
-    if device == "cuda" or not os.environ.get("AUTOFUSE_TEST_LAUNCH"):
+    if device == "cuda":
         pytest.skip("for launches over kernels of the CPU")
-    kept = []
-
-    def put(first):
-        kept.append(ctypes.CFUNCTYPE(None)(first))
-        trial.between.value = ctypes.cast(kept[0], ctypes.c_void_p).value
-
-    yield put
-    trial.between.value = None
+    ways = []
+    before_launches(monkeypatch, lambda entry: ways[-1]() if ways else 0)
+    return ways.append
 
 
 def test_a_launch_that_writes_is_over_before_others_see_its_values(in_the_middle_of_launches):
@@ -741,14 +737,21 @@ def test_who_is_faster_than_a_launch_has_the_same_memory(
 
 @pytest.mark.parametrize("times", [1, 2])  # the second where Python does what machine code cannot
 def test_a_launch_that_is_refused_keeps_versions(in_the_middle_of_launches, times, capsys):
-    w = autofuse.wrap(torch.rand(8))
+    w, left = autofuse.wrap(torch.rand(8)), [0]
+
+    def first():
+        refuses = left[0] > 0
+        left[0] -= refuses
+        return refuses
+
+    in_the_middle_of_launches(first)
     for refused in (0, 0, 0, 0, times):
         v = autofuse.wrap(torch.zeros(8))
         with torch.no_grad():
             y = (w * 2.0).mul_(3.0).add_(1.0)
-            trial.refusals.value = refused
+            left[0] = refused
             v.add_(y)
-        trial.refusals.value = 0
+        left[0] = 0
         assert (y._version, v._version) == (2, 1)
         assert torch.equal(autofuse.unwrap(v), autofuse.unwrap(y))
 
@@ -1135,10 +1138,6 @@ import threading
 import torch
 
 import autofuse
-from autofuse.hot import trial
-
-if sys.argv[1] == "cpu":
-    trial.install()  # kernels are launched as on CUDA
 config = autofuse.config
 config.measure, config.always_fuse, config.compile = False, True, "now"
 x = torch.linspace(0.5, 2, 64, device=sys.argv[1]).requires_grad_()

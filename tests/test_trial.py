@@ -56,7 +56,6 @@ WHY = {  # breakage -> what is said of it; "" where the trial itself crashes
 def said(tmp_path_factory):
     """What the trial says of every breakage, from one process for all."""
     environment = {**os.environ, "AUTOFUSE_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
-    environment.pop("AUTOFUSE_TEST_LAUNCH", None)
     command = [sys.executable, "-W", "ignore", str(HERE / "breakages.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -337,7 +336,6 @@ def test_where_it_is_off_nothing_is_looked_at(tmp_path):
         assert native._native is None and not native.absent and not native.active()
     """
     environment = {**os.environ, "AUTOFUSE_NATIVE": "0", "AUTOFUSE_CACHE_DIR": str(tmp_path)}
-    environment.pop("AUTOFUSE_TEST_LAUNCH", None)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True,
         text=True, cwd=HERE.parent,
@@ -417,7 +415,7 @@ def test_loading_again_does_not_crash(how):
             print(autofuse.hot.native.absent)
         """,
     }[how]
-    environment = {k: v for k, v in os.environ.items() if k != "AUTOFUSE_TEST_LAUNCH"}
+    environment = dict(os.environ)
     done = subprocess.run(
         [sys.executable, "-c", AGAIN + textwrap.dedent(text)], env=environment,
         cwd=HERE.parent, capture_output=True, text=True, timeout=300,

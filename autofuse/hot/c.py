@@ -174,6 +174,7 @@ SIMPLE: Any = GIVEN  # classes of what no walk over arguments looks into
 increment_version: Any = GIVEN
 AT_ONCE: Any = GIVEN  # arguments with which a lock does not wait; to make them costs 25 ns
 get_device: Any = GIVEN
+get_num_threads: Any = GIVEN
 entered: Any = GIVEN  # threads of torch's engine in which a context is current
 
 PYTHON: Any = GIVEN  # (function, args, flags, names): what functions do by themselves

@@ -7,10 +7,12 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node
 from ..run.settle import WRITING
 from ..run.words import (
+    ALONE,
     ARGUMENTS,
     BUSY,
     DEVICE,
     FIRST,
+    HOST,
     INPUTS,
     LAUNCH,
     MADE,
@@ -153,7 +155,7 @@ def are_ready(words, at, consts, ready):
 
 
 def launched(chain: Chain, program: Words):
-    """Launch the kernels and give the live shells their values, as `CudaRunner` does in Python.
+    """Launch the kernels and give the live shells their values, as a Runner does in Python.
 
     1 if that is done without a kernel, 2 with one; 0 where Python has to do it or is interrupted.
     """
@@ -288,9 +290,10 @@ def answered(program: Words, words, incoming: tuple, saved: tuple, given) -> obj
     """What `Answer` promises; 0 where Python has to do it."""
     if is_elsewhere(words) != 0:
         return 0
-    ident = PyLong_FromLong(PyThread_get_thread_ident())
-    if PySet_Contains(entered, ident) != 1:  # threads with a current context
-        return 0
+    if words[DEVICE] > HOST:
+        ident = PyLong_FromLong(PyThread_get_thread_ident())
+        if PySet_Contains(entered, ident) != 1:  # threads with a current context
+            return 0
     pointers = words[POINTERS]
     outputs = words[OUTPUTS]
     count = words[INPUTS]
@@ -398,7 +401,9 @@ def given_up(words):
 
 
 def is_elsewhere(words):
-    """Whether another device than the program's is the current one, where there are several."""
+    """Whether it is for another device, of several, than the current one, or for more threads."""
+    if words[DEVICE] == ALONE:
+        return number_of(get_num_threads) != 1
     if words[DEVICE] < 0:
         return 0
     return number_of(get_device) != words[DEVICE]

@@ -37,7 +37,7 @@ from ..errors import warn_once
 from ..kernel.llvm import processor
 from ..ops.row import OPS
 from ..record import flush, in_place, numbers, origins, ranges, record, writes
-from ..run import cuda, words
+from ..run import launching, words
 from ..settings.config import config, watch
 from ..torch_private import DeviceContext, TensorBase, count_write, function_mode_at
 from . import builtins as _builtins
@@ -288,7 +288,8 @@ def _given() -> dict[str, Any]:
         "call_fused": fused.call_fused, "is_outermost": fused.is_outermost,
         "is_compiling": fused.is_compiling,
         "L1_LOSS": protocol.L1_LOSS,
-        "entered": cuda.entered_threads, "get_device": getattr(torch._C, "_cuda_getDevice", int),
+        "entered": launching.entered_threads, "get_num_threads": torch.get_num_threads,
+        "get_device": getattr(torch._C, "_cuda_getDevice", int),
         **of_functions(), **of_tensors(), **of_closures(), "WEAKREFS": of_weakrefs(),
     }  # fmt: skip
 

@@ -1,13 +1,11 @@
 """A trial of machine code: programs that run as Python and as machine code, and are compared.
 
-It runs in a process of its own, which `verdict` starts. CUDA's way of launching is tried over CPU
-kernels: `install` lets chains on the CPU run by CudaRunner, in Python and as machine code, with a
-driver whose cuLaunchKernel, C as the driver's is, runs the CPU kernel.
+It runs in a process of its own, which `verdict` starts, over kernels for the CPU, which are
+launched as those for CUDA are.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import operator
@@ -19,102 +17,19 @@ from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import torch
-from llvmlite import ir
 
 from .. import api
 from ..chain import state
 from ..chain.shell import Tensor
 from ..dispatch import protocol
-from ..kernel.llvm import link, parsed, target_machine, undisturbed
 from ..observe import counters as report
 from ..ops.arithmetic import OPS
 from ..ops.reductions import DEVICES
 from ..record import flush, in_place, modes, record, writes
-from ..run import cuda, devices
 from ..settings.config import config
 from ..supply.worker import send
 from ..torch_private import NoTorchFunction
 from . import native
-
-# --- CUDA's runner over CPU kernels --------------------------------------------------------------
-
-refusals = ctypes.c_int64(0)  # how many of the next launches give an error instead of running
-between = ctypes.c_void_p()  # a C function that every launch calls before its kernel runs
-
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_TYPES = {"u64": _I64, "i64": _I64, "i32": _I32, "f32": ir.FloatType(), "f64": ir.DoubleType()}
-
-
-@undisturbed
-def _linked(module: ir.Module, name: str) -> tuple[int, object]:
-    """The address of a function of `module`, while what comes with it is held."""
-    machine = target_machine(opt=0)
-    (address,), linked = link(machine.emit_object(parsed(str(module), machine)), [name])
-    return address, linked
-
-
-def _at(builder: ir.IRBuilder, address: Any, kind: ir.Type, k: int = 0) -> Any:
-    """What lies at `address`, a word, or k words further."""
-    address = builder.add(address, ir.Constant(_I64, 8 * k))
-    return builder.load(builder.inttoptr(address, kind.as_pointer()))
-
-
-_callers: dict[tuple[str, ...], tuple[int, object]] = {}  # by types of parameters, for ever
-
-
-def _caller(codes: tuple[str, ...]) -> int:
-    """A C function of a CUfunction and the array of pointers to its parameters, which runs it."""
-    if codes not in _callers:
-        module = ir.Module("caller")
-        call = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64, _I64]), "call")
-        builder = ir.IRBuilder(call.append_basic_block())
-        function, parameters = call.args
-        values = [ir.Constant(_I64, 0), _at(builder, function, _I64, 2)]
-        for k, code in enumerate(codes):
-            values.append(_at(builder, _at(builder, parameters, _I64, k), _TYPES[code]))
-        kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-        entry = _at(builder, function, _I64, 1)
-        builder.call(builder.inttoptr(entry, kind.as_pointer()), values)
-        builder.ret_void()
-        _callers.setdefault(codes, _linked(module, "call"))
-    return _callers[codes][0]
-
-
-def _cuda_function(kernel: Any, rows: int) -> Any:
-    """What stands for a CUfunction: who calls it, what is called, and over how many rows."""
-    address = ctypes.cast(kernel.entry, ctypes.c_void_p).value
-    return (ctypes.c_int64 * 3)(_caller(tuple(kernel.parameters.codes)), address, rows)
-
-
-def _launcher() -> tuple[Callable[..., int], object]:
-    """cuLaunchKernel in C, as it is where there is a driver: no Python runs in it."""
-    module = ir.Module("launch")
-    launch = ir.Function(module, ir.FunctionType(_I32, [_I64, *[_I32] * 7, *[_I64] * 3]), "launch")
-    builder = ir.IRBuilder(launch.append_basic_block())
-    function, parameters = launch.args[0], launch.args[9]
-    left = builder.inttoptr(ir.Constant(_I64, ctypes.addressof(refusals)), _I64.as_pointer())
-    many = builder.load(left)
-    with builder.if_then(builder.icmp_signed(">", many, ir.Constant(_I64, 0))):
-        builder.store(builder.sub(many, ir.Constant(_I64, 1)), left)
-        builder.ret(ir.Constant(_I32, 1))
-    first = _at(builder, ir.Constant(_I64, ctypes.addressof(between)), _I64)
-    with builder.if_then(builder.icmp_signed("!=", first, ir.Constant(_I64, 0))):
-        nothing = ir.FunctionType(ir.VoidType(), []).as_pointer()
-        builder.call(builder.inttoptr(first, nothing), [])
-    caller = ir.FunctionType(ir.VoidType(), [_I64, _I64]).as_pointer()
-    call = builder.inttoptr(_at(builder, function, _I64), caller)
-    builder.call(call, [function, parameters])
-    builder.ret(ir.Constant(_I32, 0))
-    address, linked = _linked(module, "launch")
-    return ctypes.CFUNCTYPE(ctypes.c_int, *cuda.LAUNCH_TYPES)(address), linked
-
-
-_driver: list[Any] = []  # cuLaunchKernel, and what keeps it
-
-
-def empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    with NoTorchFunction():
-        return torch.empty_strided(shape, stride, dtype=dtype)
 
 
 class Called(functools.partial):  # type: ignore[type-arg]
@@ -125,34 +40,13 @@ class Called(functools.partial):  # type: ignore[type-arg]
         return self.func.__code__
 
 
-class LaunchingRunner(cuda.CudaRunner):
-    """CudaRunner without a driver; no operand may be unaligned, for which the same kernel is run
-    as another."""
-
-    @staticmethod
-    def part_of(kernel: Any, piece: Any) -> cuda.Part:
-        rank = piece.plan.rank
-        columns = piece.numbers[rank - 2] if rank > 1 else 1
-        function = _cuda_function(kernel, piece.numel // columns)
-        slots = cuda.Slots(piece, kernel.parameters)
-        return ctypes.addressof(function), slots, (function, kernel)
-
-    @staticmethod
-    def vectors_of(piece: Any) -> tuple[bool, ...]:
-        return (True,) * (len(piece.loads) + len(piece.stores))
-
-
-def install() -> None:
-    """From now on chains of new programs run so, by machine code also where Python is too old."""
+def call_from_c() -> None:
+    """Let everybody call the functions that flush and record so: machine code is tried there."""
     called = {"flush": Called(flush.flush), "record": Called(record.record)}
     for module in [*sys.modules.values()]:
         for name, function in called.items():
             if getattr(module, name, None) is function.func:
                 setattr(module, name, function)
-    cuda.empty_strided = empty_strided
-    _driver[:] = _launcher()
-    cuda.launcher = lambda: _driver[0]
-    devices.RUNNERS["cpu"] = LaunchingRunner
 
 
 # --- programs ------------------------------------------------------------------------------------
@@ -466,7 +360,7 @@ def differences() -> str:
     """Why machine code is not to be trusted here; "" if it is."""
     try:
         native.make(native.facts_here())
-        install()
+        call_from_c()
         config.compile, config.always_fuse = "now", True
         DEVICES.add("cpu")  # on which reductions are recorded nowhere else
         with torch.no_grad():

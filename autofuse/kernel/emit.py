@@ -45,15 +45,17 @@ def emit_cuda(
 
 
 def emit_cpu(source: Source, halves: bool) -> ir.Module:
-    """A module with one function (start, stop, *parameters) over rows, or over columns.
+    """A module with a function (start, stop, parameters), and what launches such a one.
 
-    start and stop count columns where there is one axis, rows where there are more.
-    halves: whether the processor converts float16.
+    start and stop count columns where there is one axis, rows where there are more. parameters: the
+    address of slots of 8 bytes. halves: whether the processor converts float16.
     """
     parameters = Parameters.of(source)
     kinds = [CARRIED.get(code, I64) for code in parameters.codes]  # a pointer is a number
     module = ir.Module(source.name)
-    function = ir.Function(module, ir.FunctionType(VOID, [I64, I64, *kinds]), source.name)
+    function = ir.Function(module, ir.FunctionType(VOID, [I64, I64, *kinds]), "loop")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
     start, stop, *params = function.args
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     zero = builder.ashr(start, I64(63))
@@ -77,7 +79,32 @@ def emit_cpu(source: Source, halves: bool) -> ir.Module:
         for instruction in block.instructions:
             if isinstance(instruction, (ir.LoadInstr, ir.StoreInstr)):
                 instruction.set_metadata("llvm.access.group", accesses)
+    _emit_entry(module, source.name, function)
+    _emit_launch(module)
     return module
+
+
+def _emit_entry(module: ir.Module, name: str, loop: ir.Function) -> None:
+    """The function `name` (start, stop, parameters), which calls `loop` with the parameters."""
+    entry = ir.Function(module, ir.FunctionType(VOID, [I64, I64, I64]), name)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    start, stop, slots = entry.args
+    values = []
+    for k, parameter in enumerate(loop.args[2:]):
+        slot = builder.inttoptr(builder.add(slots, I64(8 * k)), parameter.type.as_pointer())
+        values.append(builder.load(slot))
+    builder.call(loop, [start, stop, *values])
+    builder.ret_void()
+
+
+def _emit_launch(module: ir.Module) -> None:
+    """`launch`: what cuLaunchKernel takes, as words; an entry, and how many steps it makes."""
+    launch = ir.Function(module, ir.FunctionType(I32, [I64] * 11), "launch")
+    builder = ir.IRBuilder(launch.append_basic_block())
+    entry, steps, parameters = launch.args[0], launch.args[1], launch.args[9]
+    kind = ir.FunctionType(VOID, [I64, I64, I64]).as_pointer()
+    builder.call(builder.inttoptr(entry, kind), [I64(0), steps, parameters])
+    builder.ret(I32(0))
 
 
 class _Distinct(ir.MDValue):

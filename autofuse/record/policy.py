@@ -30,7 +30,7 @@ from .costs import ops_of, shapes_of, stored_of, traffic
 # What chains cost the host, in us: on one NVIDIA H200 machine (bench/overhead.py), where the device
 # has its own time, and on a CPU, one thread. A flush, which runs one kernel, an eager op (on a CPU
 # 1.3 plain and 1.1 more for a wrapped tensor), and one that is recorded, without grad...
-FLUSH_US = {"cuda": 10.1, "cpu": 9.3}
+FLUSH_US = {"cuda": 10.1, "cpu": 4.0}
 # ...and what it costs more for each further result and for each further shape of these, which takes
 # another kernel: where nothing of ours is in the caches of the host, as between convolutions, 23 us
 # for 2.5 results of 1.75 shapes (Res2Net's blocks, by the line; H100)
@@ -69,7 +69,8 @@ _GRAD_US = {
     # of the host, as in programs, both take more
     "cuda": _GradCosts(op=7.0, gradient=2.0, kernel=7.5, flush=18.0, recorded=1.0, node=17.5,
                        given=10.0),
-    "cpu": _GradCosts(op=3.0, gradient=1.7, kernel=1.3, flush=12.0, recorded=0.9, node=22.0,
+    # on a CPU an eager op with its gradient takes as long as 5 plain ones, a fused chain as 40
+    "cpu": _GradCosts(op=3.0, gradient=1.7, kernel=1.3, flush=17.0, recorded=0.9, node=30.0,
                       given=10.0),
 }  # fmt: skip
 # us for 1000 elements on a CPU, beside the call: of arithmetic, which is bound by memory, and of

@@ -138,12 +138,14 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
         pieces = stored_last(pieces, node.index)
     computed = tuple([_in_memory(output, pieces, nodes) for output in computed])
     if computed[-1:] and computed[-1].kind == WRITE:
+        assert node.meta is not None
         end = pieces[-1] if pieces else None  # what runs last
+        dense = is_dense(node.meta.shape, node.meta.stride)  # or a copy would be as large as all
         # rows are read by more threads than write them
-        if end is None or node.index not in end.stores or isinstance(end.plan, RowPlan):
-            assert node.meta is not None
-            if not is_dense(node.meta.shape, node.meta.stride):  # a copy would be as large as all
-                return EagerRunner(node, outputs)
+        apart = end is None or node.index not in end.stores or isinstance(end.plan, RowPlan)
+        if apart and not dense:
+            return EagerRunner(node, outputs)
+        if end is None or apart or dense and runner_class(device).shares(end):
             *others, last = computed
             computed = (*others, Output(last.step, COPY))
     return WaitingRunner(node, computed, pieces, graph, gain).ready()

@@ -8,10 +8,11 @@ import torch
 
 from .cpu import CpuRunner
 from .cuda import CudaRunner
+from .launching import LaunchingRunner
 
 RUNNERS: dict[str, Any] = {"cuda": CudaRunner, "cpu": CpuRunner}
 
 
-def runner_class(device: torch.device) -> type[CudaRunner] | type[CpuRunner]:
+def runner_class(device: torch.device) -> type[LaunchingRunner]:
     """The kind of Runner that computes on `device`."""
     return RUNNERS[device.type]

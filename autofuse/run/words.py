@@ -1,4 +1,4 @@
-"""Words: a run on CUDA as data, for the machine code of `hot`."""
+"""Words: a run of kernels as data, for the machine code of `hot`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ Answer = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], list[Any]], t
 # Words begin with these, by their places
 (RUNS, INPUTS, ARGUMENTS, POINTERS, OUTPUTS, PLACES, DEVICE, LAUNCH, MADE, BUSY, OWNED,
  PLACED, PLACED_AT, READY, FIRST) = range(15)  # fmt: skip
+# at DEVICE: there is one of its kind; the CPU, for which threads need no context; and that alone,
+# while torch has one thread of it
+ANY, HOST, ALONE = -1, -2, -3
 
 
 class Words:
     """A run as data, for `hot.launch`: words, some of them addresses of objects.
 
     Counters and scratch come first (runs, Inputs, room for arguments, pointers and outputs, how
-    many pointers, the device if there are several, cuLaunchKernel, tensors made so far, whether it
+    many pointers, the device if there are several, what launches, tensors made so far, whether it
     is running, how many of these are values of steps, before scratch, how many Inputs are
     overwritten and where it says by which steps and which, room for launches that are ready: what,
     blocks, threads, parameters), then what is read one after another: Inputs, live shells, outputs,
     pieces.
     """
 
-    __slots__ = ("address", "attach", "bases", "kept", "memory", "numbers", "python", "results",
-                 "stream", "viewer")  # fmt: skip
+    __slots__ = ("address", "attach", "bases", "kept", "memory", "numbers", "private", "python",
+                 "results", "stream", "viewer")  # fmt: skip
 
     def __init__(self, words: list[int], kept: list[object]) -> None:
         self.memory = (ctypes.c_int64 * len(words))(*words)
@@ -48,6 +51,7 @@ class Words:
         self.stream: Callable[[], int] | None = None
         self.results: tuple[int | None, ...] = ()
         self.python: Answer | None = None
+        self.private = False  # whether that may run while another thread is at it
 
     @property
     def runs(self) -> int:
@@ -62,6 +66,8 @@ def answer(program: Words, incoming: Any, saved: Any, consts: list[Any]) -> tupl
     place for the parameters of its launches.
     """
     assert program.python is not None
+    if program.private:
+        return program.python(incoming, saved, consts)
     memory, was = program.memory, 1
     try:
         # no Python runs from here...

@@ -7,7 +7,6 @@ running, and never once a CUDA graph was captured, because a graph may hold it.
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -48,9 +47,11 @@ _retired: list[tuple[Any, torch.device]] = []
 class Kernel:
     """A compiled Source, which is loaded on one device as long as this is held.
 
-    entry: a CUfunction on CUDA, a callable on the CPU.
+    entry: a CUfunction on CUDA, the address of a C function on the CPU. launch: the address of what
+    launches that there (`kernel.emit`).
     """
 
+    launch = 0
     device = torch.device("cpu")  # where an interrupt has come before it was told
 
     def __init__(self, source: Source, entry: Any, handle: Any, device: torch.device) -> None:
@@ -131,18 +132,13 @@ def _unload_retired(driver: Any) -> None:
             driver.cuModuleUnload(module)
 
 
-_CTYPES = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32,
-           "f32": ctypes.c_float, "f64": ctypes.c_double}  # fmt: skip
-
-
 def _load_cpu(binary: bytes, source: Source) -> Kernel:
     from ..kernel.llvm import link
 
     try:
-        (address,), linked = link(binary, [source.name])
+        (entry, launch), linked = link(binary, [source.name, "launch"])
     except BuildError as error:
         raise KernelError(f"cannot load {source.name}: {error}") from None
-    kinds = [_CTYPES[code] for code in Parameters.of(source).codes]
-    bounds = (ctypes.c_int64, ctypes.c_int64)
-    entry = ctypes.CFUNCTYPE(None, *bounds, *kinds)(address)  # gives the GIL up while it runs
-    return Kernel(source, entry, linked, torch.device("cpu"))
+    kernel = Kernel(source, entry, linked, torch.device("cpu"))
+    kernel.launch = launch
+    return kernel
