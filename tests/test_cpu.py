@@ -173,7 +173,7 @@ def used(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 3])
 def test_a_large_tensor_takes_as_many_threads_as_torch(threads, used, count):
     threads(count)
     x = torch.randn(200_001)
@@ -187,11 +187,13 @@ def test_a_large_tensor_takes_as_many_threads_as_torch(threads, used, count):
 
 def test_the_pool_follows_the_number_of_threads(threads, used):
     x = torch.randn(400_000)
-    for count in (2, 4, 1):
+    for count in (2, 4, 1, 3):
         threads(count)
-        used.clear()
-        fused(lambda x: (x - 1) * x, x)
-        assert len(used) == count
+        for _ in range(3):
+            used.clear()
+            fused(lambda x: (x - 1) * x, x)
+            assert len(used) == count or count == 1  # machine code takes no other thread
+            assert {ident for ident, _, _ in used} <= {threading.get_ident()} or count > 1
 
 
 def test_a_small_tensor_stays_in_its_thread(threads, used):
