@@ -726,8 +726,9 @@ class Net(torch.nn.Module):
         return self.third(x)
 
 
-@pytest.mark.parametrize("known", [0, 100, 300])
-@pytest.mark.parametrize("layers", [(1, 1, 1), (3, 4, 6), (4, 4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "known, layers", [(0, (3, 4, 6)), (100, (4, 4, 1)), (300, (1, 1, 1)), (300, (3, 4, 6))], ids=str
+)
 def test_trials_wait_for_sizes_that_come_often(known, layers, again, on):
     """Where many sizes are known a chain of new ones is not recorded at once; what reads results
     is no chain meanwhile, which says nothing of what will read them."""
