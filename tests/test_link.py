@@ -134,6 +134,9 @@ def calls_nothing(source):
             %1 = call double @no_such_function(double 1.0)
             ret void
         }
+        define void @launch() {
+            ret void
+        }
     """
     machine = build.target_machine()
     module = llvm.parse_assembly(text.replace("NAME", source.name))
