@@ -1,6 +1,9 @@
 """The CPU backend's own promises: units in the last place, threads, what it leaves to eager."""
 
+import gc
+import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -9,7 +12,9 @@ import torch.nn.functional as F
 import autofuse
 from autofuse.kernel.polynomials import DOUBLE, SINGLE
 from autofuse.ops.row import since
+from autofuse.record import modes
 from autofuse.run import cpu
+from autofuse.supply.kernels import clear_kernels
 from support import SPECIAL
 
 PAIRS = {"pow", "atan2", "hypot"}
@@ -194,6 +199,45 @@ def test_the_pool_follows_the_number_of_threads(threads, used):
             fused(lambda x: (x - 1) * x, x)
             assert len(used) == count or count == 1  # machine code takes no other thread
             assert {ident for ident, _, _ in used} <= {threading.get_ident()} or count > 1
+
+
+def test_threads_hold_what_they_need_where_an_interrupt_lets_them_go_on(threads, monkeypatch):
+    """The kernel, which is unloaded once nobody has it, and memory that others would get."""
+    threads(2)
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    real, go_on, begun, needed = cpu._ENTRY, threading.Event(), threading.Event(), []
+    here = threading.get_ident()
+
+    def entry(address):
+        def run(start, stop, parameters):
+            if threading.get_ident() == here:
+                assert begun.wait(10)
+                frame = sys._getframe(1)
+                needed.extend(map(weakref.ref, frame.f_locals["needed"]))
+                raise KeyboardInterrupt
+            begun.set()
+            assert go_on.wait(10)
+            real(address)(start, stop, parameters)
+
+        return run
+
+    monkeypatch.setattr(cpu, "_ENTRY", entry)
+    x = torch.rand(1 << 17)
+    try:
+        autofuse.materialize((autofuse.wrap(x) + 1.0) * x)
+    except KeyboardInterrupt:
+        pass
+    modes.forget_all("test")
+    clear_kernels()
+    gc.collect()
+    assert len(needed) == 4 and all(ref() is not None for ref in needed)
+    assert {type(ref()).__name__ for ref in needed} == {"Kernel", "Tensor"}
+    del x
+    go_on.set()
+    cpu._pool.shutdown()
+    cpu.forget_threads()
+    gc.collect()
+    assert [ref for ref in needed if ref() is not None] == []
 
 
 def test_a_small_tensor_stays_in_its_thread(threads, used):

@@ -14,7 +14,8 @@ from ..inside import inside, serving
 from ..kernel.plan import Piece
 from ..kernel.source import Parameters
 from ..supply.load import Kernel
-from .launching import LaunchingRunner, Part, Slots
+from .launching import LaunchingRunner
+from .slots import Part, Slots
 
 _CHUNK = 1 << 15  # elements below which a second thread costs more than it saves
 # of what launches, as of cuLaunchKernel, but that all are words; and of the function it launches.
@@ -99,20 +100,21 @@ class CpuRunner(LaunchingRunner):
 
 
 def run_in_threads(
-    entry: int, steps: int, numel: int, parameters: bytes, memory: tuple[torch.Tensor, ...]
+    entry: int, steps: int, numel: int, parameters: bytes, needed: tuple[object, ...]
 ) -> None:
     """Run a kernel, in chunks of its steps over as many threads as torch uses.
 
-    memory: what it reads and writes. Each thread holds it, for an interrupt lets the others go on.
+    needed: the kernel, and what it reads and writes. Each thread holds them, for an interrupt lets
+    the others go on.
     """
     run = _ENTRY(entry)
 
-    def work(start: int, stop: int, memory: tuple[torch.Tensor, ...]) -> None:
+    def work(start: int, stop: int, needed: tuple[object, ...]) -> None:
         run(start, stop, parameters)
 
     chunks = min(torch.get_num_threads(), numel // _CHUNK, steps)
     cuts = [steps * k // chunks for k in range(chunks + 1)]
-    jobs = [_threads().submit(work, cuts[k], cuts[k + 1], memory) for k in range(1, chunks)]
+    jobs = [_threads().submit(work, cuts[k], cuts[k + 1], needed) for k in range(1, chunks)]
     run(cuts[0], cuts[1], parameters)
     wait(jobs)
     for job in jobs:
