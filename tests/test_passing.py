@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import gc
 import importlib
 import itertools
 import operator
@@ -883,6 +884,7 @@ def test_arguments_are_wrapped_again(grad, on):
     autofuse.materialize(autofuse.wrap(torch.ones(2)) + 1)
     x, y = autofuse.wrap(torch.ones(2, 2)), autofuse.wrap(torch.zeros(2, 2))
     many = [autofuse.wrap(torch.ones(2, 2)) for _ in range(9)]
+    gc.collect()  # what earlier tests have left
     kinds = sys.getrefcount(torch.Tensor), sys.getrefcount(autofuse.Tensor)
     with torch.set_grad_enabled(grad):
         for _ in range(50):
