@@ -1,6 +1,7 @@
 """The CPU backend's own promises: units in the last place, threads, what it leaves to eager."""
 
 import gc
+import math
 import sys
 import threading
 import weakref
@@ -190,6 +191,48 @@ def test_a_large_tensor_takes_as_many_threads_as_torch(threads, used, count):
     assert covered[-1][1] == x.numel()
 
 
+SHAPES = {  # of operands
+    "columns": [(61, 47, 41), (61, 1, 41), (1, 47, 1)],
+    "short rows": [(251, 241, 3), (251, 1, 3), (251, 241, 1)],
+    "four axes": [(13, 19, 23, 29), (13, 1, 23, 1), (1, 19, 1, 29)],
+    "five axes": [(7, 9, 11, 13, 17), (7, 1, 11, 1, 17), (1, 9, 1, 13, 1)],
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_thread_begins_its_rows_where_another_ends(threads, name, turned, count):
+    """Each goes through several axes, some of which are broadcast, from somewhere in the middle."""
+    threads(count)
+    xs = [torch.arange(float(math.prod(shape))).view(shape) for shape in SHAPES[name]]
+    if turned:
+        order = (*range(xs[0].ndim)[-2:], *range(xs[0].ndim)[:-2])
+        xs = [x.permute(order) for x in xs]
+
+    def program(x, y, z):
+        return (x * 2.0 - y) * z, y + x[:1]
+
+    got = [autofuse.unwrap(one) for one in autofuse.materialize(program(*map(autofuse.wrap, xs)))]
+    for one, want in zip(got, program(*xs), strict=True):
+        assert torch.equal(one, want) and one.stride() == want.stride()
+    assert autofuse.stats().kernels_launched
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_broadcast_is_computed_once_where_that_pays(dtype):
+    """Functions of it, that is, in loops of some size."""
+    x, y = torch.rand(400, 1, dtype=dtype), torch.rand(400, 300, dtype=dtype)
+    for function, kernels in ((lambda x, y: y * (x + 1.0) ** -1.5 + y, 2),
+                              (lambda x, y: y * (x + 1.0) + y, 1)):  # fmt: skip
+        for rows in (400, 4):
+            autofuse.reset_stats()
+            got = fused(function, x[:rows], y[:rows, : 300 if rows > 4 else 3])
+            want = function(x[:rows], y[:rows, : 300 if rows > 4 else 3])
+            torch.testing.assert_close(got, want)
+            assert autofuse.stats().kernels_launched == (kernels if rows > 4 else 1)
+
+
 def test_the_pool_follows_the_number_of_threads(threads, used):
     x = torch.randn(400_000)
     for count in (2, 4, 1, 3):
@@ -224,15 +267,18 @@ def test_threads_hold_what_they_need_where_an_interrupt_lets_them_go_on(threads,
     monkeypatch.setattr(cpu, "_ENTRY", entry)
     x = torch.rand(1 << 17)
     try:
-        autofuse.materialize((autofuse.wrap(x) + 1.0) * x)
+        w = autofuse.wrap(x)
+        autofuse.materialize(
+            ((w + 1.0) * x - w) / (x + 3.0) - x * w
+        )  # no other test has its kernel
     except KeyboardInterrupt:
         pass
     modes.forget_all("test")
     clear_kernels()
     gc.collect()
-    assert len(needed) == 4 and all(ref() is not None for ref in needed)
+    assert len(needed) == 3 and all(ref() is not None for ref in needed)
     assert {type(ref()).__name__ for ref in needed} == {"Kernel", "Tensor"}
-    del x
+    del x, w
     go_on.set()
     cpu._pool.shutdown()
     cpu.forget_threads()

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import autofuse
-from autofuse.kernel.plan import completed, make_pieces
+from autofuse.kernel.again import completed
+from autofuse.kernel.plan import make_pieces
 from autofuse.ops.arithmetic import OPS
 from autofuse.ops.views import ATTRIBUTES, VIEWS
 from autofuse.program.program import ALIAS, STORED, Output, Pointwise, Program, Spec, View

@@ -45,7 +45,7 @@ def compile_object(source: Source) -> bytes:
     """An object file with the kernel, for the processor of this machine."""
     from llvmlite import binding as llvm
 
-    from .emit import emit_cpu  # 20 ms, which nobody needs whose kernels are on disk
+    from .emit_cpu import emit_cpu  # 20 ms, which nobody needs whose kernels are on disk
 
     machine = _own_machine()
     module = parsed(str(emit_cpu(source, converts_halves())), machine)

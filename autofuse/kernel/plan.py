@@ -7,8 +7,6 @@ that equal Plans share one kernel.
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +17,8 @@ from ..layout import Ints
 from ..ops.moves import FILLED, MOVED, Padded
 from ..ops.row import Op
 from ..program.program import (
-    ALIAS,
     CONST,
-    STORED,
     Join,
-    Output,
     Pointwise,
     Program,
     Ref,
@@ -32,6 +27,7 @@ from ..program.program import (
 )
 from ..program.walk import needed
 from . import maps
+from .again import AGAIN, FAR_US, better_stored, written
 from .maps import NEAR, Computed, Loop, Place, Read, loop_over, tiles, walk_of
 from .source import ITEMSIZE, PADDED, ROLLED, STRIDED, UNIT, WARP, Operand, axes_of, numbers_of
 
@@ -126,14 +122,8 @@ def make_pieces(program: Program, device: str) -> tuple[Piece, ...]:
                 outs, loop = _fitting(program, outs, stored, device)
                 pieces.append(_make_piece(program, outs, loop, device, targets))
         left = [out for out in left if out not in outs]
-        stored = {out for out in program.live if not set(_written(program, out)) & {*left}}
+        stored = {out for out in program.live if not set(written(program, out)) & {*left}}
     return tuple(pieces)
-
-
-def _written(program: Program, out: int) -> tuple[int, ...]:
-    """The steps whose values are written to the memory of `out`."""
-    step = program.steps[out]
-    return step.args if isinstance(step, Join) else (out,)
 
 
 # where the value of a step is written: a step with memory, and offset and strides in that
@@ -146,7 +136,7 @@ def _targets(program: Program) -> dict[int, list[Target]]:
     for out in program.live:
         step = program.steps[out]
         parts = step.parts if isinstance(step, Join) else ((0, step.out.stride),)
-        for ref, (offset, stride) in zip(_written(program, out), parts, strict=True):
+        for ref, (offset, stride) in zip(written(program, out), parts, strict=True):
             targets.setdefault(ref, []).append((out, offset, stride))
     return targets
 
@@ -177,11 +167,11 @@ def _together(
 def _is_written_across(program: Program, loop: Loop, out: int) -> bool:
     """Whether `loop` would store a step across its rows for longer than a loop of its own takes,
     and to read back what that has stored."""
-    spec, (_, speed, launch) = program.steps[out].out, _AGAIN["cuda"]
+    spec, (_, speed, launch) = program.steps[out].out, AGAIN["cuda"]
     _, walk = walk_of(spec.stride, loop.places[out][0], len(loop.sizes))
     numel = layout.numel(spec.shape)
     trip = launch + 2 * numel * ITEMSIZE[spec.code] / speed
-    return numel * _FAR_US > trip and walk[maps.inner_axis(program, loop)] > NEAR
+    return numel * FAR_US > trip and walk[maps.inner_axis(program, loop)] > NEAR
 
 
 def _fitting(
@@ -190,7 +180,7 @@ def _fitting(
     """As many of `outs` as one kernel had better compute, and its loop."""
     while True:
         loop = loop_over(program, outs, stored)
-        apart = _better_stored(program, loop, device) if isinstance(loop, Loop) else loop.step
+        apart = better_stored(program, loop, device) if isinstance(loop, Loop) else loop.step
         first = [out for out in outs if out == apart or apart not in _on(program, out)]
         if isinstance(loop, Loop) and (apart not in outs or first == outs):
             return outs, loop
@@ -223,97 +213,6 @@ def _next_outs(program: Program, left: list[int], stored: set[int]) -> list[int]
     counts = Counter(shapes.values())
     shape = min(groups, key=lambda s: (len(groups[s]) < counts[s], layout.numel(s), len(s)))
     return groups[shape]
-
-
-# What it costs to compute an element again, and what to store a value and read it back: us for an
-# op on 10^6 elements, bytes through memory in 1 us, and us for a launch; of functions, in ops.
-# Estimates by what the machines can do: 132 processors of 128 lanes, 8 instructions for an op.
-_AGAIN = {"cuda": (0.28, 3.0e6, 4.0), "cpu": (250.0, 1.0e4, 2.0)}
-_FUNCTION = 8
-# us for each element of a tensor that a loop goes through across its rows: caches give 32 bytes for
-# each (images made channels_last, transposed matrices; H100)
-_FAR_US = 7.5e-6
-
-
-def completed(program: Program, device: str) -> Program:
-    """`program` with what has to be stored besides its outputs, or had better be.
-
-    That is what somebody holds a view of; what no kernel can compute where a view of it is read;
-    and what is computed more often than it has elements, because views of it overlap or repeat it,
-    where that takes longer than going through memory.
-    """
-    outputs = {output.step: output for output in program.outputs}
-    if not any(isinstance(step, (View, Join)) or maps.move_of(step) for step in program.steps):
-        return replace(program, outputs=tuple(outputs[step] for step in sorted(outputs)))
-    for output in program.outputs:
-        if output.kind == ALIAS:
-            (base,) = program.steps[output.step].args
-            outputs.setdefault(base, Output(base, STORED))
-    done = False
-    while not done:
-        done = True
-        program = replace(program, outputs=tuple(outputs[step] for step in sorted(outputs)))
-        for out, written in [(x, step) for x in program.live for step in _written(program, x)]:
-            if not layout.numel(program.steps[written].out.shape):
-                continue
-            given = {step for step in program.live if step < out and step != written}
-            loop = loop_over(program, [written], given)
-            apart = _better_stored(program, loop, device) if isinstance(loop, Loop) else loop.step
-            if apart is not None and apart not in outputs:
-                outputs[apart] = Output(apart, STORED)
-                done = False
-                break
-    return program
-
-
-def _better_stored(program: Program, loop: Loop, device: str) -> int | None:
-    """A step that had better be stored than computed again and again in `loop`, if any."""
-    computed = {step: len(at) * math.prod(loop.sizes) for step, at in loop.places.items()}
-    numel = {step: layout.numel(program.steps[step].out.shape) for step in computed}
-    again = [step for step in computed if computed[step] > numel[step]]
-    if again:
-        each, speed, launch = _AGAIN[device]
-        ops = sum(_weight(program, step) * (computed[step] - numel[step]) for step in again)
-        # what is computed most often, and of these what most is computed for
-        most = max(again, key=lambda step: (computed[step] / numel[step], step))
-        trip = launch + 2 * numel[most] * ITEMSIZE[program.steps[most].out.code] / speed
-        if ops * each / 1e6 > trip:
-            return most
-    return _read_across(program, loop) if device == "cuda" else None
-
-
-def is_far(numel: int, walk: int) -> bool:
-    """Whether to go `walk` elements further for each of so many takes longer than a launch."""
-    return walk > NEAR and numel * _FAR_US > _AGAIN["cuda"][2]
-
-
-def _read_across(program: Program, loop: Loop) -> int | None:
-    """A step that had better be stored, for a view of it has `loop` go across the rows of several
-    tensors that it is computed from; then it is one."""
-    each, (_, speed, launch) = math.prod(loop.sizes) * _FAR_US, _AGAIN["cuda"]
-    if each * len(program.inputs) <= launch:  # without a look at a small one
-        return None
-    found = maps.across(program, loop)
-    viewed = {step.args[0] for step in program.steps if isinstance(step, View)}
-    for index, place in sorted((node for node in found if node[0] in viewed), reverse=True):
-        spec, reads = program.steps[index].out, len(found[index, place])
-        trip = launch + layout.numel(spec.shape) * ITEMSIZE[spec.code] / speed
-        if (reads - 1) * each <= trip:
-            continue
-        own = loop_over(program, [index], ())
-        if isinstance(own, Loop):
-            others = max(map(len, maps.across(program, own).values()), default=0)
-            if (reads - 1 - others) * each > trip:
-                return index
-    return None
-
-
-def _weight(program: Program, index: int) -> int:
-    """What it costs to compute an element of a step, in ops."""
-    step = program.steps[index]
-    assert isinstance(step, Pointwise)
-    calls = re.search(r"\w\(", step.op.expression(step.common, "cuda"))
-    return 1 if calls is None else _FUNCTION
 
 
 def _make_piece(

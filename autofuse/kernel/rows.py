@@ -41,8 +41,8 @@ from ..program.rewrite import (
     within,
 )
 from ..program.walk import needed
+from . import again, text
 from . import plan as pointwise
-from . import text
 from .division import PARTIAL, Scheme, scheme_of
 from .maps import move_of
 from .plan import Piece, Plan
@@ -175,7 +175,7 @@ def make_pieces(
 
 
 def completed(program: Program, device: str) -> Program:
-    """As `plan.completed`; with what torch computes others from, and with what rows read through
+    """As `again.completed`; with what torch computes others from, and with what rows read through
     views, or in other places, which is stored first."""
     following, steps = followers(program), program.steps
     more = _stored_first(program)
@@ -187,7 +187,7 @@ def completed(program: Program, device: str) -> Program:
     every = [outputs[step] for step in sorted(outputs)]
     rest = replace(program, outputs=tuple([x for x in every if x.step not in following]))
     every = [x for x in every if x.step in following]
-    every += pointwise.completed(rest, device).outputs
+    every += again.completed(rest, device).outputs
     return replace(program, outputs=tuple(sorted(every, key=lambda output: output.step)))
 
 
@@ -211,7 +211,7 @@ def _stored_first(program: Program) -> set[int]:
         read = [steps[ref] for ref in step.args if 0 <= ref < CONST]
         views = [x.out for x in read if isinstance(x, View)]
         walks = [layout.expand(view.shape, view.stride, whole.shape) for view in views]
-        return any(pointwise.is_far(size, walk[inner]) for walk in walks)
+        return any(again.is_far(size, walk[inner]) for walk in walks)
 
     found, met = set[int](), set[int]()
     stack = [k for k in program.live if k in ours]

@@ -125,7 +125,7 @@ def assembly(source: Source, target: str) -> tuple[str, str]:
     target: as `sm_90`, or `cpu`.
     """
     from ..kernel import cuda, llvm
-    from ..kernel.emit import emit_cpu
+    from ..kernel.emit_cpu import emit_cpu
     from ..supply import build
 
     with build.compiler_lock:

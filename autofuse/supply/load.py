@@ -48,7 +48,7 @@ class Kernel:
     """A compiled Source, which is loaded on one device as long as this is held.
 
     entry: a CUfunction on CUDA, the address of a C function on the CPU. launch: the address of what
-    launches that there (`kernel.emit`).
+    launches that there (`kernel.emit_cpu`).
     """
 
     launch = 0
