@@ -268,9 +268,7 @@ def test_threads_hold_what_they_need_where_an_interrupt_lets_them_go_on(threads,
     x = torch.rand(1 << 17)
     try:
         w = autofuse.wrap(x)
-        autofuse.materialize(
-            ((w + 1.0) * x - w) / (x + 3.0) - x * w
-        )  # no other test has its kernel
+        autofuse.materialize(((w + 1.0) * w - w) / (w + 3.0) - w)  # a kernel of this test only
     except KeyboardInterrupt:
         pass
     modes.forget_all("test")
