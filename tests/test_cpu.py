@@ -284,6 +284,16 @@ def test_threads_hold_what_they_need_where_an_interrupt_lets_them_go_on(threads,
     assert [ref for ref in needed if ref() is not None] == []
 
 
+def test_a_pool_that_takes_no_more_work_is_done_without(threads, used, capsys):
+    """As at exit, in threads that outlive the main one."""
+    threads(3)
+    cpu._threads().shutdown()
+    x = torch.randn(200_001)
+    assert torch.equal(fused(lambda x: (x + 1) * x, x), (x + 1) * x)
+    assert sorted(used)[0][1] == 0 and max(stop for _, _, stop in used) == x.numel()
+    assert len(used) == 2 and not capsys.readouterr().err
+
+
 def test_a_small_tensor_stays_in_its_thread(threads, used):
     threads(4)
     launches = autofuse.stats().kernels_launched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -114,8 +115,13 @@ def run_in_threads(
 
     chunks = min(torch.get_num_threads(), numel // _CHUNK, steps)
     cuts = [steps * k // chunks for k in range(chunks + 1)]
-    jobs = [_threads().submit(work, cuts[k], cuts[k + 1], needed) for k in range(1, chunks)]
+    jobs = []
+    with suppress(RuntimeError):  # once the main thread has ended the pool takes none
+        for k in range(1, chunks):
+            jobs.append(_threads().submit(work, cuts[k], cuts[k + 1], needed))
     run(cuts[0], cuts[1], parameters)
+    if len(jobs) + 1 < chunks:
+        run(cuts[len(jobs) + 1], steps, parameters)
     wait(jobs)
     for job in jobs:
         job.result()
