@@ -232,6 +232,13 @@ def back_to_stream(stream: torch.cuda.Stream) -> None:
     )
 
 
+# by which inductor allocates: (shape, stride, dtype)
+EMPTY_STRIDED: dict[str, Callable[..., torch.Tensor] | None] = {
+    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
+    for kind in ("cpu", "cuda")
+}
+
+
 def stream_reader(device: torch.device) -> Callable[[], int]:
     """A function that gives the raw handle of the current stream; 0 on the CPU."""
     if device.type != "cuda":

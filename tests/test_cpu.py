@@ -4,6 +4,7 @@ import gc
 import math
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -202,7 +203,7 @@ SHAPES = {  # of operands
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_thread_begins_its_rows_where_another_ends(threads, name, turned, count):
+def test_every_thread_begins_its_rows_where_another_ends(threads, used, name, turned, count):
     """Each goes through several axes, some of which are broadcast, from somewhere in the middle."""
     threads(count)
     xs = [torch.arange(float(math.prod(shape))).view(shape) for shape in SHAPES[name]]
@@ -216,7 +217,7 @@ def test_every_thread_begins_its_rows_where_another_ends(threads, name, turned, 
     got = [autofuse.unwrap(one) for one in autofuse.materialize(program(*map(autofuse.wrap, xs)))]
     for one, want in zip(got, program(*xs), strict=True):
         assert torch.equal(one, want) and one.stride() == want.stride()
-    assert autofuse.stats().kernels_launched
+    assert autofuse.stats().kernels_launched and (count == 1 or any(start for _, start, _ in used))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -240,8 +241,45 @@ def test_the_pool_follows_the_number_of_threads(threads, used):
         for _ in range(3):
             used.clear()
             fused(lambda x: (x - 1) * x, x)
-            assert len(used) == count or count == 1  # machine code takes no other thread
+            assert len(used) == count or len(used) <= count == 1  # 0 by machine code
             assert {ident for ident, _, _ in used} <= {threading.get_ident()} or count > 1
+
+
+def test_a_write_takes_as_many_threads_as_there_are_then(threads, used):
+    """Whatever they were when its chain came up first."""
+    memory, x = torch.zeros(300_000), torch.rand(300_000)
+    w = autofuse.wrap(x)
+    for count in (1, 3, 1, 2):
+        threads(count)
+        for k in range(4):
+            used.clear()
+            memory.copy_(w * 2.0 + float(k))
+            assert torch.equal(memory, x * 2.0 + float(k))
+            assert len(used) == (count if count > 1 else 0)
+    assert memory._version == 16
+
+
+def test_a_job_that_no_thread_takes_is_not_done_later(threads, monkeypatch):
+    """Where no further thread can be started, the pool has taken the job all the same."""
+    threads(3)
+    monkeypatch.setattr(cpu, "_pool", None)
+    start, begun = threading.Thread.start, []
+
+    def limited(thread):
+        begun.append(thread)
+        if len(begun) > 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    x = torch.rand(200_001)
+    for _ in range(3):
+        begun.clear()
+        y = fused(lambda x: (x + 1) * x, x)
+        assert torch.equal(y, (x + 1) * x)
+        y.zero_()
+        time.sleep(0.05)
+        assert not y.any()
 
 
 def test_threads_hold_what_they_need_where_an_interrupt_lets_them_go_on(threads, monkeypatch):

@@ -15,7 +15,7 @@ from test_reductions import emulated, launched, recorded, recording, table  # no
 
 import autofuse
 from autofuse import errors
-from autofuse.kernel import plan
+from autofuse.kernel import again
 from autofuse.record.modes import forget_all
 from support import assert_same, needs_cuda
 
@@ -126,7 +126,7 @@ def test_rows_are_not_read_across_views_of_much(kernels, monkeypatch):  # noqa: 
     """What is computed from these is stored, by a kernel that goes along as it likes."""
     x, y = table(16, 16), table(16, 16, seed=1)
     for far, names in ((0.0, ["af_mul", "af_rows_add_sum"]), (1.0, ["af_mul_add", "af_rows_sum"])):
-        monkeypatch.setattr(plan, "_FAR_US", far)
+        monkeypatch.setattr(again, "FAR_US", far)
         forget_all("test")
         for _ in range(2):
             launched.clear()

@@ -81,7 +81,7 @@ def sent(words, at, consts, stream):
     if are_ready(words, at, consts, ready) == 0:
         return 0
     for k in range(pieces):
-        # the launch may wait for room in the device's queue
+        # the launch may wait for room in the device's queue, and on a CPU is all of the kernel
         thread = PyEval_SaveThread()
         error = call_pointer(words[LAUNCH], ready[0], ready[1], 1, 1, ready[2], 1, 1, 0,
                              stream, ready[3], 0)  # fmt: skip

@@ -40,8 +40,8 @@ def completed(program: Program, device: str) -> Program:
 
     That is what somebody holds a view of; what no kernel can compute where a view of it is read;
     and what is computed more often than it has elements, because views of it overlap or repeat it
-    or, of functions on a CPU, because they are broadcast, where that takes longer than going
-    through memory. (GPUs compute while they wait for memory.)
+    or, on a CPU where there are functions in it, because it is broadcast, where that takes longer
+    than going through memory. (GPUs compute while they wait for memory.)
     """
     outputs = {output.step: output for output in program.outputs}
     views = any(isinstance(step, (View, Join)) or maps.move_of(step) for step in program.steps)

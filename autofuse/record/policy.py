@@ -84,7 +84,7 @@ _FUNCTIONS_US = {"sigmoid": 0.22, "silu": 0.23, "rsqrt": 0.23, "sqrt": 0.38, "ge
 _TURNED_US = {2: 2.2, 4: 0.5}
 # what memory moves in 1 us; of a CPU, by what arithmetic on three tensors of float32 takes
 _BYTES_PER_US = {"cuda": 4e6, "cpu": 12 * 1000 / _ARITHMETIC_US}
-# us that one processor of a GPU takes for an op on an element, functions in ops (`kernel.plan`);
+# us that one processor of a GPU takes for an op on an element, functions in ops (`kernel.again`);
 # how long others may do nothing meanwhile: about as long as one more flush takes
 _ALONE_US, _FUNCTION, _IDLE_US = 37e-6, 8, 10.0
 # A chain that costs less as the ops it is runs as these (`ways.ShortRunner`), TRIES times. Then

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+
+import torch
 
 from ..chain.liveness import DEAD
 from ..chain.state import LATER, Chain, Node, Recorder
@@ -21,13 +24,14 @@ from ..layout import is_dense
 from ..program.program import ALIAS, COPY, IN_PLACE, NEW, STORED, WRITE, Output
 from ..run.devices import runner_class
 from ..run.eager import EagerRunner
+from ..run.launching import LaunchingRunner
 from ..run.outside import finishing
 from ..run.proof import Proof, by_both, proof_of
 from ..run.runner import FailedRunner, Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
 from ..supply.kernels import Order
-from ..supply.load import processors_of
+from ..supply.load import Kernel, processors_of
 from .policy import (
     LONE,
     SHORT,
@@ -140,15 +144,18 @@ def _build_runner(recorder: Recorder, node: Node, outputs: tuple[Output, ...]) -
     if computed[-1:] and computed[-1].kind == WRITE:
         assert node.meta is not None
         end = pieces[-1] if pieces else None  # what runs last
-        dense = is_dense(node.meta.shape, node.meta.stride)  # or a copy would be as large as all
         # rows are read by more threads than write them
-        apart = end is None or node.index not in end.stores or isinstance(end.plan, RowPlan)
-        if apart and not dense:
-            return EagerRunner(node, outputs)
-        if end is None or apart or dense and runner_class(device).shares(end):
-            *others, last = computed
-            computed = (*others, Output(last.step, COPY))
+        if end is None or node.index not in end.stores or isinstance(end.plan, RowPlan):
+            if not is_dense(node.meta.shape, node.meta.stride):  # a copy would be as large as all
+                return EagerRunner(node, outputs)
+            computed = _copied(computed)
     return WaitingRunner(node, computed, pieces, graph, gain).ready()
+
+
+def _copied(computed: tuple[Output, ...]) -> tuple[Output, ...]:
+    """The same, of which the last goes to memory of its own before it is written."""
+    *others, last = computed
+    return (*others, replace(last, kind=COPY))
 
 
 def _in_memory(output: Output, pieces: Sequence[Piece], nodes: list[Node]) -> Output:
@@ -247,11 +254,27 @@ class WaitingRunner(EagerRunner):
                 self.both = by_both(self.tip, self.computed, self.pieces, kernels)
         if self.proof is not None and not self.proof.holds:
             return self
+        runner, meta = self._launching(self.computed, kernels), self.nodes[-1].meta
+        assert meta is not None
+        dense = is_dense(meta.shape, meta.stride)
+        if runner.writes and dense and runner.in_threads(self.pieces[-1]):
+            copying = self._launching(_copied(self.computed), kernels)
+            runner.run = partial(_write, runner.run, copying.run)
+        return runner
+
+    def _launching(
+        self, computed: tuple[Output, ...], kernels: Sequence[Kernel]
+    ) -> LaunchingRunner:
         packs = () if self.graph is None else self.graph.packs
         make = runner_class(self.device)
-        runner = make(self.tip, self.computed, self.pieces, kernels, packs)
+        runner = make(self.tip, computed, self.pieces, kernels, packs)
         runner.margin = self.margin
         if self.graph is not None:
             self.graph.attach_to(runner)
         runner.attach = finishing(runner.steps, runner.made, runner.attach)
         return runner.bind()
+
+
+def _write(alone: Callable[[Chain], None], copying: Callable[[Chain], None], chain: Chain) -> None:
+    """Write what is large in one step; or by several threads, elsewhere first: they are none."""
+    (copying if torch.get_num_threads() > 1 else alone)(chain)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..torch_private import EMPTY_STRIDED
 from .launching import LaunchingRunner
 
 # of cuLaunchKernel's arguments, of which seven are sizes
@@ -37,10 +38,8 @@ def _empty_strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
 class CudaRunner(LaunchingRunner):
     """Runs a program's kernels through the CUDA driver."""
 
-    # inductor's allocation entry: 0.77 us against 1.49 us for torch.empty_strided
-    empty_strided = staticmethod(
-        getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
-    )
+    # 0.77 us against 1.49 us for torch.empty_strided
+    empty_strided = staticmethod(EMPTY_STRIDED["cuda"] or _empty_strided)
 
     def launcher(self) -> Callable[..., int]:
         return launcher()

@@ -1,8 +1,9 @@
 """Runners that launch kernels: in Python that is generated per program, and as words.
 
 A kernel is launched by a C function with the arguments of the driver's cuLaunchKernel, which on
-CUDA is that itself (`cuda`) and on the CPU one that comes with each kernel (`cpu`). Where its
-parameters lie is made once, and only the slots are rewritten.
+CUDA is that itself (`cuda`) and on the CPU one that comes with each kernel (`cpu`); but for large
+ones there, which threads share. Where its parameters lie is made once, and only the slots are
+rewritten; on a CPU Python makes them anew, for what runs in the middle may launch the same.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ class LaunchingRunner(Runner):
     empty_strided: Callable[..., torch.Tensor]  # (shape, stride, dtype): allocates
     context = True  # whether a thread needs one before it launches
     private = False  # whether the parameters of a launch by Python are its own
+    run_in_threads: Callable[..., None] | None = None  # where `in_threads` says so
     _several = False  # whether there are other devices of this kind
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._launch = self.launcher()
-        self._entry = ctypes.cast(self._launch, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+        address = ctypes.cast(self._launch, ctypes.c_void_p).value  # type: ignore[arg-type]
+        self._launch_address = address or 0
         self._parts = list(map(self.part_of, self.kernels, self.pieces))
         self._unaligned = Unaligned(self.pieces, self.device, self.part_of)
 
@@ -92,11 +95,6 @@ class LaunchingRunner(Runner):
     def part_of(kernel: Kernel, piece: Piece) -> Part:
         """What is launched for `piece`."""
         return int(kernel.entry), Slots(piece, kernel.parameters), kernel
-
-    @classmethod
-    def shares(cls, piece: Piece) -> bool:
-        """Whether several threads are going to run `piece`."""
-        return torch.get_num_threads() > 1 and cls.in_threads(piece)
 
     @staticmethod
     def in_threads(piece: Piece) -> bool:
@@ -168,8 +166,8 @@ class LaunchingRunner(Runner):
         kept += [placed, ready]
         pointers = len(places) - len(self.placed)
         words = [0, len(self.inputs), *map(ctypes.addressof, room), pointers, device,
-                 self._entry, 0, 0, len(self.made), len(self.placed), ctypes.addressof(placed),
-                 ctypes.addressof(ready), *begin, made]  # fmt: skip
+                 self._launch_address, 0, 0, len(self.made), len(self.placed),
+                 ctypes.addressof(placed), ctypes.addressof(ready), *begin, made]  # fmt: skip
         for pack, nbytes, arguments in self.memory:
             kept += [self.empty_strided, arguments]
             words += [id(self.empty_strided), id(arguments), len(pack), nbytes]
@@ -236,7 +234,7 @@ class LaunchingRunner(Runner):
             "NoModes": NoModes, "check": check_inputs, "fail": partial(self.fail, self.pieces),
             "writes_of": writes_of,
             "unaligned": self._unaligned, "launch": self._launch,
-            "empty": self.empty_strided,
+            "empty": self.empty_strided, "run_in_threads": self.run_in_threads,
             "version": raw_version_of, "address": address_of, "use_count": use_count,
             "swap": swap, "Tensor": Tensor, "settle": settle, "visible": self.visible,
             "reciprocal": reciprocal_of, "bump": bump,
@@ -363,7 +361,7 @@ class LaunchingRunner(Runner):
             space[f"kernel{k}"] = self.kernels[k]
             held = [f"kernel{k}", "*inputs", *(f"o{pack[0]}" for pack, _, _ in self.memory)]
             arguments = f"entry, blocks, {piece.numel}, params, {tuple_of(held)}"
-            return [*lines, f"in_threads({arguments})"]
+            return [*lines, f"run_in_threads({arguments})"]
         if at_once:
             return [*lines, f"error = launch({arguments})", "if error: fail(error)"]
         return [*lines, f"arguments{k} = declared(launch, {arguments})"]
