@@ -322,6 +322,31 @@ def test_threads_hold_what_they_need_where_an_interrupt_lets_them_go_on(threads,
     assert [ref for ref in needed if ref() is not None] == []
 
 
+def test_a_handler_in_the_middle_of_giving_work_gives_none(threads, used, monkeypatch):
+    """The pool's locks are not made for that: it would wait for itself."""
+    threads(3)
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x = torch.randn(200_001).requires_grad_()
+    y = autofuse.unwrap(autofuse.materialize((autofuse.wrap(x) + 1.0) * x))
+    submit, asked, nested = cpu.ThreadPoolExecutor.submit, [], []
+
+    def submits(*args):
+        asked.append(args)
+        if len(asked) == 1:
+            with torch.no_grad():
+                nested.append(fused(lambda x: x * x - 1, x.detach()))
+            assert len(asked) == 1
+            nested.append(None)
+        return submit(*args)
+
+    monkeypatch.setattr(cpu.ThreadPoolExecutor, "submit", submits)
+    used.clear()
+    (got,) = torch.autograd.grad(y, x, torch.ones_like(x))
+    torch.testing.assert_close(got, 2 * x.detach() + 1.0)
+    assert torch.equal(nested[0], x.detach() * x.detach() - 1) and not cpu._asking
+    assert len(nested) == 2 and len(asked) > 1
+
+
 def test_a_pool_that_takes_no_more_work_is_done_without(threads, used, capsys):
     """As at exit, in threads that outlive the main one."""
     threads(3)

@@ -24,6 +24,7 @@ _CHUNK = 1 << 15  # elements below which a second thread costs more than it save
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 9, ctypes.c_char_p, ctypes.c_int64)
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
 _pool: ThreadPoolExecutor | None = None
+_asking: set[int] = set()  # threads that are giving work to the pool, which holds locks meanwhile
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -43,6 +44,7 @@ def forget_threads() -> None:
     """After a fork: the child has none of the parent's threads."""
     global _pool
     _pool = None
+    _asking.clear()
 
 
 class _Slots(Slots):
@@ -81,15 +83,23 @@ def run_in_threads(
     def work(start: int, stop: int, needed: tuple[object, ...]) -> None:
         run(start, stop, parameters)
 
+    ident = get_ident()
     chunks = min(torch.get_num_threads(), numel // _CHUNK, steps)
+    if ident in _asking:  # a signal handler that runs in the middle would wait for itself
+        chunks = 1
     cuts = [steps * k // chunks for k in range(chunks + 1)]
     jobs = []
     try:
+        if chunks > 1:
+            _asking.add(ident)
         for k in range(1, chunks):
             jobs.append(_threads().submit(work, cuts[k], cuts[k + 1], needed))
     except RuntimeError:  # the main thread has ended, or no thread can be started
         _threads().shutdown()  # it may have taken the job, which is over then
         forget_threads()
+    finally:
+        if chunks > 1:
+            _asking.discard(ident)
     run(cuts[0], cuts[1], parameters)
     if len(jobs) + 1 < chunks:
         run(cuts[len(jobs) + 1], steps, parameters)
