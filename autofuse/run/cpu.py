@@ -78,34 +78,33 @@ def run_in_threads(
     needed: the kernel, and what it reads and writes. Each thread holds them, for an interrupt lets
     the others go on.
     """
-    run = _ENTRY(entry)
+    global _pool
+    run, ident = _ENTRY(entry), get_ident()
 
     def work(start: int, stop: int, needed: tuple[object, ...]) -> None:
         run(start, stop, parameters)
 
-    ident = get_ident()
     chunks = min(torch.get_num_threads(), numel // _CHUNK, steps)
-    if ident in _asking:  # a signal handler that runs in the middle would wait for itself
-        chunks = 1
+    if chunks < 2 or ident in _asking:  # a signal handler in the middle would wait for itself
+        return run(0, steps, parameters)
     cuts = [steps * k // chunks for k in range(chunks + 1)]
     jobs = []
     try:
-        if chunks > 1:
-            _asking.add(ident)
+        _asking.add(ident)
         for k in range(1, chunks):
             jobs.append(_threads().submit(work, cuts[k], cuts[k + 1], needed))
     except RuntimeError:  # the main thread has ended, or no thread can be started
         _threads().shutdown()  # it may have taken the job, which is over then
-        forget_threads()
+        _pool = None
     finally:
-        if chunks > 1:
-            _asking.discard(ident)
+        _asking.discard(ident)
     run(cuts[0], cuts[1], parameters)
     if len(jobs) + 1 < chunks:
         run(cuts[len(jobs) + 1], steps, parameters)
     wait(jobs)
     for job in jobs:
         job.result()
+    return None
 
 
 class CpuRunner(LaunchingRunner):
