@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import autofuse
+from autofuse import inside
 from autofuse.kernel.polynomials import DOUBLE, SINGLE
 from autofuse.ops.row import since
 from autofuse.record import modes
@@ -355,6 +356,26 @@ def test_a_pool_that_takes_no_more_work_is_done_without(threads, used, capsys):
     assert torch.equal(fused(lambda x: (x + 1) * x, x), (x + 1) * x)
     assert sorted(used)[0][1] == 0 and max(stop for _, _, stop in used) == x.numel()
     assert len(used) == 2 and not capsys.readouterr().err
+
+
+def test_threads_of_the_pool_are_marked_as_long_as_they_live(threads, used):
+    """A later thread may have the ident of one, and the number of them tells of others."""
+    threads(3)
+    marked = inside.serving.keys(), inside.inside.keys()
+    before = [{*each} for each in marked]
+    x = torch.randn(200_001)
+    for _ in range(2):
+        assert torch.equal(fused(lambda x: (x + 1) * x, x), (x + 1) * x)
+        mine = {ident for ident, _, _ in used} - {threading.get_ident()}
+        assert mine and all(mine <= each for each in marked)
+        own = [thread for thread in threading.enumerate() if thread.ident in mine]
+        used.clear()
+        cpu._pool = None  # its threads end where nobody has it
+        gc.collect()
+        for thread in own:
+            thread.join(20.0)
+            assert not thread.is_alive()
+        assert [{*each} for each in marked] == before
 
 
 def test_a_small_tensor_stays_in_its_thread(threads, used):

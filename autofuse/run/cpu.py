@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
-from threading import get_ident
+from threading import get_ident, local
 from typing import Any
 
 import torch
@@ -25,6 +25,23 @@ LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 9, ctypes.c_char_p, 
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
 _pool: ThreadPoolExecutor | None = None
 _asking: set[int] = set()  # threads that are giving work to the pool, which holds locks meanwhile
+_thread = local()
+
+
+class _Serving:
+    """The thread that makes it serves as long as it lives, which is as long as the thread does."""
+
+    def __init__(self) -> None:
+        self.ident = get_ident()
+        inside[self.ident] = serving[self.ident] = True
+
+    def __del__(self) -> None:  # a later thread may have this ident
+        serving.pop(self.ident, None)
+        inside.pop(self.ident, None)
+
+
+def _serve() -> None:
+    _thread.serving = _Serving()
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -34,10 +51,6 @@ def _threads() -> ThreadPoolExecutor:
             os.cpu_count(), "autofuse", initializer=_serve
         )
     return _pool
-
-
-def _serve() -> None:
-    inside[get_ident()] = serving[get_ident()] = True
 
 
 def forget_threads() -> None:
