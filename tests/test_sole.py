@@ -470,8 +470,11 @@ def test_arguments_are_plain_after_an_interrupt_of_the_last_flush(on):
         x += v
         return x * 2.0
 
+    due = False
+
     def handler(*_):
-        raise KeyboardInterrupt
+        if due:  # one signal in 100,000 comes after the timer has been stopped
+            raise KeyboardInterrupt
 
     step(torch.ones(4, 6), torch.ones(4, 6))
     before = signal.signal(signal.SIGALRM, handler)
@@ -481,12 +484,15 @@ def test_arguments_are_plain_after_an_interrupt_of_the_last_flush(on):
             x, v = torch.ones(4, 6), torch.ones(4, 6)
             try:
                 try:
+                    due = True
                     signal.setitimer(signal.ITIMER_REAL, 2e-6 * (1 + k % 150))
                     step(x, v)
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
+                    due = False
             except KeyboardInterrupt:
                 interrupted += 1
+                due = False
             assert not _is_left_wrapped(x) and not _is_left_wrapped(v)
             assert v[0, 0] in (0.5, 1.0) and x[0, 0] in (1.0, 1.5)
     finally:
