@@ -29,7 +29,7 @@ from autofuse.record.contest import FUSED, PLAIN, Contest, HostClock
 from autofuse.record.modes import forget_all
 from autofuse.run import eager, launching
 from autofuse.supply import kernels
-from support import DEVICES, around_runs, assert_same, before_launches, elsewhere
+from support import DEVICES, NATIVE, around_runs, assert_same, before_launches, elsewhere
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -1126,6 +1126,64 @@ def test_a_change_of_class_runs_audit_hooks(device):
     if device == "cuda":
         pytest.skip("no kernel takes part")
     done = subprocess.run([sys.executable, "-c", AUDITED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+SERVING = """
+import threading
+
+import torch
+
+import autofuse
+from autofuse import inside
+
+
+class Index:
+    def __index__(self):
+        seen.append(type(w))
+        return 1
+
+
+def write():
+    with torch.no_grad():
+        h[Index() :] = w
+
+
+def run(serves):
+    ident = threading.get_ident()
+    if serves:
+        inside.serving[ident] = True
+    begun.set()
+    assert over.wait(20.0)
+    autofuse.materialize(w * 2.0 + 1.0)  # as a finalizer does
+    write()
+    inside.serving.pop(ident, None)
+
+
+h, w, seen = torch.ones(4, 4), autofuse.wrap(torch.ones(3, 4)), []
+autofuse.materialize(w * 2.0 + 1.0)  # this thread has its recorder
+write()
+assert seen.pop() is torch.Tensor  # is lent
+for serves in (True, False):
+    over, begun = threading.Event(), threading.Event()
+    thread = threading.Thread(target=run, args=(serves,))
+    thread.start()
+    assert begun.wait(20.0)
+    for _ in range(3):
+        write()
+    over.set()
+    thread.join()
+    assert seen == [torch.Tensor if serves else autofuse.Tensor] * 3 + [autofuse.Tensor], seen
+    seen.clear()
+"""
+
+
+@pytest.mark.skipif(not NATIVE[-1], reason="Python lends to no builtin")
+def test_threads_that_serve_are_no_others(device):
+    """A wrapped tensor is lent beside them as where there are none; by none of them itself."""
+    if device == "cuda":
+        pytest.skip("no kernel takes part")
+    done = subprocess.run([sys.executable, "-c", SERVING], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

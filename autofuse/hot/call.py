@@ -20,6 +20,7 @@ from .record import (
     verdict_on,
 )
 from .values import (
+    are_others,
     class_of,
     current_recorder,
     functions_off,
@@ -113,7 +114,7 @@ def run(function, known: Known, reason, args, count, names) -> object:
     every = count
     if names != 0:
         every += PyTuple_Size(names)
-    if len(loans) != 0 and is_only_thread() == 0 and has_lent(args, every) != 0:
+    if len(loans) != 0 and are_others() != 0 and has_lent(args, every) != 0:
         return 0  # its lenders may have ended before the function has
     plain = room(16)
     if are_few(args, every, 16) == 0:
@@ -432,16 +433,7 @@ def are_modes_off():
 
 def may_lend():
     """Whether nobody can meet a wrapped tensor that is plain meanwhile."""
-    return grad_mode() == 0 and are_modes_off() != 0 and is_only_thread() != 0
-
-
-def is_only_thread():
-    """Whether Python knows no other thread.
-
-    That none records is not enough: who copies or saves a tensor would see its class change.
-    """
-    interpreter = PyThreadState_GetInterpreter(PyThreadState_Get())
-    return PyThreadState_Next(PyInterpreterState_ThreadHead(interpreter)) == 0
+    return grad_mode() == 0 and are_modes_off() != 0 and are_others() == 0
 
 
 def lend(place, lent, args, count, most):

@@ -13,7 +13,7 @@ from ..torch_private import swap
 from .c import *
 from .inputs import lies_as, likely_meta
 from .record import recorded, relieved
-from .values import autocast_mode, class_of, node_of, set_class, state_of
+from .values import are_others, autocast_mode, class_of, node_of, set_class, state_of
 
 
 def record_inplace(entry, op, target: Tensor, operands: tuple) -> object:
@@ -212,7 +212,7 @@ def is_shared(recorder: Recorder, x):
     waited = PyDict_GetItemWithError(others_waited, recorder.ident)
     if waited is True:
         return 0
-    if waited == 0 and are_threads(1 + PyDict_Size(serving)) != 0:
+    if waited == 0 and are_others() == 0:
         return 0
     key = PyLong_FromLong(x)
     if PyDict_GetItemWithError(loans, key) == 0:
@@ -220,15 +220,6 @@ def is_shared(recorder: Recorder, x):
     if waited == 0:
         return 3
     return 1
-
-
-def are_threads(count):
-    """Whether Python knows so many threads, with those that C or C++ has begun."""
-    thread = PyInterpreterState_ThreadHead(PyThreadState_GetInterpreter(PyThreadState_Get()))
-    while thread != 0:
-        thread = PyThreadState_Next(thread)
-        count -= 1
-    return count == 0
 
 
 def has_attributes(x):

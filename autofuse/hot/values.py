@@ -245,6 +245,24 @@ def current_recorder():
     return PyDict_GetItemWithError(own, CURRENT)
 
 
+def are_others():
+    """Whether Python knows a thread but this and those that serve, with those that C has begun.
+
+    That none of them records is not enough: who copies or saves a tensor sees its class change.
+    """
+    left = PyDict_Size(serving)
+    if left != 0:
+        recorder: Recorder = current_recorder()
+        if recorder == 0 or PyDict_GetItemWithError(serving, recorder.ident) != 0:
+            return 1  # a finalizer runs in one of those
+    left += 1
+    thread = PyInterpreterState_ThreadHead(PyThreadState_GetInterpreter(PyThreadState_Get()))
+    while thread != 0:
+        thread = PyThreadState_Next(thread)
+        left -= 1
+    return left != 0
+
+
 def count_one(counter, key):
     """`counter[key] += 1`, for a dict of ints."""
     number = 1
