@@ -29,7 +29,7 @@ from .source import ITEMSIZE
 # op on 10^6 elements, bytes through memory in 1 us, and us for a launch; of functions, in ops.
 # Estimates by what the machines can do: 132 processors of 128 lanes, 8 instructions for an op.
 AGAIN = {"cuda": (0.28, 3.0e6, 4.0), "cpu": (250.0, 1.0e4, 2.0)}
-_FUNCTION = 8
+FUNCTION = 8
 # us for each element of a tensor that a loop goes through across its rows: caches give 32 bytes for
 # each (images made channels_last, transposed matrices; H100)
 FAR_US = 7.5e-6
@@ -130,7 +130,7 @@ def _weight(program: Program, index: int) -> int:
     step = program.steps[index]
     assert isinstance(step, Pointwise)
     calls = re.search(r"\w\(", step.op.expression(step.common, "cuda"))
-    return 1 if calls is None else _FUNCTION
+    return 1 if calls is None else FUNCTION
 
 
 def written(program: Program, out: int) -> tuple[int, ...]:

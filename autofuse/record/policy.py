@@ -18,6 +18,7 @@ from ..chain.state import Node, Recorder, counts, this_thread
 from ..chain.trie import eager_node, is_run, key_alone
 from ..grad.backward import MANY_SWEEPS
 from ..grad.segments import Outline
+from ..kernel.again import FUNCTION
 from ..kernel.text import calls_functions
 from ..ops.moves import Rolled
 from ..ops.reductions import Reduction
@@ -84,9 +85,9 @@ _FUNCTIONS_US = {"sigmoid": 0.22, "silu": 0.23, "rsqrt": 0.23, "sqrt": 0.38, "ge
 _TURNED_US = {2: 2.2, 4: 0.5}
 # what memory moves in 1 us; of a CPU, by what arithmetic on three tensors of float32 takes
 _BYTES_PER_US = {"cuda": 4e6, "cpu": 12 * 1000 / _ARITHMETIC_US}
-# us that one processor of a GPU takes for an op on an element, functions in ops (`kernel.again`);
-# how long others may do nothing meanwhile: about as long as one more flush takes
-_ALONE_US, _FUNCTION, _IDLE_US = 37e-6, 8, 10.0
+# us that one processor of a GPU takes for an op on an element; how long others may do nothing
+# meanwhile: about as long as one more flush takes
+_ALONE_US, _IDLE_US = 37e-6, 10.0
 # A chain that costs less as the ops it is runs as these (`ways.ShortRunner`), TRIES times. Then
 # other nodes stand for its first and for all that would begin a chain after it (`make_eager`),
 # whose ops are run at once (`dispatch.eager`) and not recorded any more, SKIPS times: longer chains
@@ -163,7 +164,7 @@ def is_narrow(node: Node, processors: int) -> bool:
         if isinstance(known.op, Reduction):
             passes += len(known.op.reduces)
         elif known.meta.shape == shape:
-            ops += _FUNCTION if calls_functions(known.op, known.common) else 1
+            ops += FUNCTION if calls_functions(known.op, known.common) else 1
     here = _ALONE_US * math.prod(row) * each * ops * passes
     return here * (1 - rows / processors) > _IDLE_US
 

@@ -65,9 +65,11 @@ class _Slots(Slots):
 
     def __init__(self, piece: Piece, parameters: Parameters) -> None:
         super().__init__(piece, parameters)
-        self.address = ctypes.addressof(self.buffer)
         self.blocks, self.threads = _steps(piece), 1
         self.fixed = self.buffer.raw[self.varying.size :]
+
+    def _address(self, slots: int) -> int:
+        return ctypes.addressof(self.buffer)
 
     def packed_wide(self, *values: Any) -> bytes:
         """All parameters, of Python numbers of any size."""

@@ -21,15 +21,13 @@ _FORMATS = {"u64": "Q", "i64": "q", "i32": "i4x", "f32": "f4x", "f64": "d"}
 
 
 class Slots:
-    """The parameters of one launch: a buffer of 8-byte slots and the array that points at them."""
+    """The parameters of one launch: a buffer of 8-byte slots, and an array that points at them."""
 
     def __init__(self, piece: Piece, parameters: Parameters) -> None:
         codes = parameters.codes
         varying = parameters.loads + parameters.stores + parameters.consts
         self.buffer = ctypes.create_string_buffer(8 * len(codes))
-        address = ctypes.addressof(self.buffer)
-        self.array = (ctypes.c_void_p * len(codes))(*(address + 8 * k for k in range(len(codes))))
-        self.address = ctypes.addressof(self.array)
+        self.address = self._address(len(codes))
         self.formats = codes[:varying]
         self.varying, fixed = (
             struct.Struct("<" + "".join(_FORMATS[code] for code in part))
@@ -38,6 +36,12 @@ class Slots:
         self.pack = self.varying.pack_into
         count, self.blocks, self.threads = launch_of(piece)
         fixed.pack_into(self.buffer, self.varying.size, count, *piece.numbers)
+
+    def _address(self, slots: int) -> int:
+        """What a launch takes as its parameters."""
+        first = ctypes.addressof(self.buffer)
+        self.array = (ctypes.c_void_p * slots)(*range(first, first + 8 * slots, 8))
+        return ctypes.addressof(self.array)
 
     def narrowed(self, values: Sequence[Any]) -> list[Any]:
         """`values`; of a Python number beyond float32 infinity, as torch's conversion gives."""
