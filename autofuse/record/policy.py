@@ -20,13 +20,12 @@ from ..grad.backward import MANY_SWEEPS
 from ..grad.segments import Outline
 from ..kernel.again import FUNCTION
 from ..kernel.text import calls_functions
-from ..ops.moves import Rolled
 from ..ops.reductions import Reduction
 from ..run.runner import Runner
 from ..settings.config import config
 from ..supply import kernels as compiling
 from .contest import Contest, clock_of
-from .costs import ops_of, shapes_of, stored_of, traffic
+from .costs import ARITHMETIC_US, ops_of, shapes_of, stored_of, traffic, us_saved
 
 # What chains cost the host, in us: on one NVIDIA H200 machine (bench/overhead.py), where the device
 # has its own time, and on a CPU, one thread. A flush, which runs one kernel, an eager op (on a CPU
@@ -74,17 +73,8 @@ _GRAD_US = {
     "cpu": _GradCosts(op=3.0, gradient=1.7, kernel=1.3, flush=12.0, recorded=0.9, node=26.0,
                       given=10.0),
 }  # fmt: skip
-# us for 1000 elements on a CPU, beside the call: of arithmetic, which is bound by memory, and of
-# functions; a kernel, which goes through memory once, takes half of it
-_ARITHMETIC_US, _FUNCTION_US = 0.05, 1.0
-_FUNCTIONS_US = {"sigmoid": 0.22, "silu": 0.23, "rsqrt": 0.23, "sqrt": 0.38, "gelu": 0.47,
-                 "exp": 0.65, "tanh": 2.2}  # fmt: skip
-# ...and what reading on from the beginning of the last dimension takes there, where nothing is
-# vectorised, of 16 bits and of more: a wave of 256x256 (bench/overhead.py) otherwise lost, at 1.06
-# and 4.1 of eager's time
-_TURNED_US = {2: 2.2, 4: 0.5}
 # what memory moves in 1 us; of a CPU, by what arithmetic on three tensors of float32 takes
-_BYTES_PER_US = {"cuda": 4e6, "cpu": 12 * 1000 / _ARITHMETIC_US}
+_BYTES_PER_US = {"cuda": 4e6, "cpu": 12 * 1000 / ARITHMETIC_US}
 # us that one processor of a GPU takes for an op on an element; how long others may do nothing
 # meanwhile: about as long as one more flush takes
 _ALONE_US, _IDLE_US = 37e-6, 10.0
@@ -193,26 +183,9 @@ def _host(
 def _gain(nodes: list[Node], results: Sequence[int], device_type: str, op_us: float) -> float:
     eager, fused = _host(nodes, results, device_type, op_us)
     if device_type == "cpu":
-        return eager + _work(nodes) / 2 - fused
+        return eager + us_saved(nodes) - fused
     every, once = traffic(nodes, results)
     return max(eager, us_moved(every, device_type)) - max(fused, us_moved(once, device_type))
-
-
-def _work(nodes: list[Node]) -> float:
-    """us that eager ops take for their elements on one thread of a CPU."""
-    total = 0.0
-    for node in nodes:
-        assert node.op is not None and node.meta is not None
-        if node.base >= 0:
-            continue
-        each = _ARITHMETIC_US
-        if calls_functions(node.op, node.common):
-            each = _FUNCTIONS_US.get(node.op.name, _FUNCTION_US)
-        rolls = node.op.move.by if isinstance(node.op.move, Rolled) else ()
-        if any([dim == node.meta.ndim - 1 for dim, _ in rolls]):
-            each -= 2 * _TURNED_US[min(max(node.meta.dtype.itemsize, 2), 4)]  # kernels take half
-        total += each * math.prod(node.meta.shape) / 1000
-    return total
 
 
 def gain_at_start(runner: Runner) -> float:
@@ -230,10 +203,10 @@ def gain_at_start(runner: Runner) -> float:
         host = min(runner.margin, costs.op + costs.gradient - costs.recorded)
     else:
         eager, fused = _host(nodes, runner.made, device_type, _OP_US[device_type])
-        work = _work(nodes) / 2 if device_type == "cpu" else 0.0
-        host = min(max(eager + work - fused, 0.0), us_recorded(1, device_type))
+        saved = us_saved(nodes) if device_type == "cpu" else 0.0
+        host = min(max(eager + saved - fused, 0.0), us_recorded(1, device_type))
     if device_type == "cpu":
-        return host + _work([first]) / 2
+        return host + us_saved([first])
     return host + us_moved(2 * first.meta.nbytes, device_type)
 
 
@@ -429,8 +402,7 @@ def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
             moved = 3 * (1 + kernels) * max(segment.meta_of(ref).nbytes for ref in values)
             traffic += moved / _BYTES_PER_US["cuda"]
     if device_type == "cpu":
-        work = _work(nodes[first:])
-        return eager + work / 2 - fused
+        return eager + us_saved(nodes[first:]) - fused
     return max(eager, traffic) - max(fused, traffic / 3)
 
 
