@@ -29,7 +29,6 @@ function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # how ma
 function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
 _modes_are_told: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 InferenceMode = torch._C._InferenceMode
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no patch sees it
 # whether backward of this thread may run in others; the public class does it in 2 us
 is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
 set_multithreading_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled
@@ -58,6 +57,16 @@ pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_ho
 def is_differentiating() -> bool:
     """Whether this thread is inside a backward."""
     return _graph_task() != -1
+
+
+# without torch functions: a mode of these would be told
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no patch sees it
+
+
+def set_grad_enabled(mode: bool) -> None:
+    """`torch._C._set_grad_enabled`, of which no mode of torch functions is told."""
+    with NoModes():
+        _set_grad_enabled(mode)
 
 
 def above_autograd(function: _F) -> _F:

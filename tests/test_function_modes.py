@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import autofuse
 import cases
+from autofuse.record.policy import FLUSH_US
 from support import DEVICES, NATIVE, assert_same
 
 W = autofuse.wrap
@@ -70,6 +71,61 @@ def test_a_chain_under_a_mode_is_one_kernel():
         assert_same(got, value, None)
         stats = autofuse.stats()
         assert stats.kernels_launched == 1 and stats.ops_recorded == 9
+
+
+def is_written(x, y):
+    z = torch.zeros(3, 3)
+    with torch.no_grad():
+        z.copy_(x * y + 1)
+        z[0] = (x * 2)[0]
+    return z * x
+
+
+def is_kept(x, y):
+    a = x * y + 1
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        b = a.sigmoid() * a
+    return b.chunk(3)[0] + 1
+
+
+def is_held(x, y):
+    a = (x * 2 + y).tanh()
+    b = a[0]
+    a.sum()
+    return a, b, b * 2
+
+
+def is_differentiated(x, y):
+    a = (x * y + 1).sigmoid()
+    if a.requires_grad:
+        a.sum().backward()
+    return a, F.layer_norm(a, (3,)).softmax(-1)
+
+
+PROGRAMS = [is_written, is_kept, is_held, is_differentiated,
+            lambda x, y: ((x * y + 1).sigmoid() - x).T[0].sum() * 2]  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", ["always_fuse", "measure", "check", "", "waiting"])
+@pytest.mark.parametrize("way", ["fuse", "wrap"])
+def test_a_mode_is_told_of_no_step_of_ours(way, setting, monkeypatch, request):
+    """Such as grad mode, which is one, whatever becomes of a chain."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", setting in ("always_fuse", "waiting"))
+    if setting == "waiting":
+        request.getfixturevalue("eager_tier")
+    elif setting and setting != "always_fuse":
+        monkeypatch.setattr(autofuse.config, setting, True)
+        monkeypatch.setitem(FLUSH_US, "cpu", 4.0)
+    for program in PROGRAMS:
+        function = autofuse.fuse(program) if way == "fuse" else program
+        for k in range(12):
+            x, y = torch.randn(3, 3).requires_grad_(k % 2 == 0), torch.randn(3)
+            want, _, _ = told_of(program, lambda t: t, x, y)
+            told, got, _ = told_of(function, W if way == "wrap" else lambda t: t, x, y)
+            assert [name for _, name, *_ in told] == [name for _, name, *_ in want], k
+            with Log(told := []):
+                autofuse.materialize(got)
+            assert not told, k
 
 
 def test_what_was_pending_stays_so_in_a_handler_and_its_ops_are_recorded():

@@ -67,10 +67,11 @@ def viewer(nodes: list[Node], wanted: list[Node]) -> tuple[list[int], Callable[.
     calls = Calls(space)
     lines = [line for index in sorted(needed) for line in calls.lines_for(nodes[index])]
     lines.append(f"return {tuple_of(f'v{node.index}' for node in wanted)}")
-    body = "".join(f"        {line}\n" for line in lines)
+    body, grad = "".join(f"        {line}\n" for line in lines), wanted[0].grad_mode
     source = (
         f"def views({', '.join(f'v{base}' for base in bases)}):\n"
-        f"    was = grad_is_on()\n    try:\n        set_grad({wanted[0].grad_mode})\n{body}"
-        f"    finally:\n        set_grad(was)\n"
+        f"    was = grad_is_on()\n"
+        f"    try:\n        if was is not {grad}: set_grad({grad})\n{body}"
+        f"    finally:\n        if was is not {grad}: set_grad(was)\n"
     )
     return bases, above_autograd(defined(source, "views", space))
