@@ -336,24 +336,85 @@ def test_operator_module_and_python_scalars():
         assert_same_as_eager(lambda t, op=op: (op(t, 2.0), op(2.0, t), op(t, 3), op(3, t)), x)
 
 
+SEEN = {  # by another look of autograd's
+    "one op": lambda p, q, r: torch.exp(p),
+    "after one without a gradient": lambda p, q, r: torch.mul(q, p),
+    "of a list": lambda p, q, r: torch.cat([q, p]),
+    "of two ops": lambda p, q, r: F.mse_loss(q, p),
+    "several results": lambda p, q, r: torch.sort(p)[0] * torch.max(p, 0).values,
+    "a comparison before it": lambda p, q, r: torch.where(torch.gt(p, 0), p, q),
+    "beside what autograd knows": lambda p, q, r: torch.mul(r, p) * torch.mul(p, r),
+    "of a list with what it knows": lambda p, q, r: torch.stack([p, r]),
+    "of several ops": lambda p, q, r: F.cosine_similarity(p, torch.ones_like(p)),
+    "of several ops beside what it knows": lambda p, q, r: F.cosine_similarity(p, r + q),
+    "dropout": lambda p, q, r: F.dropout(p, 0.5, False),
+}
 UNSEEN = {
-    "one op": lambda p, q: torch.exp(p),
-    "after one without a gradient": lambda p, q: torch.mul(q, p),
-    "of several ops": lambda p, q: F.cosine_similarity(p, torch.ones_like(p)),
-    "dropout": lambda p, q: F.dropout(p, 0.5),
-    "a comparison before it": lambda p, q: torch.where(torch.gt(p, 0), p, q),
-    "a view": lambda p, q: torch.select(p, 0, 1),
+    "a write": lambda p, q, r: torch.zeros(3, 3).add_(p),
+    "a view": lambda p, q, r: torch.select(p, 0, 1),
 }
 
 
-@pytest.mark.parametrize("name", UNSEEN)
-def test_a_gradient_that_autograd_has_not_seen_is_told_of(name, always):
-    """Where torch functions are off it is the shell that C++ asks; nothing is lost without a word,
-    also by the second op of one in C++, which finds what the first has computed."""
+@pytest.mark.parametrize("name", SEEN | UNSEEN)
+def test_no_gradient_is_lost_where_torch_functions_are_off(name, always):
+    """It is the shell that C++ asks then; where another look does not help that is told."""
+    program = (SEEN | UNSEEN)[name]
     x = torch.arange(1.0, 10.0).view(3, 3).requires_grad_()
+    y = x.detach().clone().requires_grad_()
     q, p = autofuse.wrap(x.detach().clone()) * 3.0, autofuse.wrap(x) * 2.0
+    r = torch.linspace(-1.0, 2.0, 9).view(3, 3).requires_grad_()
     assert autofuse.is_pending(p) and autofuse.is_pending(q)
-    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(autofuse.errors.LostGradientError):
-        UNSEEN[name](p, q)
+    with torch._C.DisableTorchFunctionSubclass():
+        if name in SEEN:
+            got, want = program(p, q, r), program(y * 2.0, y.detach() * 3.0, r)
+            assert_same(got, want, 1e-6)
+            found, given = (
+                torch.autograd.grad((result * result).sum(), [leaf, r], retain_graph=True,
+                                    allow_unused=True)
+                for result, leaf in ((got, x), (want, y))
+            )  # fmt: skip
+            for one, other in zip(found, given, strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or assert_same(one, other, 1e-5) is None
+        else:
+            with pytest.raises(autofuse.errors.LostGradientError):
+                program(p, q, r)
     (gradient,) = torch.autograd.grad((p * q).sum(), x)
     assert_same(gradient, x.detach() * 6.0, None)
+
+
+class Plainly(torch.Tensor):
+    """Does what torch does, whatever the other classes are."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+PLAINLY = [
+    torch.add, torch.mul, torch.maximum, torch.dot, lambda s, y: s - y,
+    lambda s, y: s.clamp(y, y + 1), lambda s, y: torch.where(s > 0, s, y),
+    lambda s, y: F.cosine_similarity(s, y, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("way", ["wrap", "fuse"])
+def test_pending_values_beside_a_class_that_asks_nobody(way, grad, on):
+    leaf = torch.tensor([0.5, -1.0, 2.0], requires_grad=grad)
+    for function in PLAINLY:
+        for always_fuse in (False, True, True):
+            autofuse.config.always_fuse = always_fuse
+            x, s = torch.tensor([1.0, 2.0, -3.0], requires_grad=True), leaf.as_subclass(Plainly)
+            want = function(s, x * 2.0 + 1.0)
+            if way == "wrap":
+                got = function(s, autofuse.wrap(x) * 2.0 + 1.0)
+            else:
+                got = autofuse.fuse(lambda x, f=function, s=s: f(s, x * 2.0 + 1.0))(x)
+                assert type(got) is torch.Tensor
+            assert_same(got, want, 1e-6)
+            leaves = [x, leaf] if grad else [x]
+            found, given = (torch.autograd.grad(one.sum(), leaves) for one in (got, want))
+            for one, other in zip(found, given, strict=True):
+                assert_same(one, other, 1e-6)

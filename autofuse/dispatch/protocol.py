@@ -12,14 +12,22 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from ..chain.shell import Held, Tensor
+from ..chain.meta import plain_meta
+from ..chain.shell import Held, Tensor, make_shell
 from ..chain.state import counts
 from ..errors import LostGradientError
 from ..lines import shown, user_position
 from ..record.flush import flush_tensor, flush_thread
-from ..torch_private import NoModes, NoTorchFunction, looked_on, torch_functions_are_on
+from ..torch_private import (
+    NoModes,
+    NoTorchFunction,
+    above_autograd,
+    in_functorch,
+    looked_on,
+    torch_functions_are_on,
+)
 from .eager import OURS, Handler, released, run_any, run_eager
-from .nested import SIMPLE, wrapped_in
+from .nested import SIMPLE, mapped, wrapped_in
 from .unrecorded import known_of
 
 HANDLERS: dict[Any, Handler] = {}  # torch function -> what to call instead, arguments by position
@@ -107,14 +115,9 @@ def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
     args, kwargs = list(args), dict(kwargs or {})
     name = func.overloadpacket.__name__
     found = [*wrapped_in((*args, *kwargs.values()))]
-    if is_grad_enabled() and name not in _CONSTANT and any(map(_is_unseen, found)):
-        raise LostGradientError(
-            f"C++ code calls {name} on a pending tensor that requires grad, at "
-            f"{shown(user_position())}.\n"
-            "Cause: the graph of a pending value is made when it is computed, which is too "
-            "late where autograd is at work already.\n"
-            "Call autofuse.materialize(tensor) before handing it over."
-        )
+    unseen = is_grad_enabled() and name not in _CONSTANT and any(map(_is_unseen, found))
+    if unseen and not _makes_new(func):
+        raise _lost_gradient(name)
     for tensor in found:
         if tensor._af.recorder is not None:
             flush_tensor(tensor, "C++")
@@ -122,7 +125,44 @@ def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
         flush_thread("C++")
     counts.eager[name, "called from C++"] += 1
     with NoModes():
-        return func(*released(args, {}), **released(kwargs, {}))
+        args, kwargs = released(args, {}), released(kwargs, {})
+        if not unseen:
+            return func(*args, **kwargs)
+        result = _above_autograd(func, args, kwargs)
+        return mapped(result, lambda made: _shell_of(made, name))
+
+
+@above_autograd
+def _above_autograd(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _shell_of(result: torch.Tensor, name: str) -> torch.Tensor:
+    """What C++ is given for `result`, which has its graph: autograd is at work on this call already
+    and may hang a node on what it gets, which does not know all that it comes of."""
+    if not result.requires_grad:
+        return result
+    meta = plain_meta(result)
+    if meta is None:
+        raise _lost_gradient(name)
+    return make_shell(meta, Held(result))
+
+
+def _lost_gradient(name: str) -> LostGradientError:
+    return LostGradientError(
+        f"C++ code calls {name} on a pending tensor that requires grad, at "
+        f"{shown(user_position())}.\n"
+        "Cause: the graph of a pending value is made when it is computed, which is too late where "
+        "autograd is at work already.\n"
+        "Call autofuse.materialize(tensor) before handing it over."
+    )
+
+
+def _makes_new(func: Any) -> bool:
+    """Whether `func` is one of torch's whose results are neither views nor written to."""
+    schema = func._schema
+    aliases = any(result.alias_info is not None for result in schema.returns)
+    return func.namespace == "aten" and not (schema.is_mutable or aliases or in_functorch())
 
 
 def _is_unseen(tensor: Tensor) -> bool:
