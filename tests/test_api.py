@@ -695,3 +695,42 @@ def test_finalizers_that_run_when_python_ends(tmp_path):
     want = told("plain")
     assert len(want) == 2
     assert told("cold") == told("warm") == told("cold", "background") == want
+
+
+def test_a_wrapped_view_is_one():
+    """What is written to it under grad its base has, and what eager forbids is forbidden."""
+
+    def outcome(make):
+        try:
+            return make()
+        except RuntimeError as error:
+            return str(error)
+
+    def values(wrap, w):
+        cache, other = torch.zeros(3, 4), torch.ones(3, 4)
+        row = wrap(cache[1])
+        row.add_(w * 3.0)
+        row.mul_(w)
+        yield cache.sum().item(), cache.requires_grad, row._version
+        (gradient,) = torch.autograd.grad(cache.sum() + autofuse.unwrap(row).sum(), w)
+        yield gradient.tolist(), row._is_view(), row._base is cache, wrap(other)._is_view()
+        yield outcome(lambda: wrap(other[0]).detach_())
+        yield outcome(lambda: wrap(w.detach()[:2]).requires_grad_().mul_(2.0))
+        with torch.no_grad():
+            view, wrapped = other[0], wrap(other[0])
+        yield outcome(lambda: wrap(view).mul_(w)), outcome(lambda: wrapped.mul_(w))
+        yield outcome(lambda: wrap(other.chunk(3)[0]).mul_(w))
+        with torch.inference_mode():
+            made = torch.ones(3, 3)
+            part = wrap(made[0])
+            part.mul_(2.0)
+        yield made.sum().item(), part.is_inference()
+        with torch.no_grad():
+            wrap(other.t()[1]).mul_(5.0).add_(1.0)
+        yield other.tolist(), other._version
+
+    got, want = (
+        list(values(wrap, torch.arange(1.0, 5.0).requires_grad_()))
+        for wrap in (autofuse.wrap, lambda x: x)
+    )
+    assert got == want

@@ -399,12 +399,14 @@ class TestExtension:
         with pytest.raises(autofuse.StaleInputError, match="version 0 -> 1"):
             y.tolist()
 
-    def test_a_lost_gradient_is_an_error(self, extension, monkeypatch):
+    def test_no_gradient_is_lost_but_with_an_error(self, extension, monkeypatch):
         monkeypatch.setattr(autofuse.config, "always_fuse", True)
         x = W(torch.ones(3, requires_grad=True))
+        for argument in (x * 2, autofuse.materialize(x * 2)):
+            (gradient,) = torch.autograd.grad(extension.twice(argument).sum(), x)
+            assert gradient.tolist() == [4.0] * 3
         with pytest.raises(RuntimeError, match="autofuse.materialize"):
-            extension.twice(x * 2)
-        assert extension.twice(autofuse.materialize(x * 2)).requires_grad
+            extension.bump(x * 2)
 
     def test_memory_is_there_or_it_is_an_error(self, extension):
         for read in (extension.first, extension.peek):

@@ -144,7 +144,9 @@ def alias(tensor: torch.Tensor) -> Tensor:
     """A wrapped tensor over the same memory, version counter and autograd history."""
     tangent = forward_ad._current_level >= 0  # which detach would drop
     with NoModes():
-        if tensor.requires_grad and not torch.is_inference_mode_enabled():
+        led = tensor.requires_grad
+        led |= tensor._is_view() and not tensor.is_inference()  # what is written leads its base on
+        if led and not torch.is_inference_mode_enabled():
             with torch.enable_grad():  # or the alias would say so and lead nowhere
                 other = torch.ops.aten.alias.default(tensor)
         elif tensor.is_inference():  # or the alias could be written to where that cannot
