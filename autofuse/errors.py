@@ -26,7 +26,7 @@ class StaleInputError(AutofuseError):
 
 
 class LostGradientError(AutofuseError):
-    """C++ code took a pending value that requires grad where autograd cannot follow.
+    """C++ code wrote to a pending value that requires grad or took a view, unseen by autograd.
 
     Call `autofuse.materialize(tensor)` before handing it over.
     """
