@@ -62,3 +62,31 @@ def test_rows_of_one_block_are_in_one_kernel_with_their_numbers(counted):
     counted.clear()
     run(lambda x, y: torch.group_norm(x * y, 4) * 2.0, x, y)
     assert counted[0][2] == 5 * size
+
+
+@pytest.mark.parametrize("program, saved", [
+    (lambda x, y: x * y + y, 2 * 0.025),
+    (lambda x, y: torch.tanh(x * y), 0.025 + 1.5),
+    (lambda x, y: torch.sin(x) * y, 0.025 - 0.9),
+    (lambda x, y: torch.log1p(x) * y, 0.025 + 0.5),  # as all others
+    (lambda x, y: torch.sqrt(x.double()), 0.025 + 0.7),
+    (lambda x, y: (x * y).view(-1) * 2.0, 2 * 0.025),
+    (lambda x, y: x.roll(1, -1) * y, 2 * 0.025 - 0.5),
+])  # fmt: skip
+def test_what_kernels_save_of_elements_on_a_cpu(program, saved, monkeypatch):
+    """In us, by functions; of what leaves the caches also that ops after it read it again."""
+    for code, known in (("f32", {"": 0.5, "tanh": 1.5, "sin": -0.9}), ("f64", {"sqrt": 0.7})):
+        monkeypatch.setitem(costs.SAVED_US, code, {"": -2.5, **known})
+    found = []
+
+    def is_short(nodes, results, device_type):
+        found.append(nodes)
+        return False
+
+    monkeypatch.setattr(ways, "is_short", is_short)
+    for shape in ((16, 250), (1000, 1000)):
+        run(program, torch.ones(shape), torch.ones(shape))
+        nodes, size = found.pop(), shape[0] * shape[1] / 1000
+        given = [node.meta.nbytes / 1000 for node in nodes if node.base < 0][:-1]
+        memory = 0.1 * sum(given) if shape[0] == 1000 else 0.0
+        assert costs.us_saved(nodes) == pytest.approx(saved * size + memory)

@@ -28,7 +28,7 @@ SAVED_US = {  # by the name of an op, "" for all others
     "f32": {
         "": 0.5, "sigmoid": 0.12, "silu": 0.12, "glu": 0.12, "rsqrt": 0.0, "sqrt": 0.25,
         "lerp": 0.0, "lerp_scalar": 0.0, "addcmul": 0.0, "addcmul_scaled": 0.0, "exp2": 0.07,
-        "exp": 0.27, "log": 0.35, "log2": 0.35, "log10": 0.35, "erf": 0.35, "gelu": -0.2,
+        "exp": 0.27, "log": 0.35, "log2": 0.35, "log10": 0.35, "erf": 0.35, "gelu": 0.0,
         "tanh": 1.5, "gelu_tanh": 1.5, "elu": 1.0, "expm1": 1.0, "atan": 1.0, "mish": 2.0,
         "sin": -0.9, "cos": -0.8, "tan": -1.9, "asin": -0.4, "acos": -0.6, "atanh": -0.2,
         "erfc": -0.5, "nextafter": -1.3, "lgamma": -1.2, "erfinv": -4.6, "digamma": -18.0,
@@ -39,6 +39,9 @@ SAVED_US = {  # by the name of an op, "" for all others
         "addcmul_scaled": 0.0, "gelu": 0.7, "tanh": -6.0,
     },
 }  # fmt: skip
+# ...of 1000 bytes that an op gives to the next one where they do not stay in the caches, and where
+# they are given back to the system at once
+_MEMORY_US = ((32 << 20, 0.22), (3 << 20, 0.1))
 # ...and what reading on from the beginning of the last dimension takes there, where nothing is
 # vectorised, of 16 bits and of more: a wave of 256x256 (bench/overhead.py) otherwise lost, at 1.06
 # and 4.1 of eager's time
@@ -102,11 +105,13 @@ def traffic(nodes: list[Node], results: Sequence[int]) -> tuple[int, int]:
 
 def us_saved(nodes: list[Node]) -> float:
     """us that a kernel saves of what eager ops take for their elements, on one thread of a CPU."""
-    total = 0.0
+    total, before = 0.0, 0  # bytes that the op before has given
     for node in nodes:
         assert node.op is not None and node.meta is not None
         if node.base >= 0:
             continue
+        total += next((us * before / 1000 for size, us in _MEMORY_US if before >= size), 0.0)
+        before = node.meta.nbytes
         each = ARITHMETIC_US / 2
         if calls_functions(node.op, node.common):
             saved = SAVED_US["f64" if node.common == "f64" else "f32"]
