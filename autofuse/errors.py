@@ -26,7 +26,7 @@ class StaleInputError(AutofuseError):
 
 
 class LostGradientError(AutofuseError):
-    """C++ code wrote to a pending value that requires grad or took a view, unseen by autograd.
+    """C++ code called with a pending value that requires grad what autograd cannot look at again.
 
     Call `autofuse.materialize(tensor)` before handing it over.
     """

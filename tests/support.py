@@ -22,7 +22,7 @@ from autofuse.kernel.plan import Piece, make_pieces
 from autofuse.lines import OURS
 from autofuse.ops import autocast
 from autofuse.program.program import Output, Program
-from autofuse.record import origins
+from autofuse.record import costs, origins
 from autofuse.record.modes import forget_all
 from autofuse.run import cpu
 from autofuse.torch_private import AUTOCASTS, ExcludedKey, NoTorchFunction
@@ -39,6 +39,8 @@ NATIVE = [native.active()]  # what `config.native` may be: what AUTOFUSE_NATIVE 
 if NATIVE[0] and "AUTOFUSE_NATIVE" not in os.environ:
     NATIVE.insert(0, False)
 TIERS = ["kernels", "short", "waiting"]  # see the fixture
+
+SAVED_US = {code: dict(saved) for code, saved in costs.SAVED_US.items()}  # before tests have theirs
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

@@ -6,7 +6,10 @@ from test_columns import values
 from test_reductions import recorded, recording  # noqa: F401
 
 import autofuse
+from autofuse.kernel.text import functions_of
+from autofuse.ops.row import OPS
 from autofuse.record import costs, ways
+from support import SAVED_US
 
 N = 4 * 131072 * 4  # bytes of a tensor here
 
@@ -90,3 +93,24 @@ def test_what_kernels_save_of_elements_on_a_cpu(program, saved, monkeypatch):
         given = [node.meta.nbytes / 1000 for node in nodes if node.base < 0][:-1]
         memory = 0.1 * sum(given) if shape[0] == 1000 else 0.0
         assert costs.us_saved(nodes) == pytest.approx(saved * size + memory)
+
+
+def test_savings_are_of_ops_and_none_is_of_arithmetic(monkeypatch):
+    for code, saved in SAVED_US.items():
+        monkeypatch.setitem(costs.SAVED_US, code, saved)
+        for name in saved.keys() - {""}:
+            assert any(op.name == name and functions_of(op, code) for op in OPS.values()), name
+    found = []
+    monkeypatch.setattr(ways, "is_short", lambda nodes, *_: found.append(nodes))
+    for dtype in (torch.float32, torch.float64):
+        for program in (
+            lambda x, y: torch.add(torch.sub(x, y, alpha=2.0), y, alpha=3.0),
+            lambda x, y: (x * y) ** 0.5,
+            lambda x, y: (x * y) ** -0.5,
+            lambda x, y: torch.nn.functional.huber_loss(x * y, y, reduction="none"),
+            lambda x, y: torch.nn.functional.smooth_l1_loss(x * y, y, reduction="none"),
+            lambda x, y: torch.lerp(x * y, y, 0.5),
+            lambda x, y: torch.addcmul(x * y, x, y),
+        ):
+            run(program, torch.ones(16, 16, dtype=dtype), torch.ones(16, 16, dtype=dtype))
+            assert costs.us_saved(found.pop()) > 0.0

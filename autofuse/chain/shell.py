@@ -10,6 +10,7 @@ none (0.2 us for the exchange against 0.84 us for a new shell; one H200 machine,
 
 from __future__ import annotations
 
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -140,15 +141,28 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor | None:
         set_grad_enabled(was)
 
 
+def _leads_a_base_on(tensor: torch.Tensor) -> bool:
+    """Whether what is written to `tensor` under grad gives a graph to a base that others have."""
+    if not tensor._is_view() or tensor.is_inference() or torch.is_inference_mode_enabled():
+        return False
+    base = [tensor._base]
+    return use_count(base[0]) > 2 or getrefcount(base[0]) > 2  # other views have it, or Python
+
+
 def alias(tensor: torch.Tensor) -> Tensor:
     """A wrapped tensor over the same memory, version counter and autograd history."""
     tangent = forward_ad._current_level >= 0  # which detach would drop
     with NoModes():
-        led = tensor.requires_grad
-        led |= tensor._is_view() and not tensor.is_inference()  # what is written leads its base on
-        if led and not torch.is_inference_mode_enabled():
+        if tensor.requires_grad and not torch.is_inference_mode_enabled():
             with torch.enable_grad():  # or the alias would say so and lead nowhere
                 other = torch.ops.aten.alias.default(tensor)
+        elif _leads_a_base_on(tensor):
+            was = torch.is_grad_enabled()
+            try:
+                set_grad_enabled(True)  # as the view itself, whatever it was made under
+                other = permute(tensor, (*range(tensor.ndim),))
+            finally:
+                set_grad_enabled(was)
         elif tensor.is_inference():  # or the alias could be written to where that cannot
             with InferenceMode(True):
                 other = tensor.detach()

@@ -24,10 +24,11 @@ from ..torch_private import (
     above_autograd,
     in_functorch,
     looked_on,
+    requires_grad_of,
     torch_functions_are_on,
 )
 from .eager import OURS, Handler, released, run_any, run_eager
-from .nested import SIMPLE, mapped, wrapped_in
+from .nested import SIMPLE, flattened, mapped, wrapped_in
 from .unrecorded import known_of
 
 HANDLERS: dict[Any, Handler] = {}  # torch function -> what to call instead, arguments by position
@@ -118,6 +119,7 @@ def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
     unseen = is_grad_enabled() and name not in _CONSTANT and any(map(_is_unseen, found))
     if unseen and not _makes_new(func):
         raise _lost_gradient(name)
+    hangs = unseen and _hangs_a_node((*args, *kwargs.values()))
     for tensor in found:
         if tensor._af.recorder is not None:
             flush_tensor(tensor, "C++")
@@ -129,7 +131,7 @@ def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
         if not unseen:
             return func(*args, **kwargs)
         result = _above_autograd(func, args, kwargs)
-        return mapped(result, lambda made: _shell_of(made, name))
+        return mapped(result, lambda made: _shell_of(made, name)) if hangs else result
 
 
 @above_autograd
@@ -137,9 +139,15 @@ def _above_autograd(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _hangs_a_node(operands: Any) -> bool:
+    """Whether autograd, which is at work on this call, hangs a node on what comes of it: C++ knows
+    of an operand that requires grad."""
+    return any(requires_grad_of(x) for x in flattened(operands) if isinstance(x, torch.Tensor))
+
+
 def _shell_of(result: torch.Tensor, name: str) -> torch.Tensor:
-    """What C++ is given for `result`, which has its graph: autograd is at work on this call already
-    and may hang a node on what it gets, which does not know all that it comes of."""
+    """What C++ is given where it hangs a node on it, which does not know all that `result`, with a
+    graph of its own, comes of."""
     if not result.requires_grad:
         return result
     meta = plain_meta(result)

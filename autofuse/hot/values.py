@@ -253,7 +253,7 @@ def are_others():
     left = PyDict_Size(serving)
     if left != 0:
         recorder: Recorder = current_recorder()
-        if recorder == 0 or PyDict_GetItemWithError(serving, recorder.ident) != 0:
+        if recorder == 0 or PyDict_GetItemWithError(serving, recorder.thread) != 0:
             return 1  # a finalizer runs in one of those
     left += 1
     thread = PyInterpreterState_ThreadHead(PyThreadState_GetInterpreter(PyThreadState_Get()))

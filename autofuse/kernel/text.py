@@ -138,16 +138,21 @@ _ARITHMETIC = {"abs", "floor", "ceil", "trunc", "round", "copysign", "fmax", "fm
                "rnd", *CODES.values()}  # fmt: skip
 
 
-@cache
 def calls_functions(op: Op, common: str) -> bool:
     """Whether the CPU kernel of `op` needs more than arithmetic and what is exact."""
+    return bool(functions_of(op, common))
+
+
+@cache
+def functions_of(op: Op, common: str) -> frozenset[str]:
+    """What the CPU kernel of `op` needs besides arithmetic and what is exact."""
     trees = [tree for part in parse(op.expression(common, "cpu")) for tree in ast.walk(part)]
     called = {
         tree.func.id
         for tree in trees
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)
     }
-    return not called <= _ARITHMETIC
+    return frozenset(called - _ARITHMETIC)
 
 
 class _Substitute(ast.NodeTransformer):

@@ -98,7 +98,7 @@ def _give_values(owner: Any, name: str) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         flush_thread(name)
         _compute_others(args, kwargs, name)
-        return original(*args, **kwargs)
+        return original(*released(args, {}), **released(kwargs, {}))
 
     replace(owner, name, call)
 

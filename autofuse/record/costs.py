@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ..chain.state import Node
-from ..kernel.text import calls_functions
+from ..kernel.text import functions_of
 from ..layout import Ints
 from ..ops.moves import Rolled
 from ..ops.reductions import Reduction
@@ -24,19 +24,23 @@ _COUNTING = 16
 # functions (AMD EPYC with AVX2, torch 2.13). Where eager's vectors are as good that is little or
 # less than nothing, and so it is of float64, where most of ours take one element at a time
 ARITHMETIC_US = 0.05
-SAVED_US = {  # by the name of an op, "" for all others
+_INLINE = {"fma", "sqrt", "rsqrt"}  # which processors have instructions for
+SAVED_US = {  # by the name of an op; "" for all others that call functions
     "f32": {
         "": 0.5, "sigmoid": 0.12, "silu": 0.12, "glu": 0.12, "rsqrt": 0.0, "sqrt": 0.25,
         "lerp": 0.0, "lerp_scalar": 0.0, "addcmul": 0.0, "addcmul_scaled": 0.0, "exp2": 0.07,
+        "pow_half": 0.25, "pow_minus_half": 0.0,
         "exp": 0.27, "log": 0.35, "log2": 0.35, "log10": 0.35, "erf": 0.35, "gelu": 0.0,
         "tanh": 1.5, "gelu_tanh": 1.5, "elu": 1.0, "expm1": 1.0, "atan": 1.0, "mish": 2.0,
         "sin": -0.9, "cos": -0.8, "tan": -1.9, "asin": -0.4, "acos": -0.6, "atanh": -0.2,
         "erfc": -0.5, "nextafter": -1.3, "lgamma": -1.2, "erfinv": -4.6, "digamma": -18.0,
         "fmod": -9.5, "remainder": -9.5, "div_floor": -9.5, "floor_divide": -9.5,
+        "bessel_j0": -1.3, "bessel_j1": -1.3, "bessel_y0": -1.3, "bessel_y1": -1.3,
     },
     "f64": {
-        "": -2.5, "rsqrt": 0.0, "sqrt": 0.7, "lerp": 0.0, "lerp_scalar": 0.0, "addcmul": 0.0,
-        "addcmul_scaled": 0.0, "gelu": 0.7, "tanh": -6.0,
+        "": -2.5, "rsqrt": 0.0, "sqrt": 0.7, "pow_half": 0.7, "gelu": 0.7, "xlogy": 0.5, "i0": 9.0,
+        "i0e": 9.0, "i1": 9.0, "i1e": 9.0, "log1p": -5.0, "tanh": -6.0, "atan2": -9.0,
+        "softplus": -9.0, "sinh": -9.0, "log_sigmoid": -9.0, "ndtri": -9.0, "mish": -19.0,
     },
 }  # fmt: skip
 # ...of 1000 bytes that an op gives to the next one where they do not stay in the caches, and where
@@ -112,10 +116,11 @@ def us_saved(nodes: list[Node]) -> float:
             continue
         total += next((us * before / 1000 for size, us in _MEMORY_US if before >= size), 0.0)
         before = node.meta.nbytes
-        each = ARITHMETIC_US / 2
-        if calls_functions(node.op, node.common):
-            saved = SAVED_US["f64" if node.common == "f64" else "f32"]
-            each = saved.get(node.op.name, saved[""])
+        saved = SAVED_US["f64" if node.common == "f64" else "f32"]
+        functions = functions_of(node.op, node.common)
+        each = saved[""] if functions - _INLINE else ARITHMETIC_US / 2
+        if functions:
+            each = saved.get(node.op.name, each)
         rolls = node.op.move.by if isinstance(node.op.move, Rolled) else ()
         if any([dim == node.meta.ndim - 1 for dim, _ in rolls]):
             each -= _TURNED_US[min(max(node.meta.dtype.itemsize, 2), 4)]
