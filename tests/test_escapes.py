@@ -448,11 +448,11 @@ PLAINLY = [
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("way", ["wrap", "fuse"])
-def test_pending_values_beside_a_class_that_asks_nobody(way, grad, on):
+def test_pending_values_beside_a_class_that_asks_nobody(way, grad, on, monkeypatch):
     leaf = torch.tensor([0.5, -1.0, 2.0], requires_grad=grad)
     for function in PLAINLY:
         for always_fuse in (False, True, True):
-            autofuse.config.always_fuse = always_fuse
+            monkeypatch.setattr(autofuse.config, "always_fuse", always_fuse)
             x, s = torch.tensor([1.0, 2.0, -3.0], requires_grad=True), leaf.as_subclass(Plainly)
             want = function(s, x * 2.0 + 1.0)
             if way == "wrap":
