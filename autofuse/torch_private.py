@@ -29,6 +29,8 @@ function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # how ma
 function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
 _modes_are_told: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 InferenceMode = torch._C._InferenceMode
+# told to modes of torch functions; no patch sees it
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # whether backward of this thread may run in others; the public class does it in 2 us
 is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
 set_multithreading_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled
@@ -59,14 +61,18 @@ def is_differentiating() -> bool:
     return _graph_task() != -1
 
 
-# without torch functions: a mode of these would be told
-_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no patch sees it
-
-
-def set_grad_enabled(mode: bool) -> None:
-    """`torch._C._set_grad_enabled`, of which no mode of torch functions is told."""
+def _set_grad_enabled(mode: bool) -> None:
     with NoModes():
-        _set_grad_enabled(mode)
+        set_grad_enabled(mode)
+
+
+def grad_setter() -> Callable[[bool], None]:
+    """`set_grad_enabled` for now, of which no mode of torch functions is told.
+
+    To be asked for before what it undoes: without modes it is C's, in the middle of which no signal
+    handler runs.
+    """
+    return _set_grad_enabled if function_modes() else set_grad_enabled
 
 
 def above_autograd(function: _F) -> _F:

@@ -21,6 +21,7 @@ from ..torch_private import (
     InferenceMode,
     NoModes,
     detach,
+    grad_setter,
     is_shell,
     permute,
     set_grad_enabled,
@@ -129,16 +130,16 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor | None:
 
     None where there is no memory behind `tensor`: another thread may exchange it at any moment.
     """
-    was, grad = torch.is_grad_enabled(), tensor.requires_grad
+    was, set_grad, grad = torch.is_grad_enabled(), grad_setter(), tensor.requires_grad
     dims = (*range(tensor.ndim),)
     try:
-        set_grad_enabled(True)  # or the alias would say so and lead nowhere
+        set_grad(True)  # or the alias would say so and lead nowhere
         if grad:
             # no Python runs from the test to the end of the call
             return permute(tensor, dims) if not tensor._python_dispatch else None
         return detach(tensor) if not tensor._python_dispatch else None
     finally:
-        set_grad_enabled(was)
+        set_grad(was)
 
 
 def _leads_a_base_on(tensor: torch.Tensor) -> bool:

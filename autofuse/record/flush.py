@@ -64,7 +64,7 @@ from ..run.runner import Runner
 from ..run.settle import WRITING, settle, write_out
 from ..supply import kernels as compiling
 from ..supply.load import enter_context
-from ..torch_private import InferenceMode, NoModes, changes_results, detach, set_grad_enabled
+from ..torch_private import InferenceMode, NoModes, changes_results, detach, grad_setter
 from .failures import is_lost, lose, recover
 from .numbers import is_next
 from .origins import credit
@@ -173,9 +173,9 @@ def tell(recorder: Recorder) -> None:
         return
     nothing: list[Untold] = []
     untold = nothing
-    was = torch.is_grad_enabled()
+    was, set_grad = torch.is_grad_enabled(), grad_setter()
     try:
-        set_grad_enabled(False)
+        set_grad(False)
         # no Python runs from here...
         untold, recorder.untold = recorder.untold, nothing
         # ...to here
@@ -196,7 +196,7 @@ def tell(recorder: Recorder) -> None:
                 one.saved.clear()
         raise
     finally:
-        set_grad_enabled(was)
+        set_grad(was)
 
 
 def _foretell(recorder: Recorder, chain: Chain) -> None:

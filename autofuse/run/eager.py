@@ -88,19 +88,20 @@ def replayed(
 
     grad: with autograd's nodes, of which hooks are told nothing: the flush does that.
     """
-    was, told = torch.is_grad_enabled(), nodes[-1].told is LATER or top_hooks() is not None
-    try:
+    told = nodes[-1].told is LATER or top_hooks() is not None
+    with NoModes():
+        was = torch.is_grad_enabled()
         try:
-            if told:
-                push_hooks(*HOLDING)
-            set_grad_enabled(grad and nodes[-1].grad_mode)
-            with NoModes():
+            try:
+                if told:
+                    push_hooks(*HOLDING)
+                set_grad_enabled(grad and nodes[-1].grad_mode)
                 made = (ops or replaying(nodes, live))(chain.inputs, chain.consts, bumps, late)
+            finally:
+                if told:
+                    pop_hooks()
         finally:
-            if told:
-                pop_hooks()
-    finally:
-        set_grad_enabled(was)
+            set_grad_enabled(was)
     return dict(zip(live, made, strict=True))
 
 

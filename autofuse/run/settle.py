@@ -11,7 +11,7 @@ from ..chain.meta import UNKNOWN, fresh_meta
 from ..chain.shell import become, gave
 from ..chain.state import Chain, Node
 from ..sole import ONES, REFERENCES, frees, reach_of
-from ..torch_private import NoModes, copy_to, is_shell, raw_version_of, set_grad_enabled
+from ..torch_private import NoModes, copy_to, grad_setter, is_shell, raw_version_of
 
 WRITING: dict[int, torch.Tensor] = {}  # `Chain.values` while C writes to memory that is read too
 
@@ -80,15 +80,15 @@ def put_back(chain: Chain, index: int, position: int, value: torch.Tensor) -> to
 
 def write_out(chain: Chain, value: torch.Tensor) -> None:
     """Write the last value of `chain` where it belongs; its op was recorded under no_grad."""
-    grad = torch.is_grad_enabled()
+    grad, set_grad = torch.is_grad_enabled(), grad_setter()
     try:
-        set_grad_enabled(False)
+        set_grad(False)
         # no Python runs from here...
         into, chain.into = chain.into, None
         if into is not None:  # who runs in the middle may have been faster
             copy_to(into, value)  # ...to its end
     finally:
-        set_grad_enabled(grad)
+        set_grad(grad)
 
 
 def bump(chain: Chain, reals: dict[int, torch.Tensor]) -> None:
