@@ -151,6 +151,7 @@ use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 address_of = TensorBase.data_ptr  # type: ignore[attr-defined] - unpatched
 copy_to = TensorBase.copy_  # type: ignore[attr-defined] - (into, value)
 item_of = TensorBase.item  # type: ignore[attr-defined] - unpatched
+get_item = TensorBase.__getitem__  # unpatched
 keys_of = torch._C._dispatch_keys  # what decides which kernels an op on it runs
 # that of tensors whose memory is laid out by strides; others of those have another
 DENSE: int = torch._C.DispatchKeySet(torch._C.DispatchKey.Dense).raw_repr()

@@ -21,6 +21,7 @@ from ..torch_private import (
     InferenceMode,
     NoModes,
     detach,
+    get_item,
     grad_setter,
     is_shell,
     permute,
@@ -161,7 +162,7 @@ def alias(tensor: torch.Tensor) -> Tensor:
             was = torch.is_grad_enabled()
             try:
                 set_grad_enabled(True)  # as the view itself, whatever it was made under
-                other = permute(tensor, (*range(tensor.ndim),))
+                other = get_item(tensor, ...)  # names of dimensions go on by it
             finally:
                 set_grad_enabled(was)
         elif tensor.is_inference():  # or the alias could be written to where that cannot
