@@ -202,7 +202,8 @@ def _close_during_apply(owner: Any) -> None:
         mine, before = this_thread.__dict__, this_thread.applies
         try:
             mine["applies"] = before + 1
-            result = run_closed("apply", bound, args, kwargs)
+            given = released(args, {}), released(kwargs, {})
+            result = run_closed("apply", bound, *given)
         finally:
             mine["applies"] = before
         if before or not [*wrapped_in((*args, *kwargs.values()))]:
