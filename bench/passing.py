@@ -22,8 +22,53 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 Row = Callable[[Any], object]
+
+
+class Step(torch.autograd.Function):
+    """1 where x is positive, as programs write it whose steps have a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def inferred(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return x.view(-1)
+
+
+def checkpointed(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(torch.Tensor.t, x, use_reentrant=False)
+
+
+def differentiated(x: torch.Tensor) -> None:
+    with torch.enable_grad():
+        x.sum().backward()
+
+
+def packed(x: torch.Tensor) -> None:
+    with saved_tensors_hooks(str, str):
+        pass
+
+
+class Looking(torch.overrides.TorchFunctionMode):
+    """A mode that passes everything on."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+        return function(*args, **kw or {})
+
+
+def looked_at(x: torch.Tensor) -> torch.Tensor:
+    with Looking():
+        return x.view(-1)
 
 
 def rows(device: str) -> dict[str, Row]:
@@ -79,6 +124,9 @@ def rows(device: str) -> dict[str, Row]:
         "F.dropout": lambda x: F.dropout(x, 0.5, True),
         "F.embedding": lambda x: F.embedding(first, x),
         "torch.einsum": lambda x: torch.einsum("ij,jk->ik", x, w),
+        "autograd.Function": lambda x: Step.apply(x),
+        "inference mode": inferred,
+        "checkpoint": checkpointed,
         "x.shape": lambda x: x.shape,
         "x.size(0)": lambda x: x.size(0),
         "x.dim()": lambda x: x.dim(),
@@ -163,6 +211,7 @@ def plain_rows(device: str) -> dict[str, Row]:
     t = torch.ones(1, device=device)
     t.requires_grad_(False)
     m, i = t.view(1, 1), torch.zeros(1, dtype=torch.long, device=device)
+    leaf = torch.ones(1, device=device, requires_grad=True)
     return {
         "t.add_(1)": lambda _: t.add_(1),
         "t[0] = 1": lambda _: operator.setitem(t, 0, 1),
@@ -191,6 +240,14 @@ def plain_rows(device: str) -> dict[str, Row]:
         "F.relu(t)": lambda _: F.relu(t),
         "F.linear(t, t[None])": lambda _: F.linear(t, t[None]),
         "F.layer_norm(t, (1,))": lambda _: F.layer_norm(t, (1,)),
+        "autograd.Function": lambda _: Step.apply(t),
+        "autograd.Function, grad": lambda _: Step.apply(leaf),
+        "backward": lambda _: differentiated(leaf),
+        "inference mode": lambda _: inferred(t),
+        "saved_tensors_hooks": lambda _: packed(t),
+        "TorchFunctionMode": lambda _: looked_at(t),
+        "checkpoint": lambda _: checkpointed(leaf),
+        "nn.Parameter(t)": lambda _: torch.nn.Parameter(t),
     }
 
 
@@ -271,6 +328,7 @@ def main() -> None:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert other.stdin is not None and other.stdout is not None
+    autofuse.materialize(autofuse.wrap(plain) + 1)  # which has been in use
     print(f"\n{'':26}  process  with autofuse, more")
     for name, call in plain_rows(device).items():
         if given.only not in name:

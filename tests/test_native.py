@@ -289,6 +289,30 @@ def test_each_machine_function_runs_instead_of_the_one_it_stands_for(name, monke
     assert stands_for not in python_functions(program, True, monkeypatch)
 
 
+# where Python, and no C, asks for what is pending
+ASKING = {
+    "autofuse.materialize": lambda o: autofuse.materialize(o.x * 2.0),
+    "repr": lambda o: repr(o.x * 2.0),
+    "Function.apply": lambda o: Kept.apply(o.x * 2.0),
+    "inference mode": lambda o: (o.x * 2.0, torch.inference_mode().__enter__()),
+    "flush_thread": lambda o: (o.x * 2.0, flushing.flush_thread("test")),
+}
+
+
+class Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_what_python_asks_for_is_flushed_by_machine_code(name, monkeypatch):
+    with torch.inference_mode():  # which ends what is begun
+        program = ASKING[name]
+        assert "flush" in python_functions(program, False, monkeypatch)
+        assert "flush" not in python_functions(program, True, monkeypatch)
+
+
 # what people write, and the first Python function that runs where there is no machine code
 WRITTEN = {
     "x * 2.0": ("handler", lambda o: o.x * 2.0),

@@ -346,6 +346,12 @@ def released(value: Any, stood: dict[int, Tensor]) -> Any:
         stood[id(real)] = tensor
         return real
 
+    if value.__class__ is tuple:  # arguments, most of which nobody looks into: 6 us less
+        return tuple([
+            x if id(x.__class__) in SIMPLE
+            else release(x) if x.__class__ is Tensor else released(x, stood)
+            for x in value
+        ])  # fmt: skip
     return mapped(value, release)
 
 

@@ -51,6 +51,15 @@ SIMPLE = set(map(id, SIMPLE_CLASSES))
 ATOMS = set(map(id, (int, float, bool, str, type(None), complex, bytes)))
 
 
+def are_simple(values: Iterable[Any]) -> bool:
+    """Whether there is nothing to look into among values and those in tuples: none is wrapped."""
+    for value in values:
+        cls = value.__class__
+        if id(cls) not in SIMPLE and not (cls is tuple and are_simple(value)):
+            return False
+    return True
+
+
 def mapped(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
     """`value` with `leaf` applied to its tensors; the same object where nothing changed."""
     cls = type(value)

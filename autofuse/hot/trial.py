@@ -6,7 +6,6 @@ launched as those for CUDA are.
 
 from __future__ import annotations
 
-import functools
 import gc
 import operator
 import os
@@ -30,24 +29,7 @@ from ..settings.config import config
 from ..supply.worker import send
 from ..torch_private import NoTorchFunction
 from . import native
-
-
-class Called(functools.partial):  # type: ignore[type-arg]
-    """A function that is called from C: Python 3.11 runs the bodies of others by itself."""
-
-    @property
-    def __code__(self) -> Any:
-        return self.func.__code__
-
-
-def call_from_c() -> None:
-    """Let everybody call the functions that flush and record so: machine code is tried there."""
-    called = {"flush": Called(flush.flush), "record": Called(record.record)}
-    for module in [*sys.modules.values()]:
-        for name, function in called.items():
-            if getattr(module, name, None) is function.func:
-                setattr(module, name, function)
-
+from .native import Called
 
 # --- programs ------------------------------------------------------------------------------------
 
@@ -360,7 +342,6 @@ def differences() -> str:
     """Why machine code is not to be trusted here; "" if it is."""
     try:
         native.make(native.facts_here())
-        call_from_c()
         config.compile, config.always_fuse = "now", True
         DEVICES.add("cpu")  # on which reductions are recorded nowhere else
         with torch.no_grad():

@@ -14,7 +14,7 @@ from torch.utils._device import _device_constructors
 from ..chain.shell import Tensor
 from ..chain.state import counts, is_alone, this_thread
 from ..dispatch.eager import lifted, released, run_default, run_eager
-from ..dispatch.nested import mapped, wrapped_in
+from ..dispatch.nested import are_simple, mapped, wrapped_in
 from ..dispatch.protocol import ask_overrides
 from ..record.flush import flush, flush_thread, value_of
 from ..record.modes import close_thread, reopen_thread, run_closed
@@ -97,10 +97,18 @@ def _give_values(owner: Any, name: str) -> None:
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         flush_thread(name)
+        if not kwargs and are_simple(args):
+            return original(*args)
         _compute_others(args, kwargs, name)
-        return original(*released(args, {}), **released(kwargs, {}))
+        args, kwargs = _released(args, kwargs)
+        return original(*args, **kwargs)
 
     replace(owner, name, call)
+
+
+def _released(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Both with values where these are beside what stands for them."""
+    return released(args, {}), released(kwargs, {}) if kwargs else kwargs
 
 
 def _compute_others(args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> None:
@@ -160,7 +168,7 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         _compute_others(args, kwargs, "backward")
         # functions are off: C asks no class
         if args and any([x.__class__ is Tensor for x in args[0]]):
-            args, kwargs = released(args, {}), released(kwargs, {})
+            args, kwargs = _released(args, kwargs)
         if not is_differentiating():  # or it is part of one
             counts.backwards += 1  # no bool: torch 2.9 to 2.11, tracing this, cannot add and log it
         place = config.backward_thread
@@ -198,15 +206,18 @@ def _close_during_apply(owner: Any) -> None:
     @wraps(getattr(original, "__func__", original))
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, self) if of_class else original.__get__(self)
-        _compute_others(args, kwargs, "apply")
-        mine, before = this_thread.__dict__, this_thread.applies
+        simple = not kwargs and are_simple(args)
+        if not simple:
+            _compute_others(args, kwargs, "apply")
+        mine = this_thread.__dict__
+        before = mine.get("applies", 0)
         try:
             mine["applies"] = before + 1
-            given = released(args, {}), released(kwargs, {})
+            given = (args, kwargs) if simple else _released(args, kwargs)
             result = run_closed("apply", bound, *given)
         finally:
             mine["applies"] = before
-        if before or not [*wrapped_in((*args, *kwargs.values()))]:
+        if simple or before or not [*wrapped_in((*args, *kwargs.values()))]:
             return result
         return lifted(result, ask(result))
 

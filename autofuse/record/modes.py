@@ -69,7 +69,8 @@ def leave_thread() -> None:
 
 def close_thread(reason: str) -> None:
     """Record nothing in this thread until the matching `reopen_thread`."""
-    this_thread.closed += 1
+    mine = this_thread.__dict__  # of which each attribute of a `local` takes 0.15 us
+    mine["closed"] = mine.get("closed", 0) + 1
     try:
         reopen(reason, True)
     except BaseException:  # nothing has changed, for the recorders before it neither
@@ -83,12 +84,13 @@ def close_thread(reason: str) -> None:
 
 def run_closed(reason: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `run` where this thread records nothing; however that ends, it is as it was before."""
-    before = this_thread.closed
+    mine = this_thread.__dict__
+    before = mine.get("closed", 0)
     try:
         close_thread(reason)
         return run(*args, **kwargs)
     finally:
-        this_thread.closed = before  # no Python runs before that
+        mine["closed"] = before  # no Python runs before that
         try:
             reopen("reopen", True)
         except BaseException:  # an interrupt may come before `whatever_interrupts` has begun
@@ -139,8 +141,9 @@ def reopen(reason: str, in_modes: bool = False) -> None:
     in_modes: that have not changed since the last time; where the thread was closed and stays so,
     there is nothing to do.
     """
-    closes = this_thread.closed > 0
-    for recorder in [*this_thread.recorders.values()]:
+    mine = this_thread.__dict__
+    closes = mine.get("closed", 0) > 0
+    for recorder in [*mine.get("recorders", {}).values()]:
         if in_modes and closes and recorder.off and recorder.chain is recorder.closed:
             recorder.nowhere.likely = ()
             continue
