@@ -12,6 +12,7 @@ themselves, and so are in the middle of nothing of torch's, their frames say (`o
 from __future__ import annotations
 
 import atexit
+import inspect
 import signal
 import sys
 from _thread import LockType, allocate_lock, start_new_thread
@@ -212,6 +213,7 @@ def in_another_thread(function: Callable[[], _R], seconds: float | None = None) 
 
 
 _SIGNALS = signal.valid_signals()
+_GENERATES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def is_foreign(error: BaseException) -> bool:
@@ -228,10 +230,26 @@ def is_foreign(error: BaseException) -> bool:
         if frame.f_code in handlers:
             return True
         # of another kind, or no handler any more: it was given the frame that it interrupts
-        if frame.f_back is not None and any(x is frame.f_back for x in frame.f_locals.values()):
+        if frame.f_back is not None and any(x is frame.f_back for x in _given_to(frame)):
             return True
         trace = trace.tb_next
     return False
+
+
+def _given_to(frame: FrameType) -> Iterator[Any]:
+    """The positional arguments of a function, of its names the only ones that are looked at.
+
+    Others may lie elsewhere by then: of a generator, whose body is no handler's (CPython's
+    gh-125723), and of comprehensions, which 3.13.0 takes for cells where they are none.
+    """
+    code = frame.f_code
+    if code.co_flags & _GENERATES:
+        return
+    named, more = code.co_argcount, code.co_flags & inspect.CO_VARARGS
+    values = frame.f_locals
+    yield from map(values.get, code.co_varnames[:named])
+    if more:
+        yield from values.get(code.co_varnames[named + code.co_kwonlyargcount]) or ()
 
 
 def whatever_interrupts(step: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ import gc
 import io
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import zlib
@@ -273,13 +274,19 @@ class Callback:
         raise Foreign
 
 
-@pytest.mark.parametrize("kind", ["partial", "object", "once"])
+@pytest.mark.parametrize("kind", ["partial", "object", "once", "any"])
 def test_what_a_handler_of_any_kind_raises_is_foreign(kind):
     def once(number, frame):
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         raise Foreign
 
-    handlers = {"partial": functools.partial(failing), "object": Callback(), "once": once}
+    def some(*args, **options):
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        raise Foreign
+
+    handlers = {
+        "partial": functools.partial(failing), "object": Callback(), "once": once, "any": some,
+    }  # fmt: skip
     before = signal.signal(signal.SIGUSR1, handlers[kind])
     try:
         with pytest.raises(Foreign) as caught:
@@ -290,6 +297,45 @@ def test_what_a_handler_of_any_kind_raises_is_foreign(kind):
     with pytest.raises(ZeroDivisionError) as caught:
         divmod(1, 0)
     assert not inside.is_foreign(caught.value)
+
+
+PLANNING = """
+import random, signal, time, torch, autofuse
+
+class Foreign(Exception): ...
+
+def handler(number, frame):
+    raise Foreign
+
+signal.signal(signal.SIGALRM, handler)
+autofuse.config.always_fuse, autofuse.config.measure, autofuse.config.compile = True, False, "now"
+x, end, count = autofuse.wrap(torch.randn(200, requires_grad=True)), time.time() + 6, 0
+while time.time() < end:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.random() * 0.0012 + 1e-6)
+        try:
+            a = x * 2 + 1
+            b = a.relu() - x
+            c = torch.where(b > 0, b, a) * 3
+            (torch.cat([c[:100] + c[100:], a]) * 2).sum().backward()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except Foreign:
+        count += 1
+print(count)
+"""
+
+
+def test_of_what_is_interrupted_arguments_alone_are_looked_at():
+    """Python 3.13.0 dies of a look at the names of a comprehension that has not begun."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PLANNING],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
 
 
 ACTIONS = [name for name in vars(World) if not name.startswith("_")]

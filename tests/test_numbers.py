@@ -33,7 +33,16 @@ from autofuse.ops.row import since
 from autofuse.program.program import CONST
 from autofuse.run import generated
 from autofuse.supply.kernels import clear_kernels
-from support import DEVICES, FLOATS, INTS, assert_same_as_eager, needs_cuda, outcome, random_tensor
+from support import (
+    DEVICES,
+    FLOATS,
+    INTS,
+    assert_same,
+    assert_same_as_eager,
+    needs_cuda,
+    outcome,
+    random_tensor,
+)
 
 NAN, INF = math.nan, math.inf
 WIDE = (EXACT + 1, -EXACT - 1, 2**60 + 2**36 + 1, -(2**62) - 2**38 - 1, 2**63 - 1, -(2**63))
@@ -440,6 +449,51 @@ def test_a_number_that_is_a_tensor_on_the_cpu():
                 assert (type(failure), str(failure)) == (type(error), str(error))
                 if error is None:
                     assert torch.equal(autofuse.unwrap(got).nan_to_num(), want.nan_to_num())
+
+
+def _gradient(call, x, s):
+    """What `call` gives, under grad with the gradient of x."""
+    y = call(x, s)
+    return [y, *torch.autograd.grad(y.sum(), [x])] if y.requires_grad else [y]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("number", [torch.tensor(1.5), torch.tensor(2), torch.tensor([1.5]),
+                                    torch.tensor([1]), torch.tensor([1.5, 2.0]), torch.tensor(True),
+                                    torch.tensor(1.5, requires_grad=True)],
+                         ids=lambda x: f"{x.dtype}{list(x.shape)}{x.requires_grad}")  # fmt: skip
+@pytest.mark.parametrize("call", [
+    lambda x, s: F.hardtanh(x, -1.0, s), lambda x, s: F.hardtanh(x, s, 2.0),
+    lambda x, s: F.hardtanh(x * 1, -1.0, s, inplace=True), lambda x, s: F.leaky_relu(x, s),
+    lambda x, s: F.elu(x, s), lambda x, s: F.celu(x, s), lambda x, s: F.threshold(x, s, 0.0),
+    lambda x, s: F.threshold(x, 0.1, s), lambda x, s: F.softplus(x, s),
+    lambda x, s: F.hardshrink(x, s), lambda x, s: F.softshrink(x, s),
+    lambda x, s: torch.add(x, x, alpha=s), lambda x, s: torch.sub(x, x, alpha=s),
+    lambda x, s: torch.addcmul(x, x, x, value=s), lambda x, s: torch.addcdiv(x, x, x, value=s),
+    lambda x, s: torch.nan_to_num(x, s), lambda x, s: torch.logit(x, s),
+    lambda x, s: x.masked_fill(x > 0, s), lambda x, s: torch.full_like(x, s),
+    lambda x, s: F.huber_loss(x, x * 3, delta=s), lambda x, s: F.smooth_l1_loss(x, x * 3, beta=s),
+    lambda x, s: F.layer_norm(x, (3,), eps=s), lambda x, s: F.normalize(x, s),
+    lambda x, s: F.pad(x, (0, 1), value=s), lambda x, s: torch.float_power(x, s),
+])  # fmt: skip
+def test_tensors_where_torch_takes_numbers(call, number, grad):
+    """Some are taken for numbers, others refused, wrapped and pending as plain ones."""
+    x = torch.tensor([[0.3, 1.7, 2.6], [-0.4, -2.0, 0.5]], requires_grad=grad)
+    want, error = outcome(functools.partial(_gradient, call), (x, number))
+    for change in (lambda s: s, lambda s: s | s if s.dtype is torch.bool else s * 1):
+        if number.requires_grad:
+            change = lambda s: s  # noqa: E731 - computed, it has lost its gradient by then
+        operands = (
+            autofuse.wrap(x.detach().clone().requires_grad_(grad)),
+            autofuse.wrap(number.detach().clone().requires_grad_(number.requires_grad)),
+        )
+        got, failure = outcome(
+            functools.partial(_gradient, call), (operands[0], change(operands[1]))
+        )
+        assert (type(failure), str(failure)) == (type(error), str(error))
+        if error is None:
+            for a, b in zip(got, want, strict=True):
+                assert_same(autofuse.unwrap(a.detach()), b.detach(), 2e-6)
 
 
 class Elsewhere(float):

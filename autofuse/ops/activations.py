@@ -157,7 +157,9 @@ def selu(input):
 
 @spelled()
 def hardtanh(input, min_val=-1.0, max_val=1.0):
-    if not input.is_floating_point() or not min_val <= max_val:
+    if not (is_number(min_val) and is_number(max_val) and min_val <= max_val):
+        return None
+    if not input.is_floating_point():
         return None
     return OPS["hardtanh"], (input, min_val, max_val)
 

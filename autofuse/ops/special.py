@@ -79,10 +79,12 @@ plain(
     "u = sqrt(-log((1 - a) / 2));"
     "t = copysign(((1.641345311 * u + 3.429567803) * u - 1.624906493) * u - 1.970840454, x)"
     "  / ((1.637067800 * u + 3.543889200) * u + 1);"
-    "v = c if a <= 0.7 else t;"
-    "v = v - (erf(v) - x) / (1.1283791670955126 * exp(-v * v));"
-    "v = v - (erf(v) - x) / (1.1283791670955126 * exp(-v * v));"
-    "nan if a > 1 else copysign(inf, x) if a == 1 else v",
+    "v = abs(c if a <= 0.7 else t);"  # then Halley's steps, next to 1 by what is left to it
+    "d = (erf(v) - a if a <= 0.7 else (1 - a) - erfc(v)) / (1.1283791670955126 * exp(-v * v));"
+    "v = v - d / (1 + v * d);"
+    "d = (erf(v) - a if a <= 0.7 else (1 - a) - erfc(v)) / (1.1283791670955126 * exp(-v * v));"
+    "v = v - d / (1 + v * d);"
+    "nan if a > 1 else copysign(inf, x) if a == 1 else copysign(v, x)",
     **_FLOAT,
     grad=f"{0.5 * math.sqrt(math.pi)!r} * exp(pow_2(erfinv(x))) * g",
 )
