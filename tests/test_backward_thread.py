@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import autofuse
@@ -93,7 +94,8 @@ def test_bits_of_training_steps(device, name, monkeypatch):
     step, found = training.stepper(net, training.states(name, device), True), []
     for place in ("engine", "auto"):
         autofuse.config.backward_thread = place
-        found.append(step())
+        with sdpa_kernel(SDPBackend.MATH):  # another's gradients differ from run to run
+            found.append(step())
     assert autofuse.stats().kernels_launched > 0
     assert all(map(torch.equal, *found))
 

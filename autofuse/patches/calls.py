@@ -57,7 +57,6 @@ def patch_calls() -> None:
     around(torch.jit, "fork", partial(close_thread, "jit"), reopen_thread)
     for owner in (graph, torch.autograd):
         owner._engine_run_backward = _in_chosen_thread(owner._engine_run_backward)
-        around(owner, "_engine_run_backward", partial(flush_thread, "backward"))
 
     default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
@@ -147,7 +146,7 @@ def _value(tensor: Any) -> Any:
 
 
 def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`run_backward` in the thread that `config.backward_thread` says.
+    """`run_backward`, once nothing is pending, in the thread that `config.backward_thread` says.
 
     That is the same for a fused call and for one that a contest leaves as it is.
     With multithreading off torch's engine queues the nodes of GPUs where it queues those of CPUs,
@@ -165,6 +164,7 @@ def _in_chosen_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        flush_thread("backward")
         _compute_others(args, kwargs, "backward")
         # functions are off: C asks no class
         if args and any([x.__class__ is Tensor for x in args[0]]):
