@@ -23,7 +23,7 @@ from ..program.program import Output, Ref, RowsOf
 from ..settings.config import config
 from ..sole import frees
 from ..supply.load import enter_context
-from ..torch_private import KINDS, Hooks, stream_reader, top_hooks
+from ..torch_private import KINDS, Hooks, autocast_is_on, stream_reader, top_hooks
 from . import verified
 from .meta import Meta, same_device
 from .shell import Tensor
@@ -251,7 +251,7 @@ class Recorder:
         looked_on = self.looked_on
         if self.thread == get_ident():  # another thread's modes are not those of its recorder
             grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            autocast = torch.is_autocast_enabled(self.device.type)
+            autocast = autocast_is_on() and torch.is_autocast_enabled(self.device.type)
             hooks = top_hooks()
             looked_on = this_thread.lookers > 0
         told, unread = "", False
