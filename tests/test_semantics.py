@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import threading
 import warnings
+from collections import namedtuple
 
 import pytest
 import torch
@@ -299,6 +300,49 @@ def test_what_a_users_function_makes_inside_stays_plain(measure, monkeypatch, al
     assert {*kinds[-6:]} == {torch.Tensor if measure else autofuse.Tensor}
     assert (("mul", "recording is off") in autofuse.stats().eager_ops) is not measure
     assert type(Scale.apply(torch.ones(3), torch.ones(3))[0]) is torch.Tensor
+
+
+class Total(torch.autograd.Function):
+    """The sum of all tensors that it finds, one of which a container or a closure may hold."""
+
+    @staticmethod
+    def forward(ctx, x, *others):
+        tensors = [x]
+        for other in others:
+            if callable(other):
+                other = other()
+            items = other.values() if isinstance(other, dict) else other
+            tensors += items if isinstance(items, (tuple, list)) else [*items]
+        ctx.count = len(others)
+        return sum(torch.as_tensor(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx, g):
+        return (g, *[None] * ctx.count)
+
+
+Pair = namedtuple("Pair", "one other")
+HIDDEN = {
+    "tuple": lambda y: (y, 1.0), "tuples": lambda y: ((y,)[:1]), "list": lambda y: [y],
+    "dict": lambda y: {"y": y}, "named": lambda y: Pair(y, 2.0), "empty": lambda y: (),
+    "closure": lambda y: lambda: [y], "pending": lambda y: lambda: [y * 2.0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", HIDDEN)
+def test_apply_finds_values_wherever_wrapped_tensors_are(place, on, always):
+    """Where they are not among its arguments, too, of which most need no look."""
+    x, y = torch.rand(4), torch.rand(4)
+    for first in (lambda x, wrap: x, lambda x, wrap: wrap(x), lambda x, wrap: wrap(x) * 3.0):
+        found = []
+        for wrap in (lambda t: t * 1.0, W):
+            leaf = x.clone().requires_grad_()
+            other = wrap(y.clone()) + 1.0
+            total = Total.apply(first(leaf, wrap), HIDDEN[place](other))
+            (total * other).sum().backward()
+            found.append((total.detach(), leaf.grad))
+            assert total.grad_fn.name() == "TotalBackward" and total.requires_grad
+        assert_same(found[1], found[0], 1e-6)
 
 
 def test_of_what_apply_returns_the_dense_is_wrapped(on):
