@@ -240,7 +240,7 @@ def _given_to(frame: FrameType) -> Iterator[Any]:
     """The positional arguments of a function, of its names the only ones that are looked at.
 
     Others may lie elsewhere by then: of a generator, whose body is no handler's (CPython's
-    gh-125723), and of comprehensions, which 3.13.0 takes for cells where they are none.
+    gh-125723), and of comprehensions, which 3.13.0 takes for cells (gh-128396).
     """
     code = frame.f_code
     if code.co_flags & _GENERATES:

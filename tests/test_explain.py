@@ -110,6 +110,21 @@ def test_who_held_the_live_outs():
     assert "because variable named holds it" in " ".join(report.advice)
 
 
+def test_in_a_comprehension_over_the_name_of_a_closure():
+    """Where Python 3.13.0 crashes if it is asked for that name."""
+
+    def step(x):
+        y = x * 2.0
+        out = y + 1.0
+        reads = lambda: out  # noqa: E731
+        found = [autofuse.materialize(y * out) for out in range(2)]
+        return reads() + found[0] + found[1]
+
+    report = autofuse.explain(step, torch.ones(3))
+    assert report.result.tolist() == [5.0, 5.0, 5.0]
+    assert {"variable y"} < {holder for out in report.stored for holder in out.holders}
+
+
 def test_a_temporary_and_a_closure():
     def step(x):
         def inner():

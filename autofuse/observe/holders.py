@@ -5,10 +5,11 @@ Looks at frames and at what the garbage collector knows, which takes 20 ms; noth
 
 from __future__ import annotations
 
+import dis
 import gc
 import inspect
 import sys
-from types import CellType, FrameType, GeneratorType
+from types import CellType, CodeType, FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -62,15 +63,26 @@ def holders(shells: list[Tensor], counts: list[int]) -> list[tuple[str, ...]]:
 
 def _variables(frame: FrameType, modules: set[int]) -> list[tuple[str, Any]]:
     """The local variables of `frame`, and those of its module unless it is among `modules`."""
-    variables, module = frame.f_locals, frame.f_globals
-    found = list(variables.items())
-    if _COPY and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    variables, module, code = frame.f_locals, frame.f_globals, frame.f_code
+    unread = _unread(code) if _CELLS_CRASH and code.co_cellvars else set()
+    if unread:
+        names = {*code.co_varnames, *code.co_cellvars, *code.co_freevars} - unread
+        found = [(name, variables[name]) for name in names if name in variables]
+    else:
+        found = list(variables.items())
+    if _COPY and code.co_flags & inspect.CO_OPTIMIZED:
         if sys.getrefcount(variables) <= _COPY:
             variables.clear()
     if id(module) not in modules and variables is not module and not is_inside(frame):
         modules.add(id(module))
         found += [(f"{name} (global)", value) for name, value in list(module.items())]
     return found
+
+
+def _unread(code: CodeType) -> set[str]:
+    """Names of closures that comprehensions use too, whose items are no cells meanwhile."""
+    used = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_FAST_AND_CLEAR"}
+    return used.intersection(code.co_cellvars)
 
 
 def _calibrate() -> int:
@@ -81,6 +93,8 @@ def _calibrate() -> int:
     return count
 
 
+# these versions of Python take them for cells all the same, and crash (CPython's gh-128396)
+_CELLS_CRASH = (3, 13) <= sys.version_info < (3, 13, 3)
 # up to Python 3.12 `f_locals` is a copy that stays with the frame, and would keep the values alive
 _COPY = _calibrate() if sys.version_info < (3, 13) else 0
 
