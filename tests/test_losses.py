@@ -16,7 +16,7 @@ import autofuse
 from autofuse.ops import losses
 from autofuse.ops.reductions import Over, components_of
 from autofuse.record import policy
-from support import assert_same, cuda_autocast_on_cpu
+from support import assert_same, cuda_autocast_on_cpu, outcome
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((3, 40), (131,), (2, 9, 7), (1, 2), (4, 600))
@@ -288,3 +288,22 @@ def test_components_are_calls_in_order():
         ("amax", ("x",)), ("mul", (0, "x")), ("sum", (1,)),
     ]  # fmt: skip
     assert [one.op.keepdim for one in found if one.op.name != "mul"] == [True, False]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("how", ["none", "mean", "sum"])
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss])
+def test_backward_of_other_dtypes_is_refused_where_torch_does(loss, other, how, autocast, always):
+    def program(wrap):
+        x, y = torch.linspace(-1.0, 2.0, 4, requires_grad=True), torch.arange(4.0).to(other)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            value = loss(wrap(x), wrap(y), reduction=how)
+        value.float().sum().backward()
+        return value.detach(), x.grad
+
+    want, error = outcome(program, (torch.clone,))
+    got, failure = outcome(program, (autofuse.wrap,))
+    assert (type(failure), str(failure)) == (type(error), str(error))
+    if error is None:
+        assert_same(got, want, 1e-6)

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import builtins as _python
 import ctypes
-import functools
 import hashlib
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from ..run import launching, words
 from ..settings.config import config, watch
 from ..torch_private import DeviceContext, TensorBase, count_write, function_mode_at
 from . import builtins as _builtins
-from . import c, call, choice, inputs, lend, overrides, values, view, write
+from . import c, call, called, choice, inputs, lend, overrides, values, view, write
 from . import flush as _flush
 from . import handle as _handle
 from . import in_place as _in_place
@@ -184,45 +183,6 @@ def _taken() -> tuple[list[Any], list[Any]]:
     return builtins, methods
 
 
-def _methods(functions: Iterable[_Function]) -> dict[str, tuple[_Function, Any]]:
-    """Methods of wrapped tensors, by name, and what stands for them in Python 3.11: 0.5 us less.
-
-    A cache of nothing is C that calls its function, and that the interpreter takes for a method.
-    """
-    if sys.version_info >= (3, 12):
-        return {}
-    hot = set(functions)
-    return {
-        name: (function, functools.lru_cache(maxsize=0)(function))
-        for name, function in vars(Tensor).items()
-        if not name.startswith("__") and function in hot  # C calls the others itself
-    }
-
-
-class Called(functools.partial):  # type: ignore[type-arg]
-    """A function that C calls: Python 3.11 runs the bodies of others by itself."""
-
-    @property
-    def __code__(self) -> Any:
-        return self.func.__code__
-
-
-def _names(functions: Sequence[_Function]) -> list[tuple[Any, str, tuple[_Function, Any]]]:
-    """Where this package names them for itself, and what C calls there in Python 3.11: 10 us less
-    where Python flushes."""
-    if sys.version_info >= (3, 12):
-        return []
-    ways = {id(function): (function, Called(function)) for function in functions}
-    package = __name__.partition(".")[0] + "."
-    return [
-        (module, name, ways[id(function)])
-        for path, module in [*sys.modules.items()]
-        if path.startswith(package)
-        for name, function in [*vars(module).items()]
-        if id(function) in ways
-    ]
-
-
 def _check_objects() -> None:
     """Refuse where objects do not lie as the stages read them. The last test follows a pointer."""
 
@@ -329,8 +289,8 @@ class _Native:
         given = _given()
         self.builtins, self.descriptors = _Fields(builtins, 0), _Fields(methods, given["METHOD"])
         self.subscripts = _Subscripts(given["GETITEM"])
-        self.methods = _methods(function for _, function, _ in self.hot)
-        self.names = _names([flush.flush, flush.flush_thread, record.record])
+        self.methods = called.methods(function for _, function, _ in self.hot)
+        self.names = called.names([flush.flush, flush.flush_thread, record.record])
         for _, function, _ in self.hot:
             self.calls.check(function)
         # one entry for all, which finds in a table what each is given, or one entry for each, which

@@ -29,7 +29,7 @@ from ..settings.config import config
 from ..supply.worker import send
 from ..torch_private import NoTorchFunction
 from . import native
-from .native import Called
+from .called import Called
 
 # --- programs ------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .autocast import is_half
 from .reductions import Over, Reduction, components_of, every_axis, is_recordable
 from .row import FUNCTIONAL, OPS, Op, composite, is_number, row, spelled
 
@@ -114,7 +115,19 @@ def mse_loss(
     input: Any, target: Any, size_average: Any = None, reduce: Any = None,
     reduction: str = "mean", weight: Any = None,
 ) -> tuple[Op, tuple[Any, ...]] | None:  # fmt: skip
+    if input.dtype is not target.dtype and _is_refused(input, target):
+        return None
     return _loss("mse_loss", input, target, reduction, (size_average, reduce, weight))
+
+
+def _is_refused(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether a backward is to come that torch, before 2.13, makes for one dtype alone."""
+    if not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
+        return False
+    if not torch.is_autocast_enabled(x.device.type):
+        return x.dtype is not y.dtype
+    first, second = (torch.float32 if is_half(z.dtype) else z.dtype for z in (x, y))
+    return first is not second
 
 
 @spelled()
