@@ -245,11 +245,11 @@ def _given_to(frame: FrameType) -> Iterator[Any]:
     code = frame.f_code
     if code.co_flags & _GENERATES:
         return
-    named, more = code.co_argcount, code.co_flags & inspect.CO_VARARGS
-    values = frame.f_locals
+    named, values = code.co_argcount, frame.f_locals
     yield from map(values.get, code.co_varnames[:named])
-    if more:
-        yield from values.get(code.co_varnames[named + code.co_kwonlyargcount]) or ()
+    if code.co_flags & inspect.CO_VARARGS:
+        more = values.get(code.co_varnames[named + code.co_kwonlyargcount])
+        yield from more if type(more) is tuple else ()  # it may be another by now
 
 
 def whatever_interrupts(step: Callable[[], None]) -> None:

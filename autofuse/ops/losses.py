@@ -121,7 +121,7 @@ def mse_loss(
 
 
 def _is_refused(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether a backward is to come that torch, before 2.13, makes for one dtype alone."""
+    """Whether a backward is to come that torch, up to 2.11 and not in 2.13, has for one dtype."""
     if not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
         return False
     if not torch.is_autocast_enabled(x.device.type):
