@@ -335,11 +335,9 @@ print(count)
 def test_of_what_is_interrupted_arguments_alone_are_looked_at():
     """Python 3.13.0 dies of a look at the names of a comprehension that has not begun."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PLANNING],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-W", "ignore", "-c", PLANNING], capture_output=True, text=True,
         timeout=120,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 100
 

@@ -312,7 +312,7 @@ class Total(torch.autograd.Function):
             if callable(other):
                 other = other()
             items = other.values() if isinstance(other, dict) else other
-            tensors += items if isinstance(items, (tuple, list)) else [*items]
+            tensors += [t for item in items for t in (item if type(item) is tuple else (item,))]
         ctx.count = len(others)
         return sum(torch.as_tensor(t) for t in tensors)
 
@@ -323,7 +323,7 @@ class Total(torch.autograd.Function):
 
 Pair = namedtuple("Pair", "one other")
 HIDDEN = {
-    "tuple": lambda y: (y, 1.0), "tuples": lambda y: ((y,)[:1]), "list": lambda y: [y],
+    "tuple": lambda y: (y, 1.0), "tuples": lambda y: ((y, 2.0), 1.0), "list": lambda y: [y],
     "dict": lambda y: {"y": y}, "named": lambda y: Pair(y, 2.0), "empty": lambda y: (),
     "closure": lambda y: lambda: [y], "pending": lambda y: lambda: [y * 2.0],
 }  # fmt: skip

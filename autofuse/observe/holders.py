@@ -66,8 +66,10 @@ def _variables(frame: FrameType, modules: set[int]) -> list[tuple[str, Any]]:
     variables, module, code = frame.f_locals, frame.f_globals, frame.f_code
     unread = _unread(code) if _CELLS_CRASH and code.co_cellvars else set()
     if unread:
-        names = {*code.co_varnames, *code.co_cellvars, *code.co_freevars} - unread
-        found = [(name, variables[name]) for name in names if name in variables]
+        names = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
+        found = [
+            (name, variables[name]) for name in names if name not in unread and name in variables
+        ]
     else:
         found = list(variables.items())
     if _COPY and code.co_flags & inspect.CO_OPTIMIZED:
@@ -93,7 +95,7 @@ def _calibrate() -> int:
     return count
 
 
-# these versions of Python take them for cells all the same, and crash (CPython's gh-128396)
+# these versions of Python take what lies there for cells all the same (CPython's gh-128396)
 _CELLS_CRASH = (3, 13) <= sys.version_info < (3, 13, 3)
 # up to Python 3.12 `f_locals` is a copy that stays with the frame, and would keep the values alive
 _COPY = _calibrate() if sys.version_info < (3, 13) else 0

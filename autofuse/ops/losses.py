@@ -115,19 +115,18 @@ def mse_loss(
     input: Any, target: Any, size_average: Any = None, reduce: Any = None,
     reduction: str = "mean", weight: Any = None,
 ) -> tuple[Op, tuple[Any, ...]] | None:  # fmt: skip
-    if input.dtype is not target.dtype and _is_refused(input, target):
+    if _is_refused(input, target):
         return None
     return _loss("mse_loss", input, target, reduction, (size_average, reduce, weight))
 
 
 def _is_refused(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether a backward is to come that torch, up to 2.11 and not in 2.13, has for one dtype."""
-    if not (torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)):
+    if x.dtype is y.dtype or not torch.is_grad_enabled():
         return False
-    if not torch.is_autocast_enabled(x.device.type):
-        return x.dtype is not y.dtype
-    first, second = (torch.float32 if is_half(z.dtype) else z.dtype for z in (x, y))
-    return first is not second
+    casts = torch.is_autocast_enabled(x.device.type)
+    first, second = (torch.float32 if casts and is_half(z.dtype) else z.dtype for z in (x, y))
+    return first is not second and (x.requires_grad or y.requires_grad)
 
 
 @spelled()
