@@ -421,3 +421,12 @@ def test_many_strided_results_of_one_kernel(unit, held, dtype):
     assert autofuse.stats().eager_flushes == before.eager_flushes
     for value, want in zip(got, program(x, y), strict=True):
         assert torch.equal(value, want) and value.stride() == want.stride()
+
+
+@pytest.mark.parametrize("dtype, bits", [(torch.float32, 24), (torch.float64, 53)])
+def test_erfinv_next_to_1(dtype, bits, always):
+    """Where erf of what is sought and 1 are the same but for the last digits."""
+    x = torch.tensor([1.0 - 2.0**-k for k in range(1, bits + 1)], dtype=dtype)
+    x = torch.cat([x, -x])
+    got = autofuse.unwrap(torch.erfinv(autofuse.wrap(x.clone())))
+    assert torch.allclose(got, torch.erfinv(x), rtol=4 * torch.finfo(dtype).eps, atol=0.0)
