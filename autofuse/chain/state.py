@@ -204,10 +204,10 @@ class Recorder:
     """What one thread records on one device."""
 
     __slots__ = ("__weakref__", "acquire", "autocast", "chain", "closed", "device", "ended",
-                 "frees", "grad", "home", "hooks", "ident", "inference", "joins", "kind",
-                 "last_wait", "launches", "lock", "looked_on", "nowhere", "off", "reading",
-                 "release", "resting", "roots", "running", "runners", "shut", "size", "sizes",
-                 "spare", "stream", "thread", "untold", "waits")  # fmt: skip
+                 "frees", "grad", "home", "hooks", "ident", "inference", "joins", "keeps",
+                 "kind", "last_wait", "launches", "lock", "looked_on", "nowhere", "off",
+                 "reading", "release", "resting", "roots", "running", "runners", "shut", "size",
+                 "sizes", "spare", "stream", "thread", "untold", "waits")  # fmt: skip
 
     def __init__(self, device: torch.device, ident: int, off: bool) -> None:
         self.device, self.off = device, off
@@ -227,6 +227,7 @@ class Recorder:
         self.waits = self.last_wait = 0  # flushes in a row that waited; `launches` at the last
         self.roots: dict[object, list[Node | None]] = {}  # by the other modes: `Node.turns`
         self.joins: dict[object, JoinOp | None] = {}  # by torch's name, dimension and Metas
+        self.keeps = True  # whether backward may keep what lies between Inputs and results
         self.size = 0  # nodes in the trie
         self.sizes: dict[object, Any] = {}  # of ops that begin chains; see `seldom.Sizes`
         self.runners: list[Any] = []  # `run.runner.Runner`s
@@ -270,6 +271,7 @@ class Recorder:
             root.autocast, root.told = autocast, told
             root.unread, root.looked_on = unread, looked_on
             root.reason = "waiting for kernels" if self.resting else ""
+        self.keeps = config.recompute != "inputs"
         # of memory in which ops in place are recorded, see `sole`; 0 for none: on a CPU it does not
         # pay, where such an op allocates nothing (1.16 of eager's time, `bench/overhead.py`)
         self.frees = frees(self.device) if self.kind or config.always_fuse else 0

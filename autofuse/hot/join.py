@@ -80,8 +80,12 @@ def joined(entry, tensors: tuple, dim) -> object:
         if is_ours(tensors[k]) == 0:
             return 0
         meta: Meta = known_as(tip, tensors[k])
-        if meta == 0 or (meta.requires_grad is True and grad_mode() != 0):
+        if meta == 0:
             return 0
+        if meta.requires_grad is True and grad_mode() != 0:
+            # gradients of one that is there twice add up in the order of operands, not of ops
+            if recorder.keeps is not True or is_twice(tensors, count) != 0:
+                return 0
         flat[2 + k] = meta
     key = tupled(flat, 2 + count)
     found = PyDict_GetItemWithError(recorder.joins, key)
@@ -104,6 +108,15 @@ def joined(entry, tensors: tuple, dim) -> object:
     if result == 0 or class_of(result) is not Tensor:
         return 0
     return result
+
+
+def is_twice(tensors: tuple, count):
+    """Whether one of so many stands there twice."""
+    for k in range(count):
+        for n in range(k):
+            if tensors[n] is tensors[k]:
+                return 1
+    return 0
 
 
 def is_part(x):

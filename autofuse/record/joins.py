@@ -12,7 +12,6 @@ from ..chain.shell import Tensor
 from ..chain.state import AT_ONCE, Node, this_thread
 from ..ops.row import OPS
 from ..ops.views import JoinOp, join_op
-from ..settings.config import config
 from ..torch_private import looked_on
 from .record import record
 from .views import meta_of
@@ -51,7 +50,7 @@ def record_join(name: str, tensors: Any, dim: Any = 0) -> Any:
             return None
     if torch.is_grad_enabled() and any(meta.requires_grad for meta in metas if meta is not None):
         # gradients of one that is there twice add up in the order of operands, not of ops
-        if config.recompute == "inputs" or len({*map(id, tensors)}) < len(tensors):
+        if not recorder.keeps or len({*map(id, tensors)}) < len(tensors):
             return None
     op = _op_of(recorder.joins, name, dim, metas)
     if op is None:
