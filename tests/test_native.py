@@ -148,6 +148,8 @@ ENTERED = {
     "follows": ("number_next", lambda o: from_c(numbers.number_next)(
         state.recorder_for(o.x.device).chain)),
     "answer": ("answer", Operands.answer),
+    "keeping": ("forward", Operands.answer),
+    "differentiating": ("apply_backward", Operands.answer),
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
     "passing": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
     "running": ("call", lambda o: from_c(autofuse.Tensor.unique)(o.x)),
@@ -615,12 +617,13 @@ _SHAPED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("name", _SHAPED)
-def test_joins_and_views_need_no_python(name, device):
+def test_joins_and_views_need_no_python(name, grad, device):
     """What has been joined and viewed so before: by keywords, lists and other tensors, too."""
-    make, x = _SHAPED[name], torch.randn(4, 8, device=device)
+    make, x = _SHAPED[name], torch.randn(4, 8, device=device, requires_grad=grad)
     modes.forget_all("test")
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         for _ in range(6):
             w, names = autofuse.wrap(x), []  # of which nothing is known
             y, z = w * 2.0, w + 1.0

@@ -8,9 +8,8 @@ derivative rules of the op table in the order in which eager's engine would, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from sys import _getframe
-from types import CodeType, MappingProxyType
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from .. import hooks
 from ..chain.meta import Meta, guard_of, make_meta, plain_meta
 from ..chain.shell import Tensor
-from ..chain.state import TOLD_LATER, Node, Recorder, Untold
+from ..chain.state import Node, Recorder
 from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
 from ..layout import contiguous
@@ -32,7 +31,6 @@ from ..run.runner import Runner
 from ..run.views import Calls, number_of_view
 from ..run.words import Answer
 from ..torch_private import (
-    InferenceMode,
     NoModes,
     above_autograd,
     apply_of,
@@ -41,6 +39,7 @@ from ..torch_private import (
     dispatch_modes,
     in_functorch,
     is_batched,
+    keys_of,
     permute,
     pop_hooks,
     push_hooks,
@@ -51,14 +50,19 @@ from .nodes import noder, torch_name
 from .rules import Expected, sweep, written
 from .segments import Outline, Segment
 from .tape import Tape, UnfusedError
+from .telling import bares, telling
 
 
 class Backward:
     """The backward of one autograd node; the same for every run of a program."""
 
+    __slots__ = ("answers", "apply", "direct", "frees", "guard", "is_cast", "recorder", "segment",
+                 "straight", "tip", "told", "usual")  # fmt: skip
+
     def __init__(self, recorder: Recorder, segment: Segment, tip: Node) -> None:
         """tip: where the chain ends."""
         self.recorder, self.segment, self.tip = recorder, segment, tip
+        self.frees, self.told = segment.frees, segment.told
         op = segment.nodes[segment.root].op
         assert op is not None
         # of torch's sums and means those over dims are the second to have a node
@@ -76,7 +80,8 @@ class Backward:
             for use in segment.uses[index]
         )
         self.answers: dict[tuple[Meta | None, ...], Answer | Expected | None] = {}
-        self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient
+        self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient,
+        self.usual: tuple[int, Meta] | None = None  # the last of these, by its dispatch keys
         self.straight: dict[tuple[bool, ...], Callable[..., Any]] = {}  # see `written`
         self.guard: Callable[..., bool] | None = None  # of `saved`, where hooks may change that
 
@@ -141,7 +146,7 @@ class Backward:
 
     def is_laid_out(self, saved: Sequence[torch.Tensor]) -> bool:
         """Whether hooks give tensors back as they got them, but for the values."""
-        if not self.segment.told or not saved or (self.guard is not None and self.guard(*saved)):
+        if not self.told or not saved or (self.guard is not None and self.guard(*saved)):
             return True
         with NoModes():
             metas = [plain_meta(x) if x.__class__ is torch.Tensor else None for x in saved]
@@ -218,7 +223,7 @@ MANY_SWEEPS = 8  # backwards of a chain under `create_graph`, after which more o
 _READ = set(map(id, (torch.Tensor, torch.nn.Parameter, Tensor)))
 
 
-class _Fused(torch.autograd.Function):
+class Fused(torch.autograd.Function):
     """The autograd node of a segment; `_function` makes one class per op name."""
 
     @staticmethod
@@ -234,10 +239,10 @@ class _Fused(torch.autograd.Function):
         return backward.gradients(grads, ctx.saved_tensors, consts)
 
 
-def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     backward, consts = ctx.work
     # raises if they are freed or were written
-    saved = ctx.saved_tensors if backward.segment.frees else ()
+    saved = ctx.saved_tensors if backward.frees else ()
     g = grads[0]
     alone = g.__class__ is torch.Tensor and not torch.is_grad_enabled()
     for more in grads[1:]:  # 0.3 us less than `all`
@@ -257,18 +262,27 @@ def _apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         ):
             try:
                 return answer((g,), saved, consts)
-            except NotReadyError:
-                pass
             except Exception as error:
-                if isinstance(error, ColdKernelError) or is_foreign(error):
-                    raise
-                backward.direct.pop(g.stride(), None)  # another thread may have failed too
-                warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
+                return otherwise(error, backward, grads, saved, consts)
         result = backward.gradients(grads, saved, consts)
-        answer = backward.answers.get((plain_meta(g), *[None] * (len(grads) - 1)))
+        meta = plain_meta(g)
+        answer = backward.answers.get((meta, *[None] * (len(grads) - 1)))
         if answer is not None and not isinstance(answer, Expected):
             backward.direct[g.stride()] = answer
+            backward.usual = keys_of(g).raw_repr(), meta
         return result
+    return backward.gradients(grads, saved, consts)
+
+
+def otherwise(
+    error: BaseException, backward: Backward, grads: Sequence[Any], saved: Any, consts: Any
+) -> tuple[Any, ...]:
+    """The gradients where the kernel of the root's alone has run into `error`."""
+    if not isinstance(error, Exception) or isinstance(error, ColdKernelError) or is_foreign(error):
+        raise error
+    if not isinstance(error, NotReadyError):
+        backward.direct.pop(grads[0].stride(), None)  # another thread may have failed too
+        warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
     return backward.gradients(grads, saved, consts)
 
 
@@ -279,10 +293,10 @@ def _function(name: str, which: int) -> Callable[..., Any]:
     which: of torch's of that name, as it numbers them.
     """
     title = "".join(part.capitalize() for part in name.split("_"))
-    cls = type(title, (_Fused,), {})
+    cls = type(title, (Fused,), {})
     node = cls._backward_cls  # type: ignore[attr-defined]
     node.__name__ = node.__qualname__ = f"{title}Backward{which}"
-    node.apply = _apply_backward  # past the Python layers of Function: 3 us less per backward
+    node.apply = apply_backward  # past the Python layers of Function: 3 us less per backward
     return apply_of(cls)
 
 
@@ -294,7 +308,7 @@ class Graph:
         self.views = [nodes[index] for index in outline.views]
         self.reduced = [(nodes[index], (index, *more)) for index, *more in outline.reduced]
         self.bare = dict(
-            zip(outline.bare, _bares([nodes[k].meta for k in outline.bare]), strict=True)
+            zip(outline.bare, bares([nodes[k].meta for k in outline.bare]), strict=True)
         )
         self.stored = outline.stored  # dead values that its kernel stores for them
         self.saved_bytes = outline.saved_bytes
@@ -314,21 +328,9 @@ class Graph:
         seen = [node.index for node in runner.views]
         attach = _attaching(self.backwards, runner.made, self.views, self.bare, seen, self.reduced)
         if self.tells:
-            attach = _telling(self.recorder, attach, runner, self.told)
-        runner.attach = above_autograd(attach)
-
-
-def _bares(metas: Sequence[Meta | None]) -> list[torch.Tensor]:
-    """What torch can make views of in place of values that nobody reads; one for each Meta."""
-    made: dict[Meta | None, torch.Tensor] = {}
-    with InferenceMode(False):
-        for meta in metas:
-            if meta not in made:
-                assert meta is not None
-                made[meta] = torch.empty_strided(
-                    meta.shape, (0,) * meta.ndim, dtype=meta.dtype, device=meta.device
-                )
-    return [made[meta] for meta in metas]
+            attach = telling(self.recorder, attach, runner, self.told)
+        runs_ops = self.tells or self.views or self.reduced or self.bare
+        runner.attach = above_autograd(attach) if runs_ops else attach
 
 
 def _attaching(
@@ -406,79 +408,6 @@ def _bared(
     found = [index for index in indices if index in bare]
     space |= {"detach": detach, **{f"bare{index}": bare[index] for index in found}}
     return [(root, f"v{index} = detach(bare{index})") for index in found]
-
-
-def _telling(
-    recorder: Recorder,
-    attach: Callable[..., Any],
-    runner: Runner,
-    told: tuple[tuple[Ref, int], ...],
-) -> Callable[..., Any]:
-    """`attach` where hooks are told of what the nodes save, once the flush is over.
-
-    A node has a list for each tensor that it saves, into which then comes what the hook returns.
-    """
-    places = {index: k for k, index in enumerate(runner.made)}
-    stands = _stands(told, runner.tip) if runner.tip.unread else None
-
-    def attach_and_tell(inputs: Any, consts: Any, late: Any, *values: torch.Tensor) -> Any:
-        assert recorder.running is not None and recorder.running.hooks is not None
-        pack, unpack = recorder.running.hooks
-        untold = Untold(inputs, getattr(pack, TOLD_LATER), [])
-        kept: list[list[Any]] = []
-        keep = partial(_keep, kept, attach.__code__, untold.pack, stands)
-        give_back = partial(_give_back, untold.pack, unpack)
-        try:
-            push_hooks(keep, give_back)
-            views = attach(inputs, consts, late, *values)
-        finally:
-            pop_hooks()
-        for ref, place in reversed(told):
-            if place >= 0:
-                untold.saved.append(kept[place])
-            elif stands is not None:
-                untold.saved.append([stands[place, ref], False])
-            else:
-                value = inputs[~ref] if ref < 0 else values[places[ref]]
-                untold.saved.append([detach(value), False])
-        kept.clear()  # each goes with the node that has it
-        # an interrupt may have undone it, and what comes in the middle of flushes is told later
-        recorder.untold = [x for x in recorder.untold if x.inputs is not inputs] + [untold]
-        return views
-
-    return attach_and_tell
-
-
-def _stands(told: tuple[tuple[Ref, int], ...], tip: Node) -> dict[Any, torch.Tensor]:
-    """What hooks that read no values are told of, by its place, or -1 and the value."""
-    nodes = tip.path()
-    metas = [tip.inputs[~ref] if ref < 0 else nodes[ref].meta for ref, _ in told]
-    keys = [place if place >= 0 else (place, ref) for ref, place in told]
-    return dict(zip(keys, _bares(metas), strict=True))
-
-
-def _keep(
-    kept: list[list[Any]],
-    attach: CodeType,
-    pack: Callable[[Any], Any],
-    stands: dict[Any, torch.Tensor] | None,
-    tensor: torch.Tensor,
-) -> list[Any]:
-    """What a node holds in place of `tensor`: detached, for shells may exchange it, as in a cycle.
-
-    See `chain.state.Untold`. Called in C by what `attach` calls; or by an op of whatever runs in
-    the middle of that, of which the hook is told at once.
-    """
-    if _getframe(1).f_code is not attach:
-        return [pack(tensor), True]
-    kept.append([detach(tensor) if stands is None else stands[len(kept)], False])
-    return kept[-1]
-
-
-def _give_back(pack: Callable[[Any], Any], unpack: Callable[[Any], Any], kept: list[Any]) -> Any:
-    if not kept[1]:  # another thread differentiates what this one has not been told of
-        kept[:] = pack(kept[0]), True
-    return unpack(kept[0])
 
 
 def _as_saved(tensor: torch.Tensor) -> torch.Tensor:

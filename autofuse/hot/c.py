@@ -104,9 +104,10 @@ COUNT = (1 << 63) - 1  # of the flags of a vectorcall, how many arguments have n
 LISTED = 24  # where a list has the address of its first item
 SLICED = 16  # where a slice has its start, stop and step
 (AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, OUT, DIM,
- ATTRIBUTES) = (
+ ATTRIBUTES, DIFFERENTIATED, WORK, TO_SAVE, SAVED, MATERIALIZES) = (
     "_af", "autofuse_current", "flushing", "words", "recorders", "",
-    "write", "inplace", "materialize", "out", "dim", "__dict__",
+    "write", "inplace", "materialize", "out", "dim", "__dict__", "differentiated",
+    "work", "to_save", "saved_tensors", "materialize_grads",
 )  # fmt: skip
 GRAD, CASTS = "grad mode", "autocast"
 
@@ -172,6 +173,8 @@ exactly: Any = GIVEN  # `writes.reads_apart`
 STAY: Any = GIVEN
 SIMPLE: Any = GIVEN  # classes of what no walk over arguments looks into
 increment_version: Any = GIVEN
+in_functorch: Any = GIVEN  # whether transforms of torch.func run
+otherwise: Any = GIVEN  # `grad.backward.otherwise`
 AT_ONCE: Any = GIVEN  # arguments with which a lock does not wait; to make them costs 25 ns
 get_device: Any = GIVEN
 get_num_threads: Any = GIVEN

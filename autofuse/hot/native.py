@@ -4,7 +4,7 @@ Each machine function stands for a Python one and does the same to the same obje
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. Its parts:
 `values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `view`, `in_place`,
-`write`, `spell`, `reduce`, `join`, `lend` and `builtins`, in the language of `body`.
+`write`, `spell`, `reduce`, `join`, `graph`, `lend` and `builtins`, in the language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -33,15 +33,23 @@ from ..chain.shell import Tensor
 from ..dispatch import eager, nested, protocol, unrecorded
 from ..dtypes import CODES
 from ..errors import warn_once
+from ..grad import backward
 from ..kernel.llvm import processor
 from ..ops.row import OPS
 from ..record import flush, in_place, numbers, origins, ranges, record, writes
 from ..run import launching, words
 from ..settings.config import config, watch
-from ..torch_private import DeviceContext, TensorBase, count_write, function_mode_at
+from ..torch_private import (
+    DeviceContext,
+    TensorBase,
+    count_write,
+    function_mode_at,
+    in_functorch,
+)
 from . import builtins as _builtins
 from . import c, call, called, choice, inputs, lend, overrides, values, view, write
 from . import flush as _flush
+from . import graph as _graph
 from . import handle as _handle
 from . import in_place as _in_place
 from . import join as _join
@@ -65,13 +73,13 @@ from .verdict import verdict
 
 _STAGES = (
     values, inputs, _record, _launch, _flush, choice, view, call, _handle, overrides, _in_place,
-    write, _spell, _reduce, _join, lend, _builtins,
+    write, _spell, _reduce, _join, _graph, lend, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
 
 
 # what machine code relies on in this package: folders and modules beside them
-_RELIED = ("api", "chain", "dispatch", "fused", "hooks", "hot", "inside", "kernel/llvm",
+_RELIED = ("api", "chain", "dispatch", "fused", "grad", "hooks", "hot", "inside", "kernel/llvm",
            "lending", "ops", "record", "run", "torch_private")  # fmt: skip
 
 
@@ -233,6 +241,8 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("restoring", lending.restore, (lending.loans,)),
         ("becoming_plain", lending.become_plain, ()),
         ("answer", words.answer, ()),
+        ("keeping", backward.Fused.forward, ()),
+        ("differentiating", backward.apply_backward, ()),
         ("torch_function", protocol.torch_function, (protocol.HANDLERS,)),
         ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS, protocol.OPTIONS)),
         *protocol.HOT,
@@ -268,6 +278,7 @@ def _given() -> dict[str, Any]:
         "CPU": torch.device("cpu"),
         "ask_origin": origins.ask, "exactly": writes.reads_apart,
         "increment_version": count_write,
+        "in_functorch": in_functorch, "otherwise": backward.otherwise,
         "Module": torch.nn.Module, "loans": lending.loans, "left_plain": fused.left_plain,
         "call_fused": fused.call_fused, "is_outermost": fused.is_outermost,
         "is_compiling": fused.is_compiling,
