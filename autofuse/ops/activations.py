@@ -207,7 +207,7 @@ def tanhshrink(input):
 FUNCTIONAL.update(("dropout", "alpha_dropout"))
 
 
-@composite("dropout", "alpha_dropout")
+@spelled("dropout", "alpha_dropout")
 def _dropout(input, p=0.5, training=True, inplace=False):
     idle = (not training or p == 0) and 0 <= p <= 1 and not inplace
     return input if idle else None
