@@ -6,18 +6,19 @@ with options, `hot.reduce.choice_of` for reductions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
 
+from ..chain.meta import UNKNOWN, concrete_meta, likely_meta
 from ..chain.shell import Tensor
 from ..chain.state import this_thread
 from ..inside import is_foreign
 from ..ops.reductions import Reduction
 from ..ops.row import Op, Several
 from ..record.record import record
-from ..torch_private import looked_on
+from ..torch_private import in_functorch, looked_on
 
 # what choosers run into with arguments that they do not know
 _UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError,
@@ -48,6 +49,20 @@ def _is_inner(error: Exception) -> bool:
     trace = error.__traceback__
     assert trace is not None  # a name for it where it is caught would be a cycle with the arguments
     return trace.tb_next is not None and trace.tb_next.tb_next is not None
+
+
+def meet(values: Iterable[Any]) -> None:
+    """Let machine code know tensors like these the next time: of others it asks no chooser."""
+    recorder = this_thread.current
+    if recorder is None or this_thread.closed or in_functorch():
+        return
+    tip = recorder.chain.tip
+    for x in values:
+        if x.__class__ is Tensor:
+            if x._af is UNKNOWN:
+                concrete_meta(x, tip)
+        elif x.__class__ is torch.Tensor or x.__class__ is torch.nn.Parameter:
+            likely_meta(x, tip)
 
 
 def recorded(several: Several, eagerly: Callable[[Any], Any]) -> Any:
