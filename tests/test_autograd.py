@@ -1275,9 +1275,14 @@ def test_batched_gradients_ask_for_no_kernel(device, capfd, monkeypatch):
         for _ in range(3):
             torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True)
         ones = torch.ones(2, *y.shape, device=device, dtype=torch.float64)
-        one, batched = (
-            torch.autograd.grad(y, leaf, g, retain_graph=True, is_grads_batched=g is ones)[0]
-            for g in (ones[0], ones)
-        )
-        assert torch.equal(batched, torch.stack([one, one]))
+        for _ in range(3):  # what was found for a batch is no batch's either
+            one, batched = (
+                torch.autograd.grad(y, leaf, g, retain_graph=True, is_grads_batched=g is ones)[0]
+                for g in (ones[0], ones)
+            )
+            assert torch.equal(batched, torch.stack([one, one]))
+        alone = autofuse.materialize((x * 4.0).sigmoid() * x)  # nothing but batches
+        ones = torch.ones(2, *alone.shape, device=device, dtype=torch.float64)
+        for _ in range(3):
+            torch.autograd.grad(alone, leaf, ones, retain_graph=True, is_grads_batched=True)
     assert "failed" not in capfd.readouterr().err

@@ -5,12 +5,14 @@ made of them. Without a GPU kernels run thread by thread, as in test_reductions.
 """
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from test_norms import hung, trained  # noqa: F401
 from test_reductions import emulated, launched, recorded, recording, table  # noqa: F401
+from torch.autograd.graph import saved_tensors_hooks
 
 import autofuse
 from autofuse.ops import losses
@@ -307,3 +309,30 @@ def test_backward_of_other_dtypes_is_refused_where_torch_does(loss, other, how, 
     assert (type(failure), str(failure)) == (type(error), str(error))
     if error is None:
         assert_same(got, want, 1e-6)
+
+
+UNDER_HOOKS = {
+    **{name: partial(called, name, how="mean") for name in (*losses.LOSSES, "l1_loss")},
+    "binary_cross_entropy": F.binary_cross_entropy,
+    "kl_div": partial(F.kl_div, reduction="batchmean"),
+    "glu": lambda x, y: F.glu(y),
+    "cross_entropy": lambda x, y: F.cross_entropy(y, x),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_HOOKS)
+def test_losses_under_hooks_that_change_what_is_saved(name, always):
+    """Hooks get eager's tensors: what they make of a pending one C++ would be given."""
+
+    def program(wrap):
+        x, y = wrap(torch.rand(3, 4)), wrap(torch.rand(3, 4).requires_grad_())
+        with saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+            loss = UNDER_HOOKS[name]((x * 2).sigmoid(), (y + 1).sigmoid())
+        loss.sum().backward()
+        return y.grad
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        got = autofuse.unwrap(program(autofuse.wrap))
+        torch.manual_seed(seed)
+        torch.testing.assert_close(got, program(lambda t: t))

@@ -24,6 +24,7 @@ from ..torch_private import in_functorch, looked_on
 _UNKNOWN_ARGUMENTS = (TypeError, AttributeError, IndexError, ValueError, OverflowError,
                       RuntimeError)  # fmt: skip
 _NUMBERS = (int, float, bool)
+_MEETS, _SELDOM = 100, 256  # so many calls at first, then one of so many: see `Choices.meet`
 
 
 def chosen_by(choose: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -49,20 +50,6 @@ def _is_inner(error: Exception) -> bool:
     trace = error.__traceback__
     assert trace is not None  # a name for it where it is caught would be a cycle with the arguments
     return trace.tb_next is not None and trace.tb_next.tb_next is not None
-
-
-def meet(values: Iterable[Any]) -> None:
-    """Let machine code know tensors like these the next time: of others it asks no chooser."""
-    recorder = this_thread.current
-    if recorder is None or this_thread.closed or in_functorch():
-        return
-    tip = recorder.chain.tip
-    for x in values:
-        if x.__class__ is Tensor:
-            if x._af is UNKNOWN:
-                concrete_meta(x, tip)
-        elif x.__class__ is torch.Tensor or x.__class__ is torch.nn.Parameter:
-            likely_meta(x, tip)
 
 
 def recorded(several: Several, eagerly: Callable[[Any], Any]) -> Any:
@@ -112,7 +99,27 @@ class Choices(dict[Any, Any]):
 
     def __init__(self, choose: Callable[..., Any]) -> None:
         self.choose = choose
+        self.met = 0  # calls that Python has left to torch
         _every.append(self)
+
+    def meet(self, values: Iterable[Any]) -> None:
+        """Let machine code know tensors like these the next time: of others it asks nothing.
+
+        To learn them takes longer than the call, and of ever new sizes it is in vain.
+        """
+        self.met += 1
+        recorder = this_thread.current
+        if (self.met > _MEETS and self.met % _SELDOM) or recorder is None:
+            return
+        if this_thread.closed or in_functorch():
+            return
+        tip = recorder.chain.tip
+        for x in values:
+            if x.__class__ is Tensor:
+                if x._af is UNKNOWN:
+                    concrete_meta(x, tip)
+            elif x.__class__ is torch.Tensor or x.__class__ is torch.nn.Parameter:
+                likely_meta(x, tip)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What to keep of such a call."""

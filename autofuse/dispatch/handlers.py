@@ -29,7 +29,7 @@ from ..record.origins import keep
 from ..record.record import record, record_fresh, relieve, slot_in
 from ..record.writes import flush_readers, record_write
 from ..torch_private import autocast_is_on, dispatch_modes, looked_on
-from .chosen import Choices, chosen_by, meet, recorded, without
+from .chosen import Choices, chosen_by, recorded, without
 from .eager import OURS, Handler, Parameter, Plain, has_others, run_eager, run_short
 from .in_place import in_place
 from .protocol import HANDLERS, HOT, OPTIONS
@@ -199,7 +199,7 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
     if choose in MAKING:
         MAKING.add(named)
     rest, written = passing(func), in_place(named, func) if "inplace" in targets else None
-    known = known_of(func)
+    known, choices = known_of(func), Choices(named)
 
     def spelled(*args: Any, **kwargs: Any) -> Any:
         options = kwargs
@@ -233,11 +233,11 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
             return recorded(chosen, partial(run_eager, func, args, kwargs))
         elif chosen is not None and not has_others((*args, *kwargs.values())):
             return chosen
-        meet((*args, *kwargs.values()))
+        choices.meet((*args, *kwargs.values()))
         return rest(*args, **kwargs)
 
     if not known.writes and choose not in MAKING:
-        HOT.append(("spelling", spelled, (func, known, Choices(named), written)))
+        HOT.append(("spelling", spelled, (func, known, choices, written)))
     return spelled
 
 

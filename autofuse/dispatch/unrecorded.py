@@ -25,10 +25,8 @@ PASSED = {"_native_multi_head_attention", "_transformer_encoder_layer_fwd", "ada
           "log_softmax", "max_pool1d", "max_pool2d", "norm", "softmax", "split", "tensordot",
           "unflatten"}  # fmt: skip
 # Python functions that only pass their tensors on to C
-LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.mse_loss,
-           F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-           F.binary_cross_entropy_with_logits, F.kl_div, F.relu, F.silu, F.glu,
-           F.mish, F.elu, F.dropout, F.batch_norm, F.rms_norm, F.pad,
+LIKE_C = {F.layer_norm, F.group_norm, F.embedding, F.cross_entropy, F.nll_loss, F.relu, F.silu,
+           F.mish, F.elu, F.glu, F.dropout, F.batch_norm, F.rms_norm, F.pad,
            F.interpolate, torch.einsum, torch.norm, torch.split, Plain.norm,
            Plain.split}  # fmt: skip
 

@@ -267,7 +267,7 @@ def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         result = backward.gradients(grads, saved, consts)
         meta = plain_meta(g)
         answer = backward.answers.get((meta, *[None] * (len(grads) - 1)))
-        if answer is not None and not isinstance(answer, Expected):
+        if answer is not None and not isinstance(answer, Expected) and not is_batched(g):
             backward.direct[g.stride()] = answer
             backward.usual = keys_of(g).raw_repr(), meta
         return result

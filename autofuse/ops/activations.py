@@ -209,6 +209,8 @@ FUNCTIONAL.update(("dropout", "alpha_dropout"))
 
 @spelled("dropout", "alpha_dropout")
 def _dropout(input, p=0.5, training=True, inplace=False):
+    if training.__class__ is not bool or not is_number(p):  # torch says what is wrong
+        return None
     idle = (not training or p == 0) and 0 <= p <= 1 and not inplace
     return input if idle else None
 
