@@ -234,7 +234,7 @@ _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_writes, "handler writing setting flush"),
     (_writes_by_hand, "record_inplace record_write handler flush"),
     (_slices, "handler writing setting copying flush"),
-    (_gradients, "answer"),
+    (_gradients, "keeping differentiating answer"),
     (_told, "flush answer"),
     (_weak, "flush"),
     (_errors, ""),
