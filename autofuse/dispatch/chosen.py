@@ -107,11 +107,11 @@ class Choices(dict[Any, Any]):
 
         To learn them takes longer than the call, and of ever new sizes it is in vain.
         """
-        self.met += 1
         recorder = this_thread.current
-        if (self.met > _MEETS and self.met % _SELDOM) or recorder is None:
+        if recorder is None or this_thread.closed or in_functorch():
             return
-        if this_thread.closed or in_functorch():
+        self.met += 1
+        if self.met > _MEETS and self.met % _SELDOM:
             return
         tip = recorder.chain.tip
         for x in values:
