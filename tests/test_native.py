@@ -28,6 +28,7 @@ from autofuse.chain.shell import alias
 from autofuse.dispatch import handlers as tensor
 from autofuse.dispatch import protocol
 from autofuse.dispatch.protocol import HANDLERS
+from autofuse.errors import ColdKernelError, NotReadyError
 from autofuse.hot import c, native
 from autofuse.hot.c import GIVEN
 from autofuse.ops.row import OPS
@@ -289,6 +290,67 @@ def test_each_machine_function_runs_instead_of_the_one_it_stands_for(name, monke
     stands_for, program = ENTERED[name]
     assert stands_for in python_functions(program, False, monkeypatch)
     assert stands_for not in python_functions(program, True, monkeypatch)
+
+
+def differentiable(device):
+    """A leaf, what a chain makes of it, and the Backward of that, which machine code has run."""
+    leaf = torch.rand(4, 4, device=device).requires_grad_()
+    y = autofuse.materialize((autofuse.wrap(leaf) * 2.0 + 1.0).sigmoid())
+    for _ in range(3):
+        torch.autograd.grad(y, leaf, torch.ones_like(y), True)
+    return leaf, y, y.grad_fn.work[0]
+
+
+def test_gradients_of_several_layouts_need_python_once_each(device, always, monkeypatch):
+    leaf, y, _ = differentiable(device)
+    plain = leaf.detach().clone().requires_grad_()
+    eager = (plain * 2.0 + 1.0).sigmoid()
+    dense, spread = torch.ones(4, 4, device=device), torch.ones((), device=device).expand(4, 4)
+    for g in (dense, spread, dense.t(), dense, spread):
+        found = []
+        for _ in range(4):
+            run = lambda _: found.append(torch.autograd.grad(y, leaf, g, True)[0])  # noqa: B023, E731
+            names = python_functions(run, True, monkeypatch)
+        assert "apply_backward" not in names
+        (want,) = torch.autograd.grad(eager, plain, g, True)
+        for one in found:
+            assert_same(one, want, 1e-6)
+
+
+@pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
+def test_errors_of_a_backwards_kernel(hot, device, always, monkeypatch, capsys):
+    """Torch computes what a kernel cannot; what is no error of ours comes through."""
+    monkeypatch.setattr(autofuse.config, "native", hot)
+    for error, comes in (
+        (NotReadyError("x"), False), (RuntimeError("no kernel"), False),
+        (ColdKernelError("x"), True), (KeyboardInterrupt(), True),
+    ):  # fmt: skip
+        monkeypatch.setattr(autofuse.errors, "_said", set())
+        leaf, y, backward = differentiable(device)
+        want = torch.autograd.grad(y, leaf, torch.ones_like(y), True)
+
+        def fail(*args, error=error):
+            raise error
+
+        backward.direct.update(dict.fromkeys(backward.direct, fail))
+        if comes:
+            with pytest.raises(type(error)):
+                torch.autograd.grad(y, leaf, torch.ones_like(y), True)
+        else:
+            assert_same(torch.autograd.grad(y, leaf, torch.ones_like(y), True), want, 1e-6)
+        backward.direct.clear()  # other nodes have it, too
+        told = "the kernel of a backward failed" in capsys.readouterr().err
+        assert told is (type(error) is RuntimeError)
+
+
+@pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
+@pytest.mark.parametrize("work", [7, (), (1, 2), (None, ())], ids=str)
+def test_who_writes_into_a_node_gets_an_error(work, hot, device, always, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "native", hot)
+    leaf, y, _ = differentiable(device)
+    y.grad_fn.work = work
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        torch.autograd.grad(y, leaf, torch.ones_like(y))
 
 
 # where Python, and no C, asks for what is pending
@@ -617,22 +679,42 @@ _SHAPED = {
 }  # fmt: skip
 
 
+_TWICE = {"cat, by its name", "cat of what lies in memory"}  # whose gradients are torch's
+
+
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("name", _SHAPED)
-def test_joins_and_views_need_no_python(name, grad, device):
+def test_joins_and_views_need_no_python(name, grad, device, always):
     """What has been joined and viewed so before: by keywords, lists and other tensors, too."""
     make, x = _SHAPED[name], torch.randn(4, 8, device=device, requires_grad=grad)
+    allowed = {"<lambda>", "split"} if "split" in name else {"<lambda>"}  # torch's own
     modes.forget_all("test")
     with torch.set_grad_enabled(grad):
+        want = make(x * 2.0, x + 1.0, x)
         for _ in range(6):
-            w, names = autofuse.wrap(x), []  # of which nothing is known
+            w, names = autofuse.wrap(x.detach().requires_grad_(grad)), []  # nothing is known of it
             y, z = w * 2.0, w + 1.0
             made = []
             names = functions_called(lambda y=y, z=z, w=w, made=made: made.append(make(y, z, w)))
+            recorded = autofuse.is_pending(made[0])
             got = autofuse.unwrap(autofuse.materialize(made[0]))
-            assert_same(got, make(x * 2.0, x + 1.0, x), None)
-        allowed = {"<lambda>", "split"} if "split" in name else {"<lambda>"}  # torch's own
-        assert {*names} <= allowed, names
+            assert_same(got.detach(), want.detach(), None)
+            if grad:
+                found = torch.autograd.grad(got, w, torch.ones_like(got))
+                assert_same(found, torch.autograd.grad(want, x, torch.ones_like(want), True), 1e-6)
+        assert recorded is not (grad and name in _TWICE)
+        assert {*names} <= allowed or not recorded, names
+
+
+def test_joins_are_torchs_where_nothing_is_kept_for_backward(device, always, monkeypatch):
+    """Also once machine code has recorded such a one."""
+    x = autofuse.wrap(torch.randn(4, 8, device=device)).requires_grad_()
+    for _ in range(4):
+        joined = torch.cat((x * 2.0, x + 1.0))
+    assert autofuse.is_pending(joined)
+    monkeypatch.setattr(autofuse.config, "recompute", "inputs")
+    for _ in range(4):
+        assert not autofuse.is_pending(torch.cat((x * 2.0, x + 1.0)))
 
 
 _INDICES = [(0, 1), [0, 1], (), [], (1,), [1], [1, 2], torch.Size([1, 2]), slice(0, 2),

@@ -271,7 +271,6 @@ class Recorder:
             root.autocast, root.told = autocast, told
             root.unread, root.looked_on = unread, looked_on
             root.reason = "waiting for kernels" if self.resting else ""
-        self.keeps = config.recompute != "inputs"
         # of memory in which ops in place are recorded, see `sole`; 0 for none: on a CPU it does not
         # pay, where such an op allocates nothing (1.16 of eager's time, `bench/overhead.py`)
         self.frees = frees(self.device) if self.kind or config.always_fuse else 0
@@ -279,9 +278,11 @@ class Recorder:
         off = self.off or not config.enabled or torch.is_anomaly_enabled()
         chain = Chain(home := self.nowhere if off else root)
         if not self.chain:
+            keeps = config.recompute != "inputs"
             # no Python runs from here...
             self.grad = grad
             self.inference = inference
+            self.keeps = keeps
             self.autocast = autocast
             self.hooks = hooks
             self.looked_on = looked_on

@@ -99,7 +99,7 @@ class Choices(dict[Any, Any]):
 
     def __init__(self, choose: Callable[..., Any]) -> None:
         self.choose = choose
-        self.met = 0  # calls that Python has left to torch
+        self.met = 0  # calls of `meet` that count
         _every.append(self)
 
     def meet(self, values: Iterable[Any]) -> None:
@@ -108,7 +108,7 @@ class Choices(dict[Any, Any]):
         To learn them takes longer than the call, and of ever new sizes it is in vain.
         """
         recorder = this_thread.current
-        if recorder is None or this_thread.closed or in_functorch():
+        if recorder is None or this_thread.closed or in_functorch() or looked_on():
             return
         self.met += 1
         if self.met > _MEETS and self.met % _SELDOM:

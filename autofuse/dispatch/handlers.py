@@ -199,7 +199,8 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
     if choose in MAKING:
         MAKING.add(named)
     rest, written = passing(func), in_place(named, func) if "inplace" in targets else None
-    known, choices = known_of(func), Choices(named)
+    known = known_of(func)
+    choices = None if known.writes or choose in MAKING else Choices(named)
 
     def spelled(*args: Any, **kwargs: Any) -> Any:
         options = kwargs
@@ -233,10 +234,11 @@ def _spelled(choose: Handler, func: Handler, method: bool = False) -> Handler:
             return recorded(chosen, partial(run_eager, func, args, kwargs))
         elif chosen is not None and not has_others((*args, *kwargs.values())):
             return chosen
-        choices.meet((*args, *kwargs.values()))
+        if choices is not None:
+            choices.meet((*args, *kwargs.values()))
         return rest(*args, **kwargs)
 
-    if not known.writes and choose not in MAKING:
+    if choices is not None:
         HOT.append(("spelling", spelled, (func, known, choices, written)))
     return spelled
 

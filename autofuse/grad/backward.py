@@ -56,8 +56,8 @@ from .telling import bares, telling
 class Backward:
     """The backward of one autograd node; the same for every run of a program."""
 
-    __slots__ = ("answers", "apply", "direct", "frees", "guard", "is_cast", "recorder", "segment",
-                 "straight", "tip", "told", "usual")  # fmt: skip
+    __slots__ = ("answers", "apply", "direct", "frees", "guard", "is_cast", "layouts", "recorder",
+                 "segment", "straight", "tip", "told", "usual")  # fmt: skip
 
     def __init__(self, recorder: Recorder, segment: Segment, tip: Node) -> None:
         """tip: where the chain ends."""
@@ -80,8 +80,10 @@ class Backward:
             for use in segment.uses[index]
         )
         self.answers: dict[tuple[Meta | None, ...], Answer | Expected | None] = {}
-        self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient,
-        self.usual: tuple[int, Meta] | None = None  # the last of these, by its dispatch keys
+        self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient;
+        # the dispatch keys and Metas of these, and the last ones of all, which machine code knows
+        self.layouts: dict[tuple[int, ...], tuple[int, Meta]] = {}
+        self.usual: tuple[int, Meta] | None = None
         self.straight: dict[tuple[bool, ...], Callable[..., Any]] = {}  # see `written`
         self.guard: Callable[..., bool] | None = None  # of `saved`, where hooks may change that
 
@@ -240,6 +242,7 @@ class Fused(torch.autograd.Function):
 
 
 def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    """What the engine calls of a node: None, then the gradients for its sinks."""
     backward, consts = ctx.work
     # raises if they are freed or were written
     saved = ctx.saved_tensors if backward.frees else ()
@@ -260,24 +263,28 @@ def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             and hooks.differentiated is None
             and not (g.is_neg() or g._is_zerotensor() or is_batched(g))
         ):
+            backward.usual = backward.layouts.get(g.stride())
             try:
                 return answer((g,), saved, consts)
             except Exception as error:
-                return otherwise(error, backward, grads, saved, consts)
+                return after_error(error, backward, grads, saved, consts)
         result = backward.gradients(grads, saved, consts)
         meta = plain_meta(g)
         answer = backward.answers.get((meta, *[None] * (len(grads) - 1)))
-        if answer is not None and not isinstance(answer, Expected) and not is_batched(g):
-            backward.direct[g.stride()] = answer
-            backward.usual = keys_of(g).raw_repr(), meta
+        if meta is not None and not (answer is None or isinstance(answer, Expected)):
+            if not is_batched(g):  # whose memory no kernel may read
+                stride = g.stride()
+                backward.direct[stride] = answer
+                backward.usual = backward.layouts[stride] = keys_of(g).raw_repr(), meta
         return result
     return backward.gradients(grads, saved, consts)
 
 
-def otherwise(
+def after_error(
     error: BaseException, backward: Backward, grads: Sequence[Any], saved: Any, consts: Any
 ) -> tuple[Any, ...]:
-    """The gradients where the kernel of the root's alone has run into `error`."""
+    """The gradients of a node, once an Answer has run into `error`; that again if it is no such
+    one's."""
     if not isinstance(error, Exception) or isinstance(error, ColdKernelError) or is_foreign(error):
         raise error
     if not isinstance(error, NotReadyError):
@@ -329,6 +336,7 @@ class Graph:
         attach = _attaching(self.backwards, runner.made, self.views, self.bare, seen, self.reduced)
         if self.tells:
             attach = telling(self.recorder, attach, runner, self.told)
+        # to make a node of our own asks no dispatch key, but whether an operand requires grad
         runs_ops = self.tells or self.views or self.reduced or self.bare
         runner.attach = above_autograd(attach) if runs_ops else attach
 

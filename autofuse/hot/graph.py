@@ -8,7 +8,7 @@ from ..grad.backward import Backward
 from .c import *
 from .inputs import lies_as
 from .record import tupled
-from .values import autocast_mode, class_of, grad_mode
+from .values import autocast_mode, class_of, grad_mode, take_error
 
 
 def keeping(entry, function, args, count, names) -> object:
@@ -17,6 +17,8 @@ def keeping(entry, function, args, count, names) -> object:
         return 0
     node = args[0]
     holder: tuple = args[1]  # outs, what the node saves, whose backward it is and Consts
+    if len(holder) != 3:
+        return 0
     PyObject_GenericSetAttr(node, TO_SAVE, holder[1])
     PyObject_GenericSetAttr(node, WORK, holder[2])
     PyObject_GenericSetAttr(node, MATERIALIZES, False)
@@ -28,7 +30,7 @@ def keeping(entry, function, args, count, names) -> object:
 def differentiating(entry, function, args, count, names) -> object:
     """`grad.backward.apply_backward`, of a gradient for the root alone that lies as others have.
 
-    It changes nothing before the kernel runs, and asks hooks of saved tensors nothing twice.
+    Once it has asked for what is saved, which hooks may give, Python is not asked to do it all.
     """
     if names != 0 or count < 2 or class_of(args[1]) is not Plain or grad_mode() != 0:
         return 0
@@ -36,6 +38,8 @@ def differentiating(entry, function, args, count, names) -> object:
         if args[k] is not None:
             return 0
     work: tuple = PyObject_GetAttr(args[0], WORK)
+    if class_of(work) is not tuple or len(work) != 2 or class_of(work[0]) is not Backward:
+        return 0  # somebody has set it
     backward: Backward = work[0]
     usual: tuple = kept(backward.usual)
     if usual is None or backward.told is True:
@@ -57,6 +61,7 @@ def differentiating(entry, function, args, count, names) -> object:
     if backward.frees is True:
         saved = PyObject_GetAttr(args[0], SAVED)  # raises if they are freed or were written
     incoming = tupled(args + 8, 1)
+    grads = tupled(args + 8, count - 1)
     given[0] = incoming
     given[1] = saved
     given[2] = work[1]
@@ -64,17 +69,13 @@ def differentiating(entry, function, args, count, names) -> object:
     if result != 0:
         return result
     error = room(3)
-    PyErr_Fetch(error, error + 8, error + 16)
-    PyErr_NormalizeException(error, error + 8, error + 16)
-    if error[2] != 0:
-        PyException_SetTraceback(error[1], error[2])
-    grads = tupled(args + 8, count - 1)
+    take_error(error)
     given[0] = error[1]
     given[1] = backward
     given[2] = grads
     given[3] = saved
     given[4] = work[1]
-    result = tried(PyObject_Vectorcall(otherwise, given, 5, 0))
+    result = tried(PyObject_Vectorcall(after_error, given, 5, 0))
     for k in range(3):
         Py_DecRef(error[k])
     return result

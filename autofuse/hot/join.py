@@ -76,17 +76,19 @@ def joined(entry, tensors: tuple, dim) -> object:
     flat = room(34)
     flat[0] = entry[2]
     flat[1] = dim
+    graph = 0
     for k in range(count):
         if is_ours(tensors[k]) == 0:
             return 0
         meta: Meta = known_as(tip, tensors[k])
         if meta == 0:
             return 0
-        if meta.requires_grad is True and grad_mode() != 0:
-            # gradients of one that is there twice add up in the order of operands, not of ops
-            if recorder.keeps is not True or is_twice(tensors, count) != 0:
-                return 0
+        if meta.requires_grad is True:
+            graph = grad_mode()
         flat[2 + k] = meta
+    # gradients of one that is there twice add up in the order of operands, not of ops
+    if graph != 0 and (recorder.keeps is not True or is_twice(tensors, count) != 0):
+        return 0
     key = tupled(flat, 2 + count)
     found = PyDict_GetItemWithError(recorder.joins, key)
     if found == 0 or found is None:

@@ -289,16 +289,21 @@ def forget_error():
     if PyErr_Occurred() == 0:
         return
     error = room(3)
-    PyErr_Fetch(error, error + 8, error + 16)
-    PyErr_NormalizeException(error, error + 8, error + 16)
-    if error[2] != 0:
-        PyException_SetTraceback(error[1], error[2])
+    take_error(error)
     foreign = tried(PyObject_CallOneArg(is_foreign, error[1]))
     if foreign is True:
         PyErr_Restore(error[0], error[1], error[2])
     else:
         for k in range(3):
             Py_DecRef(error[k])
+
+
+def take_error(error):
+    """Put the exception at hand there, as Python catches it: its class, itself and its trace."""
+    PyErr_Fetch(error, error + 8, error + 16)
+    PyErr_NormalizeException(error, error + 8, error + 16)
+    if error[2] != 0:
+        PyException_SetTraceback(error[1], error[2])
 
 
 def number_of(function):
