@@ -69,7 +69,7 @@ _GRAD_US = {
     # of the host, as in programs, both take more
     "cuda": _GradCosts(op=7.0, gradient=2.0, kernel=7.5, flush=18.0, recorded=1.0, node=17.5,
                        given=10.0),
-    # on a CPU an eager op with its gradient takes as long as 5 plain ones, a chain as three such ops
+    # on a CPU an eager op with its gradient takes as long as 5 plain ones, a chain as 3 such ones
     "cpu": _GradCosts(op=3.0, gradient=1.7, kernel=1.3, flush=7.0, recorded=0.9, node=13.0,
                       given=10.0),
 }  # fmt: skip
