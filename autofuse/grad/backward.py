@@ -257,13 +257,14 @@ def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         and backward.is_laid_out(saved)
     ):
         # --- hot path: the gradient of the root alone, of a layout that was seen before ---
-        answer = backward.direct.get(g.stride()) if g.layout is torch.strided else None
+        stride = g.stride() if g.layout is torch.strided else None
+        answer = None if stride is None else backward.direct.get(stride)
         if (
             answer is not None
             and hooks.differentiated is None
             and not (g.is_neg() or g._is_zerotensor() or is_batched(g))
         ):
-            backward.usual = backward.layouts.get(g.stride())
+            backward.usual = backward.layouts.get(stride)
             try:
                 return answer((g,), saved, consts)
             except Exception as error:
@@ -271,11 +272,10 @@ def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         result = backward.gradients(grads, saved, consts)
         meta = plain_meta(g)
         answer = backward.answers.get((meta, *[None] * (len(grads) - 1)))
-        if meta is not None and not (answer is None or isinstance(answer, Expected)):
-            if not is_batched(g):  # whose memory no kernel may read
-                stride = g.stride()
-                backward.direct[stride] = answer
-                backward.usual = backward.layouts[stride] = keys_of(g).raw_repr(), meta
+        known = meta is not None and answer is not None and not isinstance(answer, Expected)
+        if known and not is_batched(g):  # whose memory no kernel may read
+            backward.direct[stride] = answer
+            backward.usual = backward.layouts[stride] = keys_of(g).raw_repr(), meta
         return result
     return backward.gradients(grads, saved, consts)
 
@@ -283,8 +283,8 @@ def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 def after_error(
     error: BaseException, backward: Backward, grads: Sequence[Any], saved: Any, consts: Any
 ) -> tuple[Any, ...]:
-    """The gradients of a node, once an Answer has run into `error`; that again if it is no such
-    one's."""
+    """The gradients of a node whose Answer has run into `error`, which is raised again where it is
+    no failure of a kernel."""
     if not isinstance(error, Exception) or isinstance(error, ColdKernelError) or is_foreign(error):
         raise error
     if not isinstance(error, NotReadyError):

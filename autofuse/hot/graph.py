@@ -61,7 +61,9 @@ def differentiating(entry, function, args, count, names) -> object:
     if backward.frees is True:
         saved = PyObject_GetAttr(args[0], SAVED)  # raises if they are freed or were written
     incoming = tupled(args + 8, 1)
-    grads = tupled(args + 8, count - 1)
+    grads = kept(incoming)
+    if count != 2:
+        grads = tupled(args + 8, count - 1)
     given[0] = incoming
     given[1] = saved
     given[2] = work[1]
