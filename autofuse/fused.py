@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from . import hooks
 from .chain import state as _state
+from .chain.refusal import refusal_of
 from .chain.shell import Tensor
 from .chain.state import this_thread
 from .dispatch.nested import SIMPLE, exchange, is_container, rebuilt, tensors_in, values_of
@@ -186,7 +187,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             decided = True
             if contest.way == PLAIN and measures() and not (loans and _would_record(args, kwargs)):
                 if hooks.flushing is not None:
-                    _state.counts.eager[name, aside(contest)] += 1
+                    refusal_of(name, aside(contest)).count()
                 elif not contest.left % LOOKS:
                     _grant(owner, site)
                 return _as_it_is(function, args, kwargs, contest)
@@ -220,7 +221,8 @@ def _owner_of(module: torch.nn.Module | None, owners: dict[int, Owner]) -> Owner
     key = (0 if module is None else id(module)) + is_grad_enabled()
     owner = owners.setdefault(key, Owner())
     if module is not None:  # the next one may get its id, but not its sites
-        owner.module = ref(module, lambda gone: _forget(owners, key, gone))
+        # what is called when Python ends finds no globals
+        owner.module = ref(module, functools.partial(_forget, owners, key))
     return owner
 
 

@@ -908,13 +908,38 @@ def test_arguments_are_wrapped_again(grad, on):
     assert abs(sys.getrefcount(autofuse.Tensor) - kinds[1]) < 20
 
 
-def test_what_a_hook_meets_is_wrapped(on):
+@pytest.mark.parametrize("inside", ("the program", "a Function", "a Function, hooks around it"))
+@pytest.mark.parametrize("op", ("mm", "relu", "linear"))
+def test_what_a_hook_meets_is_wrapped(on, op, inside):
+    """Arguments are lent under grad where there are no hooks; a closed thread knows of them."""
     autofuse.materialize(autofuse.wrap(torch.ones(2)) + 1)
     x, met = autofuse.wrap(torch.ones(2, 2)), []
     leaf = autofuse.wrap(torch.ones(2, 2, requires_grad=True))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: met.append(type(x)) or t, abs):
-        torch.mm(leaf, x)
-    assert met == [autofuse.Tensor]
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: met.append(type(x)) or t, abs)
+
+    def run():
+        if op == "relu":
+            torch.mm(torch.relu(torch.mm(leaf, x)), x)
+        else:
+            getattr(F if op == "linear" else torch, op)(leaf, x)
+
+    class Running(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, given):
+            with torch.enable_grad(), contextlib.nullcontext() if "around" in inside else hooks:
+                run()
+            return given.clone()
+
+    for _ in range(6):  # a chain of one op comes to run at once
+        run()
+        met.clear()
+        if inside == "the program":
+            with hooks:
+                run()
+        else:
+            with hooks if "around" in inside else contextlib.nullcontext():
+                Running.apply(torch.ones(1))
+        assert met and {*met} == {autofuse.Tensor}
 
 
 def test_functions_in_python_meet_plain_tensors(on):

@@ -46,7 +46,7 @@ WHY = {  # breakage -> what is said of it; "" where the trial itself crashes
     "leaves_all_to_python": "left to Python by handler",
     "keeps_a_reference": "references are not given back|left to Python by flush",
     # what is there in place of a freed one differs
-    "gives_a_reference_back_twice": f"has other (flushes|ops_eager)|TypeError|{CRASH}",
+    "gives_a_reference_back_twice": f"has other (flushes|ops_eager)|TypeError|ValueError|{CRASH}",
     "ends_in_an_assertion": "AssertionError: not so",
     "of_a_type_that_is_missing": "AttributeError: 'NoneType'",
 }

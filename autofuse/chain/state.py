@@ -26,6 +26,7 @@ from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, autocast_is_on, stream_reader, top_hooks
 from . import verified
 from .meta import Meta, same_device
+from .refusal import Refusal
 from .shell import Tensor
 
 
@@ -33,12 +34,12 @@ class Node:
     """One recorded op at one place of one program. Also the state of the shells it hands out."""
 
     __slots__ = ("apart", "args", "autocast", "base", "by_outputs", "cast", "common", "consts",
-                 "counted", "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs",
+                 "cuts", "fresh_bytes", "grad_mode", "holds_grad", "index", "inputs",
                  "into", "key", "known_views", "likely", "limits", "long", "looked_on", "made_at",
                  "meta", "next", "of", "offset", "op", "parent", "pinned_limit", "reason",
-                 "recent", "recorder", "relaxed", "returns", "rows", "runners", "saves", "shell",
-                 "skips", "starts", "swept", "told", "turns", "unread", "usual", "viewed", "views",
-                 "writers")  # fmt: skip
+                 "recent", "recorder", "refusal", "relaxed", "returns", "rows", "runners", "saves",
+                 "shell", "skips", "starts", "swept", "told", "turns", "unread", "usual", "viewed",
+                 "views", "writers")  # fmt: skip
 
     def __init__(
         self, recorder: Recorder, parent: Node | None, op: Op | None, grad_mode: bool = False
@@ -105,7 +106,7 @@ class Node:
         self.long = False  # a chain that begins here has paid as a fused one
         self.made_at = 0  # the address of the instruction by which it was first recorded
         self.reason = ""  # why this op is eager here, if it is
-        self.counted = ("", "")  # what is counted then
+        self.refusal: Refusal | None = None  # the same, counted
 
     def named(self) -> dict[str, Ref]:
         """The operands by the names that the op's rules use, and the result as `out`."""
@@ -453,12 +454,10 @@ def is_alone() -> bool:
 class Counts:
     """Counters that are not kept per runner."""
 
-    __slots__ = ("backwards", "eager", "flushes", "forgotten", "in_use", "refused", "replays",
-                 "trials")  # fmt: skip
+    __slots__ = ("backwards", "flushes", "forgotten", "in_use", "refused", "replays", "trials")
 
     def __init__(self) -> None:
         self.flushes: dict[str, int] = {}  # a Counter counts in twice the time
-        self.eager: Counter[tuple[str, str]] = Counter()
         self.replays = self.backwards = 0
         self.trials = 0  # results that were on trial, see `record.origins`
         self.refused = 0  # ops that were not recorded, of sizes that seldom come

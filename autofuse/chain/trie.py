@@ -21,6 +21,7 @@ from ..settings.config import config
 from ..supply.load import processors_of
 from .infer import Cut, Inferred, infer
 from .meta import Meta, make_meta
+from .refusal import refusal_of
 from .rowwise import goes_along, infer_outside, infer_rows
 from .state import Node, Recorder
 from .steps import channels_of
@@ -36,7 +37,7 @@ def eager_node(
     """A node that says: run this op as eager PyTorch. meta: what the result is going to be."""
     node = Node(recorder, None, op)
     node.index, node.meta = tip.index, meta
-    node.reason, node.counted = reason, (op.name, reason)
+    node.reason, node.refusal = reason, refusal_of(op.name, reason) if reason else None
     return node
 
 

@@ -16,14 +16,14 @@ import torch
 from .. import hooks
 from ..chain.claims import announced, in_use, loans, using, writing
 from ..chain.meta import UNKNOWN, Meta, remember
+from ..chain.refusal import Refusal, refusal_of
 from ..chain.shell import Held, Lost, Tensor, set_class
-from ..chain.state import counts, is_alone, make_current, recorder_for, this_thread
+from ..chain.state import is_alone, make_current, recorder_for, this_thread
 from ..inside import others_waited
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread, write_first
 from ..record.numbers import ORDER, is_next, pass_over
 from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
 from ..record.policy import skipped
-from ..record.record import Refusal
 from ..record.seldom import SELDOM
 from ..torch_private import (
     NoModes,
@@ -91,7 +91,7 @@ def run_eager(
             return run_any(func, known, args, kwargs, None, refusal)
     with functions_off():
         result = func(*args, **kwargs) if kwargs else func(*args)
-    counts.eager[refusal or known.reason] += 1
+    (refusal or known.refusal).count()
     if first is not None:
         pass_over(first)
     if not sources:
@@ -103,7 +103,7 @@ def run_eager(
 
 def _is_early(refusal: Refusal | Literal[False] | None) -> bool:
     """Whether an op was not recorded for its sizes, which may come often."""
-    return bool(refusal) and refusal[1] == SELDOM  # type: ignore[index]
+    return bool(refusal) and refusal.reason == SELDOM
 
 
 def begin(args: Any) -> None:
@@ -162,13 +162,11 @@ def run_short(func: Handler, node: Any, *operands: Any) -> Any:
     skipped(node)
     with functions_off():
         result = func(*operands)
-    counts.eager[node.counted] += 1
+    node.refusal.count()
     told = ask(result)
     if told is not None:
         return lifted(result, told, node.op.name)
     result.__class__ = Tensor
-    if node.meta is not None:
-        result.__dict__["_af"] = node.meta
     return result
 
 
@@ -240,7 +238,7 @@ def run_any(
     if in_c:
         with functions_off():
             result = func(*args, **kwargs) if kwargs else func(*args)
-        counts.eager[refusal or known.reason] += 1
+        (refusal or known.refusal).count()
         if first is not None:
             pass_over(first)
         return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
@@ -252,7 +250,7 @@ def run_any(
     finally:
         for tensor, users in zip(wrapped, own, strict=True):
             _wrap_again(tensor, users)
-    counts.eager[refusal or known.reason] += 1
+    (refusal or known.refusal).count()
     if first is not None and known.own:
         pass_over(first)
     return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
@@ -362,7 +360,7 @@ def lifted(result: Any, told: Any = None, name: str = "") -> Any:
     """
     if told is STAY:
         if hooks.flushing is not None:
-            counts.eager[name, STAYS] += 1
+            refusal_of(name, STAYS).count()
     elif result.__class__ is Plain:
         count = sys.getrefcount(result)
         # a torch.compile that has failed leaves a hook for frames, and debuggers have one: calls

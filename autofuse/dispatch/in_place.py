@@ -9,18 +9,18 @@ from torch import is_grad_enabled
 
 from ..chain.claims import writing
 from ..chain.meta import UNKNOWN, Meta, remember
+from ..chain.refusal import Refusal, refusal_of
 from ..chain.shell import Tensor
-from ..chain.state import counts, is_alone, this_thread
+from ..chain.state import is_alone, this_thread
 from ..ops.row import MAKING, Op
 from ..record.flush import flush_thread
 from ..record.in_place import record_inplace, record_sole
-from ..record.record import Refusal
 from ..record.writes import flush_readers, record_write
 from ..torch_private import dispatch_modes, functions_off, looked_on
 from .chosen import Choices, chosen_by
 from .eager import OURS, Handler, Parameter, Plain, begin, run_eager
 from .protocol import HOT
-from .unrecorded import Known, reason_of
+from .unrecorded import Known
 
 _OPERANDS = set(map(id, (int, float, bool, Plain, Parameter)))  # classes, of ops in the table
 
@@ -47,7 +47,7 @@ def in_place(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
     plain: the op that it is without options, if that is one and the same.
     """
     known = Known(func)
-    known.reason = reason_of(known.name, "a write with nothing pending to fuse it with")
+    known.refusal = refusal_of(known.name, "a write with nothing pending to fuse it with")
 
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if looked_on() or dispatch_modes():
@@ -62,7 +62,7 @@ def in_place(choose: Handler, func: Handler, plain: Op | None = None) -> Handler
                     break
         if not settled:
             return pending(self, *args, **kwargs)
-        why = known.reason
+        why = known.refusal
         if self.__class__ is Tensor:
             chosen = chosen_by(choose, (self, *args), kwargs)
             done = record_sole(chosen[0], self, chosen[1]) if chosen.__class__ is tuple else None
@@ -101,7 +101,7 @@ def _write_now(
         flush_thread(known.name)
         with functions_off():
             result = func(target, *args, **kwargs)
-        counts.eager[why] += 1
+        why.count()
     finally:
         if not nested:
             writing.pop(ident, None)

@@ -44,8 +44,9 @@ def flattened(values: Iterable[Any]) -> list[Any]:
 
 
 # classes of what no walk looks into
-SIMPLE_CLASSES = (int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device,
-                  torch.Size, torch.Tensor, torch.nn.Parameter, torch.memory_format)  # fmt: skip
+SIMPLE_CLASSES = (torch.Tensor, torch.nn.Parameter, int, float, bool, slice, type(None), str,
+                  torch.dtype, type(...), torch.device, torch.Size,
+                  torch.memory_format)  # fmt: skip
 # sets of classes are kept by id: what its class equals, and how it hashes, a metaclass may say
 SIMPLE = set(map(id, SIMPLE_CLASSES))
 ATOMS = set(map(id, (int, float, bool, str, type(None), complex, bytes)))

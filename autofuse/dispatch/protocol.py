@@ -13,8 +13,8 @@ import torch
 from torch import is_grad_enabled
 
 from ..chain.meta import plain_meta
+from ..chain.refusal import refusal_of
 from ..chain.shell import Held, Tensor, make_shell
-from ..chain.state import counts
 from ..errors import LostGradientError
 from ..lines import shown, user_position
 from ..record.flush import flush_tensor, flush_thread
@@ -125,7 +125,7 @@ def torch_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
             flush_tensor(tensor, "C++")
     if func._schema.is_mutable:
         flush_thread("C++")
-    counts.eager[name, "called from C++"] += 1
+    refusal_of(name, "called from C++").count()
     with NoModes():
         args, kwargs = released(args, {}), released(kwargs, {})
         if not unseen:

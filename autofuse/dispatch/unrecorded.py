@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..chain.refusal import refusal_of
+
 Plain = torch.Tensor
 
 # C functions do not look at the class once torch functions are off; Python ones may. Changing the
@@ -38,26 +40,18 @@ WRITERS = {"addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "bernoulli_", "ca
            "normal_", "put_", "random_", "renorm_", "scatter_", "scatter_add_", "scatter_reduce_",
            "tril_", "triu_", "uniform_", "zero_"}  # fmt: skip
 
-_reasons: dict[tuple[str, str], tuple[str, str]] = {}
-
-
-def reason_of(name: str, why: str) -> tuple[str, str]:
-    """What an eager op is counted under: one object, which a counter finds without comparing."""
-    return _reasons.setdefault((name, why), (name, why))
-
-
 TARGETS = {"out", "inplace"}  # keywords by which a function may write
 
 
 class Known:
     """What `run_eager` has to know of a function."""
 
-    __slots__ = ("asks", "in_c", "lends", "name", "out_of_tensors", "own", "reason", "targets",
+    __slots__ = ("asks", "in_c", "lends", "name", "out_of_tensors", "own", "refusal", "targets",
                  "to_out", "writes")  # fmt: skip
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.name = getattr(func, "__name__", "function")
-        self.reason = reason_of(self.name, "not in the table")
+        self.refusal = refusal_of(self.name, "not in the table")
         like_c = func in LIKE_C and not _is_patch(func)
         self.in_c = like_c or (func.__class__ in IN_C and self.name not in _EXACT_CLASS)
         # whether it tells modes of its call before it looks at its tensors

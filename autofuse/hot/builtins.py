@@ -12,7 +12,7 @@ from ..chain.state import Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
 from .c import _PyObject_MakeTpCall
-from .call import called_lending
+from .eager import called_lending
 from .values import (
     class_of,
     current_recorder,
@@ -107,7 +107,7 @@ def targeted(function, args, count, names: tuple) -> object:
         if class_of(args[k]) is Tensor:  # it may have another size then
             PyObject_GenericSetAttr(args[k], AF, UNKNOWN)
     BEGUN[0] = BEGUN[0] + 1
-    result = tried(called_lending(function, known.reason, args, 0, count, names))
+    result = tried(called_lending(recorder, function, known.refusal, args, 0, count, names))
     BEGUN[0] = BEGUN[0] - 1
     return result
 

@@ -8,26 +8,16 @@ from ..chain.shell import Held, Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
+from .eager import are_modes_off, are_watched, called_on_plain, count_eager, lend, take_back
 from .flush import flush_now
-from .inputs import is_as
-from .record import (
-    are_watched,
-    called,
-    count_eager,
-    handed,
-    number_chain,
-    result_of,
-    verdict_on,
-)
+from .record import handed, number_chain, verdict_on
 from .values import (
     are_others,
     class_of,
     current_recorder,
     functions_off,
-    grad_mode,
     has_lent,
     has_target,
-    has_wrapped,
     is_ours,
     is_simple,
     item_at,
@@ -91,7 +81,7 @@ def passing(table, function, args, count, names) -> object:
     if is_everyday(recorder, entry[1], args, count, names) == 0:
         return 0
     known: Known = entry[1]
-    return passed(recorder, entry, known.reason, args, count, names)
+    return passed(recorder, entry, known.refusal, args, count, names)
 
 
 def running(table, function, args, count, names) -> object:
@@ -101,10 +91,10 @@ def running(table, function, args, count, names) -> object:
         return 0
     entry = own + ITEMS
     known: Known = entry[1]
-    return run(entry[0], known, known.reason, args, count, names)
+    return run(entry[0], known, known.refusal, args, count, names)
 
 
-def run(function, known: Known, reason, args, count, names) -> object:
+def run(function, known: Known, refusal, args, count, names) -> object:
     """What a function in Python gives that finds wrapped tensors plain; 0 if Python has to."""
     recorder: Recorder = current_recorder()
     if recorder == 0 or known.lends is not True:
@@ -132,7 +122,7 @@ def run(function, known: Known, reason, args, count, names) -> object:
     take_back(plain, lent)
     if result == 0:
         return 0
-    count_eager(reason)
+    count_eager(refusal)
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - len(chain))
     return wrapped(recorder, result)
@@ -190,23 +180,23 @@ def looking(table, function, args, count, names) -> object:
     if own == 0:
         return 0
     known: Known = own[1]
-    return left_eager(own + ITEMS, known.reason, args, count, names)
+    return left_eager(own + ITEMS, known.refusal, args, count, names)
 
 
-def left_eager(entry, reason, args, count, names) -> object:
-    """`run_eager` for a function in C or in Python, counted under `reason`; 0 if Python has to.
+def left_eager(entry, refusal, args, count, names) -> object:
+    """`run_eager` for a function in C or in Python, counted under `refusal`; 0 if Python has to.
 
     entry: begins with the function, and what is known of it.
     """
     known: Known = entry[1]
     if known.in_c is not True:
-        return run(entry[0], known, reason, args, count, names)
+        return run(entry[0], known, refusal, args, count, names)
     recorder: Recorder = current_recorder()
     if recorder == 0:
         return 0
     if is_everyday(recorder, known, args, count, names) == 0:
         return 0
-    return passed(recorder, entry, reason, args, count, names)
+    return passed(recorder, entry, refusal, args, count, names)
 
 
 def returning(table, function, args, count, names) -> object:
@@ -244,7 +234,7 @@ def making(table, function, args, count, names) -> object:
     known: Known = entry[1]
     if is_everyday(recorder, known, operands, count, names) == 0:
         return 0
-    return passed(recorder, entry, known.reason, operands, count, names)
+    return passed(recorder, entry, known.refusal, operands, count, names)
 
 
 def has_pending(items, count):
@@ -338,53 +328,16 @@ def is_concrete(recorder: Recorder, known: Known, x):
     return class_of(state) is Meta or state is UNKNOWN
 
 
-def passed(recorder: Recorder, entry, reason, args, count, names) -> object:
+def passed(recorder: Recorder, entry, refusal, args, count, names) -> object:
     """What the function returns, wrapped; what is pending reads none of its arguments."""
     chain: Chain = kept(recorder.chain)
     pending = is_next(chain)
-    plain = room(4)
-    lent = 0
-    kind = class_of(entry[0])
-    if kind is Builtin or kind is Function or (count > 1 and has_wrapped(args + 8, count - 1) != 0):
-        if may_lend() != 0:
-            lent = lend(plain, 0, args, count, 4)
-    if lent != 0 and lent < 4 and names == 0 and kind is not Function:
-        result = called_plain(entry[0], reason, args, count)
-    else:
-        result = called(entry[0], reason, args, count, names)
-    take_back(plain, lent)
-    if lent != 0:
-        look_again(args, count, result)
+    result = called_on_plain(recorder, entry[0], refusal, args, count, names)
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - len(chain))
     if result == 0:
         return 0
     return wrapped(recorder, result)
-
-
-def called_plain(function, reason, args, count) -> object:
-    """`called` of plain tensors alone: torch finds nobody to ask; 30 ns less."""
-    if call_pointer(FUNCTION_MODES) != 0:  # for a default device it would ask that
-        return called(function, reason, args, count, 0)
-    result = result_of(function, args, count, 0)
-    if result != 0:
-        count_eager(reason)
-    return result
-
-
-def called_lending(function, reason, args, first, count, names) -> object:
-    """`called`, for which wrapped arguments from `first` on are lent where nobody can meet them."""
-    every = count - first
-    if names != 0:
-        every += PyTuple_Size(names)
-    plain = room(4)
-    lent = 0
-    if has_wrapped(args + 8 * first, every) != 0 and may_lend() != 0:
-        lent = lend(plain, 0, args + 8 * first, every, 4)
-    result = called(function, reason, args, count, names)
-    take_back(plain, lent)
-    look_again(args + 8 * first, every, result)
-    return result
 
 
 def is_next(chain: Chain):
@@ -424,61 +377,6 @@ def wrap(items, count):
     for k in range(count):
         if class_of(items[k]) is Plain and load32(items[k]) == 1:
             set_class(items[k], Tensor)
-
-
-def are_modes_off():
-    """Whether no mode has torch run Python in the middle of an op."""
-    return looked_on() == 0 and call_pointer(DISPATCH_MODES) == 0
-
-
-def may_lend():
-    """Whether nobody can meet a wrapped tensor that is plain meanwhile."""
-    return grad_mode() == 0 and are_modes_off() != 0 and are_others() == 0
-
-
-def lend(place, lent, args, count, most):
-    """Let up to `most` wrapped tensors be plain, put there; returns how many these are now.
-
-    Of each that is not torch asks Python whether it is a tensor, 0.12 us. For that alone, see
-    `passed`, what may run in the middle must not meet them: a hook under grad, another thread. A
-    function in Python has to find them plain, see `run`, and so do those then.
-    """
-    for k in range(count):
-        x = args[k]
-        kind = class_of(x)
-        if kind is Tensor and lent < most:
-            set_class(x, Plain)
-            place[lent] = kept(x)
-            lent += 1
-        elif kind is list:
-            lent = lend(place, lent, load(x + LISTED), PyList_Size(x), most)
-        elif kind is tuple:
-            lent = lend(place, lent, x + ITEMS, PyTuple_Size(x), most)
-    return lent
-
-
-def take_back(place, lent):
-    """End what `lend` has begun."""
-    for k in range(lent):
-        set_class(place[k], Tensor)
-        Py_DecRef(place[k])
-    if lent != 0 and PyDict_Size(others_waited) != 0:  # threads that began meanwhile may have them
-        PyDict_Clear(others_waited)
-
-
-def look_again(values, count, result):
-    """Forget what is known of wrapped tensors that Python has changed in the middle of an op."""
-    for k in range(count):
-        x = values[k]
-        if class_of(x) is Tensor:
-            if result == 0:  # an error is at hand, which a look would forget
-                if node_of(x) == 0:
-                    PyObject_GenericSetAttr(x, AF, UNKNOWN)
-            else:
-                state = state_of(x)
-                if class_of(state) is Meta:
-                    if is_as(x, state) == 0:
-                        PyObject_GenericSetAttr(x, AF, UNKNOWN)
 
 
 def is_strided(tensor):

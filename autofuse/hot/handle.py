@@ -76,12 +76,15 @@ def recorded_or_passed(entry, op, operands, count) -> object:
         return 0
     if recorder.off is True:
         own: Op = op
-        reason = (own.name, OFF)
-        return left_eager(entry, reason, operands, count, 0)
+        why = (own.name, OFF)
+        refusal = PyDict_GetItemWithError(refusals, why)
+        if refusal == 0:
+            return 0
+        return left_eager(entry, refusal, operands, count, 0)
     if is_read(operands, count) != 0:
         return 0
     recorder.reading = False
-    return left_eager(entry, known.reason, operands, count, 0)
+    return left_eager(entry, known.refusal, operands, count, 0)
 
 
 def is_read(operands, count):

@@ -64,10 +64,7 @@ def item_of(recorder: Recorder, chain: Chain, x):
             return as_before(tip, slot, x)
         recorder.reading = True
         if state is UNKNOWN:
-            state = likely_meta(tip.likely, x)
-            if state == 0:
-                return 0
-            PyObject_GenericSetAttr(x, AF, state)
+            return on_device(recorder, likely_meta(tip.likely, x))
         return on_device(recorder, state)
     if kind is not Plain and kind is not Parameter:
         return 0
@@ -215,6 +212,8 @@ def marked(recorder: Recorder, x, meta: Meta, place):
     """Put what is known of the next Input x there, new references; 0 if x is not as its Meta."""
     if lies_as(x, meta) == 0:
         return 0
+    if class_of(x) is Tensor and state_of(x) is UNKNOWN:  # of ops that are not recorded it stays so
+        PyObject_GenericSetAttr(x, AF, meta)
     if recorder.grad is True:
         if borrowed(call_object(GRAD_GETTER, x, GRAD_CLOSURE)) is not meta.requires_grad:
             return 0

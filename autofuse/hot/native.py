@@ -3,8 +3,9 @@
 Each machine function stands for a Python one and does the same to the same objects; where it meets
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. Its parts:
-`values`, `inputs`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `view`, `in_place`,
-`write`, `spell`, `reduce`, `join`, `graph`, `lend` and `builtins`, in the language of `body`.
+`values`, `inputs`, `eager`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `view`,
+`in_place`, `write`, `spell`, `reduce`, `join`, `graph`, `lend` and `builtins`, in the language of
+`body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -28,7 +29,7 @@ import llvmlite
 import torch
 
 from .. import api, fused, hooks, inside, lending
-from ..chain import claims, liveness, state, verified
+from ..chain import claims, liveness, refusal, state, verified
 from ..chain.shell import Tensor
 from ..dispatch import eager, nested, protocol, unrecorded
 from ..dtypes import CODES
@@ -48,6 +49,7 @@ from ..torch_private import (
 )
 from . import builtins as _builtins
 from . import c, call, called, choice, inputs, lend, overrides, values, view, write
+from . import eager as _eager
 from . import flush as _flush
 from . import graph as _graph
 from . import handle as _handle
@@ -72,8 +74,8 @@ from .places import (
 from .verdict import verdict
 
 _STAGES = (
-    values, inputs, _record, _launch, _flush, choice, view, call, _handle, overrides, _in_place,
-    write, _spell, _reduce, _join, _graph, lend, _builtins,
+    values, inputs, _eager, _record, _launch, _flush, choice, view, call, _handle, overrides,
+    _in_place, write, _spell, _reduce, _join, _graph, lend, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
 
@@ -255,7 +257,8 @@ def _given() -> dict[str, Any]:
         "Plain": torch.Tensor, "Size": torch.Size,
         "Parameter": torch.nn.Parameter, "DeviceContext": DeviceContext,
         "function_mode_at": function_mode_at, "Builtin": type(len), "Function": types.FunctionType,
-        "local": state.this_thread, "counts": state.counts, "flushes": state.counts.flushes,
+        "local": state.this_thread, "flushes": state.counts.flushes,
+        "refusals": refusal.refusals, "watchers": refusal.watchers,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "tell": flush.tell,
         "inside": flush.inside, "is_foreign": flush.is_foreign,

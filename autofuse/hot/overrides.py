@@ -44,7 +44,7 @@ def ask_overrides(entry, function, args, count, names) -> object:
         if PyErr_Occurred() == 0:
             found: Known = PyDict_GetItemWithError(known_functions, args[0])
             if found != 0:
-                return run(args[0], found, found.reason, args + 16, count - 2, given)
+                return run(args[0], found, found.refusal, args + 16, count - 2, given)
     return 0
 
 

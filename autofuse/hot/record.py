@@ -3,30 +3,23 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from collections import Counter
-
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
-from ..chain.state import Chain, Counts, Node, Recorder
+from ..chain.state import Chain, Node, Recorder
 from ..record.numbers import ORDER
 from ..record.origins import Origin, Trials
 from ..record.policy import SKIPS
 from .c import *
-from .c import _PyObject_MakeTpCall
+from .eager import are_modes_off, are_watched, called_on_plain
 from .flush import flush_now
 from .inputs import added, fits, item_of
 from .values import (
     ask2,
     autocast_mode,
     class_of,
-    count_one,
-    functions_off,
     grad_mode,
-    is_ours,
-    looked_on,
     recorder_of,
     set_class,
-    switch_back,
 )
 
 
@@ -261,7 +254,7 @@ def next_of(recorder: Recorder, chain: Chain, tip: Node, key, size):
 
 def run_short(recorder: Recorder, func, node: Node, operands, count) -> object:
     """Run an op that the trie has found better off eager: `dispatch.eager.run_short`."""
-    if are_watched() != 0 or looked_on() != 0:
+    if are_watched() != 0 or are_modes_off() == 0:
         return 0
     if node.returns is not None and int(node.skips) >= SKIPS:
         return 0
@@ -270,7 +263,7 @@ def run_short(recorder: Recorder, func, node: Node, operands, count) -> object:
     own: Node = kept(node)  # a finalizer may let the op be recorded again
     if func == TELL:
         return own
-    result = called(func, own.counted, operands, count, 0)
+    result = called_on_plain(recorder, func, own.refusal, operands, count, 0)
     if result != 0:
         verdict = verdict_on(recorder, result)
         if verdict == 0:
@@ -278,8 +271,6 @@ def run_short(recorder: Recorder, func, node: Node, operands, count) -> object:
         if verdict is not None:
             return handed(result, verdict)
         set_class(result, Tensor)
-        if own.meta is not None:
-            PyObject_GenericSetAttr(result, AF, own.meta)
     return result
 
 
@@ -346,38 +337,3 @@ def handed(result, verdict) -> object:
     if verdict is STAY:
         return result
     return ask2(lifted, result, verdict)
-
-
-def are_watched():
-    """Whether somebody is told of every eager op: Python does that."""
-    own: Counts = counts
-    return class_of(own.eager) is not Counter
-
-
-def called(function, reason, args, count, names) -> object:
-    """What an eager function returns, with torch functions off; 0 after an error."""
-    before = functions_off()
-    result = result_of(function, args, count, names)
-    switch_back(before)
-    if result != 0:
-        count_eager(reason)
-    return result
-
-
-def result_of(function, args, count, names) -> object:
-    """What a function of torch's returns, as `called`, of what torch asks nobody about."""
-    if class_of(function) is Builtin:  # what stands before it would find torch functions off
-        return _PyObject_MakeTpCall(PyThreadState_Get(), function, args, count, names)
-    if function is getitem and count == 2 and names == 0 and is_ours(args[0]) != 0:
-        return call_object(GETITEM, args[0], args[1])  # 60 ns less than by a tuple
-    if function is setitem and count == 3 and names == 0 and is_ours(args[0]) != 0:
-        if call_pointer(SETITEM, args[0], args[1], args[2]) & FAILED != 0:
-            return 0
-        return None
-    return PyObject_Vectorcall(function, args, count, names)
-
-
-def count_eager(reason):
-    """Count an op that has run eagerly."""
-    own: Counts = counts
-    count_one(own.eager, reason)

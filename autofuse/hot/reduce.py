@@ -22,7 +22,7 @@ def reducing(table, function, args, count, names) -> object:
         return 0
     entry = own + ITEMS
     known: Known = entry[1]
-    reason = known.reason
+    refusal = known.refusal
     if len(wanted) != 0:
         if count == 0 or class_of(args[0]) is not Tensor or looked_on() != 0:
             return 0
@@ -35,8 +35,8 @@ def reducing(table, function, args, count, names) -> object:
                 if result == 0 or class_of(result) is not Node:
                     return result
                 node: Node = result
-                reason = node.counted
-    return left_eager(entry, reason, args, count, names)
+                refusal = node.refusal
+    return left_eager(entry, refusal, args, count, names)
 
 
 def composing(table, function, args, count, names) -> object:

@@ -41,14 +41,14 @@ def spelling(table, function, args, count, names) -> object:
     if class_of(found) is list:
         return several(entry, kept(found), args, count, names)
     known: Known = entry[1]
-    reason = known.reason
+    refusal = known.refusal
     if found is not False:
         result = recorded_as(TELL, kept(found), args)
         if result == 0 or class_of(result) is not Node:
             return result
         node: Node = result
-        reason = node.counted
-    return left_eager(entry, reason, args, count, names)
+        refusal = node.refusal
+    return left_eager(entry, refusal, args, count, names)
 
 
 def several(entry, found: list, args, count, names) -> object:
@@ -59,13 +59,13 @@ def several(entry, found: list, args, count, names) -> object:
         return 0
     if class_of(first) is Node:
         node: Node = first
-        return left_eager(entry, node.counted, args, count, names)
+        return left_eager(entry, node.refusal, args, count, names)
     second = recorded_as(TELL, found[2], args)
     if second == 0:
         return 0
     if class_of(second) is Node:
         other: Node = second
-        return left_eager(entry, other.counted, args, count, names)
+        return left_eager(entry, other.refusal, args, count, names)
     results[0] = first
     results[1] = second
     both = tupled(results, 2)

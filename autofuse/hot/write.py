@@ -8,12 +8,13 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
-from .call import are_modes_off, called_lending, is_everyday, is_pending_elsewhere
+from .call import is_everyday, is_pending_elsewhere
 from .choice import choice_for
+from .eager import are_modes_off, are_watched, called_lending
 from .flush import flush_into, flush_now
 from .in_place import is_sole, renamed, taken
 from .inputs import is_as, item_of, lies_as, likely_meta
-from .record import are_watched, placed, recorded
+from .record import placed, recorded
 from .values import (
     address_of,
     class_of,
@@ -54,7 +55,7 @@ def writing(entry, function, args, count, names) -> object:
             if flush_now(recorder, known.name) == 0:
                 return 0
             if is_empty(recorder) != 0:
-                written = write_now(entry[0], known, args, count, names)
+                written = write_now(recorder, entry[0], known, args, count, names)
     elif names == 0 and entry[2] is not None and count == entry[3]:
         written = recorded_on(entry[2], target, args, count)
     elif entry[4] is not None:
@@ -102,7 +103,7 @@ def written_after(recorder: Recorder, entry, args, count, names):
         return 0
     if are_settled(args, every) == 0 or is_empty(recorder) == 0:
         return 0
-    return write_now(entry[0], known, args, count, names)
+    return write_now(recorder, entry[0], known, args, count, names)
 
 
 def recorded_on(op, target, operands, count):
@@ -151,7 +152,7 @@ def setting(entry, x, index, value) -> object:
         return 0
     if flush_now(recorder, known.name) == 0 or is_empty(recorder) == 0:
         return 0
-    if write_now(entry[0], known, args, 3, 0) == 0:
+    if write_now(recorder, entry[0], known, args, 3, 0) == 0:
         return 0
     return None
 
@@ -239,10 +240,11 @@ def are_settled(args, count):
     return 1
 
 
-def write_now(function, known: Known, args, count, names):
+def write_now(recorder: Recorder, function, known: Known, args, count, names):
     """Run an in-place op as eager PyTorch; 1, or 0 after an error."""
     BEGUN[0] = BEGUN[0] + 1
-    result = tried(called_lending(function, known.reason, args, 1, count, names))
+    refusal = known.refusal
+    result = tried(called_lending(recorder, function, refusal, args, 1, count, names))
     BEGUN[0] = BEGUN[0] - 1
     if result == 0 or result is NotImplemented:  # of an operator's method; Python comes to the same
         return 0

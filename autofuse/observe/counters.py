@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..chain.refusal import refusals
 from ..chain.state import all_recorders, counts
 from ..supply import kernels, service
 
@@ -64,11 +65,12 @@ def stats() -> Stats:
     """The counters; ops that are still pending count as recorded."""
     total = summed()
     total.subtract(_base)
+    eager = {key: times for key, x in list(refusals.items()) if (times := x.times)}
     others: dict[str, Any] = {
-        "ops_eager": sum(counts.eager.values()),
+        "ops_eager": sum(eager.values()),
         "flushes": dict(counts.flushes),
         "replays": counts.replays,
-        "eager_ops": dict(counts.eager),
+        "eager_ops": eager,
         "workers_lost": dict(service.lost),
     }
     names = (row.name for row in fields(Stats))
@@ -80,6 +82,7 @@ def reset_stats() -> None:
     _base.clear()
     _base.update(summed())
     counts.flushes.clear()
-    counts.eager.clear()
+    for refusal in list(refusals.values()):
+        refusal.reset()
     counts.replays = 0
     service.lost.clear()

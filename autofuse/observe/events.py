@@ -1,7 +1,7 @@
 """Observation: what runs, told as events to whoever looks. Nothing is done while nobody does.
 
 An Observer is added and removed. While there is one, `hooks.flushing` and `hooks.looked_up` lead
-here, and `counts.eager` is a counter that tells. Observers are for the whole process, as the
+here, and refusals tell when they are counted. Observers are for the whole process, as the
 counters are: other threads, and those of a backward, are seen too.
 """
 
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .. import hooks
-from ..chain import state as _state
 from ..chain.liveness import DEAD
 from ..chain.meta import Meta
+from ..chain.refusal import watchers
 from ..chain.state import Chain, Node, Recorder
 from ..errors import NotReadyError
 from ..kernel.source import Source
@@ -114,27 +113,18 @@ def remove(observer: Observer) -> None:
 
 def _connect() -> None:
     """Hook into the flow while there are observers."""
-    counts = _state.counts
     if _observers and hooks.flushing is None:
         hooks.flushing = _Watch
         hooks.looked_up = _looked_up
-        counts.eager = _Telling(counts.eager)
+        watchers.append(_ran_eagerly)
     elif not _observers and hooks.flushing is not None:
         hooks.flushing = hooks.looked_up = None
-        counts.eager = Counter(counts.eager)
+        watchers.remove(_ran_eagerly)
 
 
-class _Telling(Counter):  # type: ignore[type-arg]
-    """`counts.eager`, telling of every op that is counted."""
-
-    def __init__(self, counted: Counter[tuple[str, str]]) -> None:
-        super().__init__()
-        dict.update(self, counted)
-
-    def __setitem__(self, key: tuple[str, str], count: int) -> None:
-        super().__setitem__(key, count)
-        for observer in list(_observers):
-            observer.ran_eagerly(*key)
+def _ran_eagerly(op: str, reason: str) -> None:
+    for observer in list(_observers):
+        observer.ran_eagerly(op, reason)
 
 
 class _Running(threading.local):

@@ -25,6 +25,7 @@ import torch
 from ..chain.claims import loans, using
 from ..chain.liveness import DEAD, counts_of
 from ..chain.meta import UNKNOWN, Meta, concrete_meta, still_lies_as
+from ..chain.refusal import Refusal
 from ..chain.shell import Tensor
 from ..chain.state import (
     Chain,
@@ -42,7 +43,7 @@ from ..ops.row import Op
 from ..ops.views import in_place_op
 from ..sole import ONES, REFERENCES, Reach, reach_of
 from ..torch_private import NoModes, copy_to, swap
-from .record import Refusal, record
+from .record import record
 
 
 def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Refusal:
@@ -61,7 +62,7 @@ def record_inplace(op: Op, target: Tensor, operands: Sequence[Any]) -> bool | Re
             return False
         op = in_place_op(op)
     result = record(op, operands)
-    if isinstance(result, tuple):
+    if isinstance(result, Refusal):
         return result
     meta, new = node.meta, node_of(result)
     if new is not None and new.into is not None and target._af is not node:  # the chain was cut

@@ -25,6 +25,7 @@ from ..chain.meta import (
     remember,
     still_lies_as,
 )
+from ..chain.refusal import Refusal, refusal_of
 from ..chain.shell import Held, Lost, Tensor, make_shell
 from ..chain.state import (
     LATER,
@@ -64,7 +65,6 @@ from .starts import at_start
 
 _Parameter = torch.nn.Parameter
 _INT64 = 1 << 63
-Refusal = tuple[str, str]  # (op, why it is not recorded)
 OFF = "recording is off"
 
 
@@ -85,7 +85,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
         return _record_elsewhere(op, operands)
     if recorder.off and tip is recorder.nowhere:
         recorder.reading = False
-        return op.name, OFF
+        return refusal_of(op.name, OFF)
     if recorder.grad is not torch.is_grad_enabled():
         regrade()
         return record(op, operands)
@@ -94,7 +94,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
         return record(op, operands)
     if tip is recorder.nowhere:  # after a look at modes, which may have come while it was closed
         # where every op has to have its own autograd node
-        return op.name, "anomaly mode" if torch.is_anomaly_enabled() else OFF
+        return refusal_of(op.name, "anomaly mode" if torch.is_anomaly_enabled() else OFF)
     if tip.looked_on and looked_on():  # eager PyTorch tells modes, and comes back without them
         recorder.reading = False
         return None
@@ -169,7 +169,7 @@ def record(op: Op, operands: Sequence[Any]) -> Tensor | Refusal | None:
         if node.reason:
             skipped(node)
             recorder.reading = False
-            return node.counted
+            return node.refusal
         if node.cuts:
             flush(recorder, node.cuts)
             return record(op, operands)
@@ -295,7 +295,7 @@ _SCALAR: Any = object()
 def refuse(recorder: Recorder, op: Op, reason: str) -> Refusal:
     """Say why `op` is not recorded: its operands are not read after all."""
     recorder.reading = False
-    return op.name, reason
+    return refusal_of(op.name, reason)
 
 
 def _record_cast(

@@ -15,6 +15,7 @@ import torch
 
 from ..chain.claims import announced
 from ..chain.meta import Meta, concrete_meta, likely_meta, make_meta, plain_meta, still_lies_as
+from ..chain.refusal import Refusal
 from ..chain.shell import Held, Lost, Tensor
 from ..chain.state import LATER, Chain, Node, Recorder, all_recorders, is_alone, this_thread
 from ..errors import StaleInputError
@@ -34,7 +35,7 @@ from ..torch_private import (
 )
 from .flush import flush
 from .in_place import is_cast_for, node_of
-from .record import Refusal, record
+from .record import record
 
 _storage_of = torch.Tensor.untyped_storage
 
@@ -69,7 +70,7 @@ def record_write(
         if dtype is not meta.dtype and not (cast and torch.can_cast(dtype, meta.dtype)):
             return False
         result = record(write, (result,))
-    elif isinstance(result, tuple):
+    elif isinstance(result, Refusal):
         return result
     return _write(result, target, meta, made)
 
