@@ -9,6 +9,7 @@ import torch
 from test_views import CASES, LAYOUTS, SHAPE, assert_seen_alike, parts_of
 
 import autofuse
+from autofuse.hot import native
 from autofuse.record import flush
 from autofuse.record import views as viewing
 from autofuse.record.modes import forget_all
@@ -18,6 +19,7 @@ from support import (
     WIDE,
     assert_same,
     assert_told_alike,
+    functions_called,
     random_tensor,
     skip_unless_wide,
 )
@@ -171,6 +173,34 @@ def test_views_end_no_chain(device, on):
         assert all(map(autofuse.is_pending, (base, *parts, *results))), name
         assert stats.ops_eager == 0 and not stats.flushes, name
         flush.flush_all("test")
+
+
+@pytest.mark.skipif(not native.active(), reason="there is no machine code here")
+@pytest.mark.parametrize("base_too", (False, True))
+def test_machine_code_flushes_views_that_somebody_holds(device, base_too):
+    """As in a block of GPT-2, which views what it gives the next product."""
+    leaf = random_tensor(SHAPE, torch.float32, device).requires_grad_()
+    x, held = W(leaf), []
+
+    def program():
+        y = (x * 2.0).tanh()
+        flat, turned, (first, _) = y.view(-1), y.transpose(0, 2), y.chunk(2, 1)
+        torch.cumsum(flat, 0)
+        held[:] = [flat, turned, first, *[y] * base_too]
+
+    for _ in range(4):
+        program()
+    called = functions_called(program)
+    assert "attach" in called and not {"flush", "_flush", "run", "settle"} & {*called}
+    y = (leaf * 2.0).tanh()
+    want = [y.view(-1), y.transpose(0, 2), y.chunk(2, 1)[0], *[y] * base_too]
+    assert_seen_alike(held, want)
+    assert [v.grad_fn.name() for v in held] == [v.grad_fn.name() for v in want]
+    assert_same(
+        torch.autograd.grad(held, leaf, seeds_of(held)),
+        torch.autograd.grad(want, leaf, seeds_of(want)),
+        None,
+    )
 
 
 def lstm_cell(gates, c):

@@ -65,13 +65,19 @@ def viewed(program: Words, words):
     bases: tuple = program.bases
     for k in range(len(bases)):
         args[k] = outputs[int(bases[k])]
-    views: tuple = tried(PyObject_Vectorcall(program.viewer, args, len(bases), 0))
+    views = tried(PyObject_Vectorcall(program.viewer, args, len(bases), 0))
     if views == 0:
         return 0
+    put_after(words, views)
+    return 1
+
+
+def put_after(words, views: tuple):
+    """Put the views that somebody holds after the outputs."""
+    outputs = words[OUTPUTS]
     for k in range(len(views)):
         outputs[words[MADE]] = kept(views[k])
         words[MADE] = words[MADE] + 1
-    return 1
 
 
 def sent(words, at, consts, stream):
@@ -189,8 +195,9 @@ def ran_kernels(chain: Chain, program: Words, words):
         if int(call_object(USERS_METHOD, chain[at[0]], 0)) != 1:
             return 0
         at += 32
-    if program.viewer is not None and chain.bumps is not None:  # of which bases have some, too
-        return 0
+    if chain.bumps is not None:  # of which bases have some, too
+        if program.viewer is not None or program.attach_views is True:
+            return 0
     at = allocated(words, at, pointers + 8 * count)
     if at == 0:
         return 0
@@ -237,7 +244,9 @@ def ran_kernels(chain: Chain, program: Words, words):
         args[2] = chain.late
         for k in range(made):
             args[k + 3] = outputs[k]
-        PyObject_Vectorcall(program.attach, args, 3 + made, 0)
+        views = PyObject_Vectorcall(program.attach, args, 3 + made, 0)
+        if program.attach_views is True:
+            put_after(words, views)
     if chain.values is not own:  # another thread was faster
         return 0
     if settled(chain, words, visible, shells) == 0:

@@ -128,7 +128,7 @@ class LaunchingRunner(Runner):
         """`run` as Words."""
         outputs = [*(pack[0] for pack, _, _ in self.memory), *(node.index for node in self.views)]
         outputs += self.placed
-        if self.attach_views or self.puts_back or (self.tells and not self.visible):
+        if self.puts_back or (self.tells and not self.visible):
             return None
         if not {owner.index for owner in self.visible} <= {*outputs}:
             return None
@@ -143,6 +143,7 @@ class LaunchingRunner(Runner):
             begin += [owner.index, id(owner), id(owner.meta), outputs.index(owner.index)]
         program = self._program(begin, kept)
         program.attach, program.viewer = self.attach, self._viewer
+        program.attach_views = self.attach_views
         program.bases = tuple(map(outputs.index, self._bases))
         return program
 

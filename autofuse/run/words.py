@@ -34,14 +34,15 @@ class Words:
     pieces.
     """
 
-    __slots__ = ("address", "attach", "bases", "kept", "memory", "numbers", "private", "python",
-                 "results", "stream", "viewer")  # fmt: skip
+    __slots__ = ("address", "attach", "attach_views", "bases", "kept", "memory", "numbers",
+                 "private", "python", "results", "stream", "viewer")  # fmt: skip
 
     def __init__(self, words: list[int], kept: list[object]) -> None:
         self.memory = (ctypes.c_int64 * len(words))(*words)
         self.address = ctypes.addressof(self.memory)
         self.kept = kept  # the objects whose addresses are among the words
         self.attach: object = None  # as the runner's
+        self.attach_views = False
         # what makes views that somebody holds, which come after the outputs, and of which of these
         self.viewer: Callable[..., Any] | None = None
         self.bases: tuple[int, ...] = ()
