@@ -104,10 +104,10 @@ COUNT = (1 << 63) - 1  # of the flags of a vectorcall, how many arguments have n
 LISTED = 24  # where a list has the address of its first item
 SLICED = 16  # where a slice has its start, stop and step
 (AF, CURRENT, OBSERVER, WORDS, RECORDERS, EMPTY, WRITE, INPLACE, MATERIALIZE, OUT, DIM,
- ATTRIBUTES, DIFFERENTIATED, WORK, TO_SAVE, SAVED, MATERIALIZES) = (
+ ATTRIBUTES, DIFFERENTIATED, WORK, TO_SAVE, SAVED, MATERIALIZES, CLOSED, APPLIES, APPLY) = (
     "_af", "autofuse_current", "flushing", "words", "recorders", "",
     "write", "inplace", "materialize", "out", "dim", "__dict__", "differentiated",
-    "work", "to_save", "saved_tensors", "materialize_grads",
+    "work", "to_save", "saved_tensors", "materialize_grads", "closed", "applies", "apply",
 )  # fmt: skip
 GRAD, CASTS = "grad mode", "autocast"
 
@@ -121,6 +121,7 @@ Builtin: Any = GIVEN  # the class of functions of C
 Function: Any = GIVEN  # of Python
 local: Any = GIVEN
 flushes: Any = GIVEN  # counted by their reasons
+end_closed: Any = GIVEN  # `modes.end_closed`
 refusals: Any = GIVEN  # by op and reason
 watchers: Any = GIVEN  # who is told of eager ops
 ranges: Any = GIVEN

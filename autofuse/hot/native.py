@@ -4,8 +4,8 @@ Each machine function stands for a Python one and does the same to the same obje
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. Its parts:
 `values`, `inputs`, `eager`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `view`,
-`in_place`, `write`, `spell`, `reduce`, `join`, `graph`, `lend` and `builtins`, in the language of
-`body`.
+`in_place`, `write`, `spell`, `reduce`, `join`, `graph`, `apply`, `lend` and `builtins`, in the
+language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -37,7 +37,7 @@ from ..errors import warn_once
 from ..grad import backward
 from ..kernel.llvm import processor
 from ..ops.row import OPS
-from ..record import flush, in_place, numbers, origins, ranges, record, writes
+from ..record import flush, in_place, modes, numbers, origins, ranges, record, writes
 from ..run import launching, words
 from ..settings.config import config, watch
 from ..torch_private import (
@@ -47,6 +47,7 @@ from ..torch_private import (
     function_mode_at,
     in_functorch,
 )
+from . import apply as _apply
 from . import builtins as _builtins
 from . import c, call, called, choice, inputs, lend, overrides, values, view, write
 from . import eager as _eager
@@ -75,7 +76,7 @@ from .verdict import verdict
 
 _STAGES = (
     values, inputs, _eager, _record, _launch, _flush, choice, view, call, _handle, overrides,
-    _in_place, write, _spell, _reduce, _join, _graph, lend, _builtins,
+    _in_place, write, _spell, _reduce, _join, _graph, _apply, lend, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
 
@@ -257,7 +258,7 @@ def _given() -> dict[str, Any]:
         "Plain": torch.Tensor, "Size": torch.Size,
         "Parameter": torch.nn.Parameter, "DeviceContext": DeviceContext,
         "function_mode_at": function_mode_at, "Builtin": type(len), "Function": types.FunctionType,
-        "local": state.this_thread, "flushes": state.counts.flushes,
+        "local": state.this_thread, "end_closed": modes.end_closed, "flushes": state.counts.flushes,
         "refusals": refusal.refusals, "watchers": refusal.watchers,
         "ranges": ranges.open_ranges, "hook_names": vars(hooks),
         "chain_flush": flush.flush, "tell": flush.tell,

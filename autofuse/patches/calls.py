@@ -15,7 +15,7 @@ from ..chain.shell import Tensor
 from ..chain.state import counts, is_alone, this_thread
 from ..dispatch.eager import lifted, released, run_default, run_eager
 from ..dispatch.nested import are_simple, mapped, wrapped_in
-from ..dispatch.protocol import ask_overrides
+from ..dispatch.protocol import HOT, ask_overrides
 from ..record.flush import flush, flush_thread, value_of
 from ..record.modes import close_thread, reopen_thread, run_closed
 from ..record.origins import ask
@@ -103,6 +103,7 @@ def _give_values(owner: Any, name: str) -> None:
         return original(*args, **kwargs)
 
     replace(owner, name, call)
+    HOT.append(("giving", call, (original,)))
 
 
 def _released(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -222,6 +223,7 @@ def _close_during_apply(owner: Any) -> None:
         return lifted(result, ask(result))
 
     owner.apply = classmethod(apply) if of_class else apply
+    HOT.append(("applying", apply, (getattr(original, "__func__", original),)))
 
 
 def _flush_when_called(owner: Any, name: str) -> None:

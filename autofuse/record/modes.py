@@ -91,11 +91,16 @@ def run_closed(reason: str, run: Callable[..., Any], args: Any, kwargs: Any) -> 
         return run(*args, **kwargs)
     finally:
         mine["closed"] = before  # no Python runs before that
-        try:
-            reopen("reopen", True)
-        except BaseException:  # an interrupt may come before `whatever_interrupts` has begun
-            whatever_interrupts(partial(reopen, "reopen"))
-            raise
+        end_closed()
+
+
+def end_closed() -> None:
+    """Go on as this thread's `closed` says, which has changed."""
+    try:
+        reopen("reopen", True)
+    except BaseException:  # an interrupt may come before `whatever_interrupts` has begun
+        whatever_interrupts(partial(reopen, "reopen"))
+        raise
 
 
 def reopen_thread() -> None:
