@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.utils as functorch_utils
 import torch.nn.functional as F
 
 import autofuse
@@ -96,6 +97,12 @@ def test_in_a_thread_that_has_recorded_nothing_ops_pass_from_the_second_on():
     assert "run_eager" in first and second == []
 
 
+class Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+
 class Operands:
     """What the programs below compute with."""
 
@@ -124,6 +131,10 @@ class Operands:
         from_c(lending.lend)((self.plain, 1.0, self.x), lent)
         from_c(lending.restore)(lent)
 
+    def give(self):
+        with modes.closed("test"):
+            from_c(functorch_utils.unwrap_dead_wrappers)((self.x, 1.0, {}))
+
     def answer(self):
         leaf = torch.nn.Parameter(self.plain.clone())
         with torch.enable_grad():
@@ -151,6 +162,8 @@ ENTERED = {
     "answer": ("answer", Operands.answer),
     "keeping": ("forward", Operands.answer),
     "differentiating": ("apply_backward", Operands.answer),
+    "applying": ("apply", lambda o: from_c(Through.apply)(o.x)),
+    "giving": ("call", Operands.give),
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
     "passing": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
     "running": ("call", lambda o: from_c(autofuse.Tensor.unique)(o.x)),

@@ -20,7 +20,7 @@ from .. import hooks
 from ..ops.row import Op
 from ..ops.views import JoinOp, ViewOp
 from ..program.program import Output, Ref, RowsOf
-from ..settings.config import config
+from ..settings.config import config, watch
 from ..sole import frees
 from ..supply.load import enter_context
 from ..torch_private import KINDS, Hooks, autocast_is_on, stream_reader, top_hooks
@@ -260,11 +260,11 @@ class Recorder:
         if hooks is not None:
             told = LATER if hasattr(hooks[0], TOLD_LATER) else AT_ONCE
             unread = hasattr(hooks[0], UNREAD)
-        rest = (inference, told, unread, looked_on, torch.get_default_dtype(),
-                config.recompute, config.always_fuse, config.relaxed, self.resting,
-                config.max_nodes, config.max_inputs, config.loop_nodes,
-                config.reductions)  # fmt: skip
-        turns = self.roots.setdefault(rest, [None] * 4)
+        dtype = torch.get_default_dtype()
+        rest = inference, told, unread, looked_on, self.resting, dtype, _settings
+        turns = self.roots.get(rest)
+        if turns is None:
+            turns = self.roots.setdefault(rest, [None] * 4)
         root = turns[2 * grad + autocast]
         if root is None:
             root = turns[2 * grad + autocast] = Node(self, None, None, grad and not inference)
@@ -443,6 +443,20 @@ def make_current(recorder: Recorder | None) -> None:
         own["autofuse_current"] = recorder
 
 
+# which combination of those settings this is that a trie is of
+_settings = 0
+_combinations: dict[tuple[object, ...], int] = {}
+
+
+def _follow(*reason: object) -> None:
+    global _settings
+    now = (config.recompute, config.always_fuse, config.relaxed, config.max_nodes,
+           config.max_inputs, config.loop_nodes, config.reductions)  # fmt: skip
+    _settings = _combinations.setdefault(now, len(_combinations))
+
+
+watch(_follow)
+_follow()
 all_recorders = _AllRecorders()
 
 

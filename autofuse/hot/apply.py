@@ -81,9 +81,16 @@ def are_values(items, count):
         elif kind is tuple:
             if are_values(x + ITEMS, PyTuple_Size(x)) == 0:
                 return 0
-        elif is_simple(kind) == 0:
+        elif is_nothing(x) == 0:
             return 0
     return 1
+
+
+def is_nothing(x):
+    """Whether there is nothing to look into: it is neither wrapped nor a container of anything."""
+    if class_of(x) is dict:
+        return PyDict_Size(x) == 0
+    return is_simple(class_of(x))
 
 
 def kind_of(recorder: Recorder, args, count):
@@ -101,7 +108,7 @@ def kind_of(recorder: Recorder, args, count):
             if class_of(state) is not Meta and state is not UNKNOWN:
                 return 0
             kind = 2
-        elif is_simple(class_of(x)) == 0:
+        elif is_nothing(x) == 0:
             return 0
     if PyList_Size(recorder.chain) != 0 and flush_now(recorder, APPLY) == 0:
         return 0

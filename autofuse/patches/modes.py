@@ -116,7 +116,6 @@ def _telling_in_order(init: Callable[..., None]) -> Callable[..., None]:
             init(self, pack_hook, *args)
             return
 
-        @wraps(pack_hook)
         def pack(tensor: torch.Tensor) -> Any:
             if get_ident() not in inside:
                 flush_thread("saved tensor hooks")

@@ -152,14 +152,16 @@ def reopen(reason: str, in_modes: bool = False) -> None:
         if in_modes and closes and recorder.off and recorder.chain is recorder.closed:
             recorder.nowhere.likely = ()
             continue
-        change = recorder.close if closes else recorder.reopen
-        if change():
-            continue
-        flush(recorder, reason)
-        if not change():
-            recorder.off = closes
-            recorder.nowhere.likely = ()
-            renew(recorder, reason)
+        if closes or recorder.shut is not None:
+            change = recorder.close if closes else recorder.reopen
+            if change():
+                continue
+            flush(recorder, reason)
+            if change():
+                continue
+        recorder.off = closes
+        recorder.nowhere.likely = ()
+        renew(recorder, reason)
 
 
 def reopen_all(reason: str) -> None:
