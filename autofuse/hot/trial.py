@@ -168,6 +168,38 @@ def _gradients(s: _State) -> Any:
     return s.p.grad
 
 
+def _seen(s: _State) -> Any:
+    """Views under grad that somebody holds, of what nobody does."""
+    s.p.grad = None
+    with torch.enable_grad():
+        t = torch.tanh(s.w * s.p + 1.0)
+        flat, turned = Called(Tensor.view)(t, -1), torch.t(t)
+        del t
+        Called(flush.flush)(state.this_thread.current, "trial")
+        _total(flat * 2.0).backward()
+    return flat, turned, s.p.grad
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> Any:
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient * 3.0, None
+
+
+def _functions(s: _State) -> Any:
+    """Functions of users, in which nothing is recorded, and what follows them."""
+    s.p.grad = None
+    apply = Called(_Scaled.apply)
+    with torch.enable_grad():
+        made = apply(s.p, 2.0), apply(s.w, 2.0), apply(s.w * s.p, 2.0)
+        _total(made[0] + made[2]).backward()
+    return made, api.is_pending(s.w + 1.0), s.p.grad
+
+
 def _told(s: _State) -> Any:
     """Hooks are told of what is saved once a flush is over; also of what nobody sees."""
     s.p.grad = None
@@ -235,6 +267,8 @@ _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_writes_by_hand, "record_inplace record_write handler flush"),
     (_slices, "handler writing setting copying flush"),
     (_gradients, "keeping differentiating answer"),
+    (_seen, "flush keeping answer"),
+    (_functions, "applying"),
     (_told, "flush answer"),
     (_weak, "flush"),
     (_errors, ""),
