@@ -25,11 +25,16 @@ def applying(entry, function, args, count, names) -> object:
     if own == 0 or is_set(mine, CLOSED) != 0 or is_set(mine, APPLIES) != 0:
         return 0
     recorders: dict = kept(own)
+    place = room(3)  # the position, a key, a value
+    place[0] = 0
+    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
+        other: Recorder = place[2]
+        if PyList_Size(other.chain) != 0:  # of another device
+            return 0
     one = PyLong_FromLong(1)
     zero = PyLong_FromLong(0)
     PyDict_SetItem(mine, APPLIES, one)
     PyDict_SetItem(mine, CLOSED, one)
-    place = room(3)  # the position, a key, a value
     place[0] = 0
     done = 1
     while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
@@ -42,6 +47,8 @@ def applying(entry, function, args, count, names) -> object:
     PyErr_Fetch(error, error + 8, error + 16)
     PyDict_SetItem(mine, CLOSED, zero)
     PyDict_SetItem(mine, APPLIES, zero)
+    if PyDict_GetItemWithError(mine, RECORDERS) is not recorders:
+        done = 0
     place[0] = 0
     while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
         if done != 0:

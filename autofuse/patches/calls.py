@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from threading import get_ident
@@ -102,8 +103,16 @@ def _give_values(owner: Any, name: str) -> None:
         args, kwargs = _released(args, kwargs)
         return original(*args, **kwargs)
 
-    replace(owner, name, call)
+    replace(owner, name, call if isinstance(owner, type) else _called(call))
     HOT.append(("giving", call, (original,)))
+
+
+def _called(function: Any) -> Any:
+    """`function` for who does not bind it, such that C calls it in Python 3.11, too, which runs
+    those that it calls itself past their machine code."""
+    if sys.version_info[:2] != (3, 11):
+        return function
+    return wraps(function)(partial(function))
 
 
 def _released(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -222,7 +231,7 @@ def _close_during_apply(owner: Any) -> None:
             return result
         return lifted(result, ask(result))
 
-    owner.apply = classmethod(apply) if of_class else apply
+    owner.apply = classmethod(_called(apply)) if of_class else apply
     HOT.append(("applying", apply, (getattr(original, "__func__", original),)))
 
 
