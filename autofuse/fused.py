@@ -33,7 +33,7 @@ from .lending import (
 )
 from .record.contest import FUSED, LOOKS, PLAIN, Contest, is_paused
 from .record.flush import flush_thread
-from .record.policy import aside, contest_for, is_settled, kernel_news, measures
+from .record.policy import ASIDE, aside, contest_for, is_settled, kernel_news, measures
 from .settings.config import config
 from .supply.kernels import capturing, outstanding
 from .torch_private import NoModes, function_modes
@@ -187,7 +187,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
             decided = True
             if contest.way == PLAIN and measures() and not (loans and _would_record(args, kwargs)):
                 if hooks.flushing is not None:
-                    refusal_of(name, aside(contest)).count()
+                    refusal_of(name, ASIDE).count(aside(contest))
                 elif not contest.left % LOOKS:
                     _grant(owner, site)
                 return _as_it_is(function, args, kwargs, contest)

@@ -1,15 +1,20 @@
 """Functions of users: nothing is recorded in their `apply`, and all is as before after it."""
 
+import functools
 import gc
+import sys
 import weakref
+from threading import get_ident
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import autofuse
-from autofuse.chain.state import this_thread
-from support import assert_same, elsewhere, needs_cuda
+from autofuse.chain.state import Recorder, all_recorders, make_current, this_thread
+from autofuse.hot import native
+from autofuse.record import modes
+from support import assert_same, elsewhere, functions_called, needs_cuda
 
 W = autofuse.wrap
 
@@ -142,7 +147,13 @@ def test_what_is_pending_is_computed_once_before_it(on):
 
 def test_nothing_is_held(on):
     """Neither what it was given, nor what it gave; nor is a reference given back twice."""
-    own = function(lambda ctx, x, other: x * 1.0)
+
+    def forward(ctx, x, other):
+        if other == "raise":
+            raise ValueError
+        return x * 1.0
+
+    own = function(forward)
     leaf = torch.ones(3, requires_grad=True)
     for wrap in (lambda x: x.clone(), lambda x: W(x.clone()), lambda x: W(x) * 2.0):
         for _ in range(20):
@@ -152,6 +163,106 @@ def test_nothing_is_held(on):
             del x, result
             gc.collect(0)
             assert [k() for k in known] == [None, None]
+    recorder, x = this_thread.current, W(leaf)
+    watched = [recorder, recorder.chain, recorder.closed, recorder.home, recorder.nowhere, own, x,
+               this_thread.recorders, vars(this_thread), torch.Tensor, autofuse.Tensor]  # fmt: skip
+    before = list(map(sys.getrefcount, watched))
+    for _ in range(100):
+        own.apply(x, {})
+        own.apply(x, 1.0)
+        with pytest.raises(ValueError):
+            own.apply(x, "raise")
+    gc.collect()
+    after = list(map(sys.getrefcount, watched))
+    assert all(abs(b - a) < 50 for a, b in zip(before, after, strict=True)), (before, after)
+
+
+@pytest.mark.parametrize("make", (lambda: torch.eye(3).to_sparse(), lambda: torch.ones(3)))
+@pytest.mark.parametrize("many", (tuple, list))
+def test_results_that_are_not_strided_stay_plain(on, make, many):
+    """Machine code looks at the layout of what is in a tuple or a list, too."""
+    own = function(lambda ctx, x: (x * 1.0, make()))
+    for _ in range(4):
+        first, second = many(own.apply(W(torch.ones(3))))
+        strided = second.layout is torch.strided
+        assert type(first) is autofuse.Tensor
+        assert type(second) is (autofuse.Tensor if strided else torch.Tensor)
+        second.mul_(2.0)
+        assert torch.equal(second.to_dense(), make().to_dense() * 2.0)
+
+
+def test_gradients_that_are_not_strided_stay_plain(on):
+    weights = torch.ones(5, 3)
+    for _ in range(4):
+        w = W(weights.clone().requires_grad_())
+        rows = torch.nn.functional.embedding(torch.tensor([1, 2]), w, sparse=True)
+        (g,) = torch.autograd.grad(rows.sum(), [w])
+        assert g.layout is torch.sparse_coo and type(g) is torch.Tensor
+        g.mul_(2.0)
+        assert g.to_dense()[1].tolist() == [2.0] * 3
+
+
+def test_what_another_device_has_pending_is_computed_too(on):
+    """Of a second recorder of this thread, as there is of another device."""
+
+    def run():
+        autofuse.materialize(W(torch.ones(2)) * 2.0)
+        first = this_thread.current
+        second = Recorder(first.device, get_ident(), False)
+        all_recorders.add(second)
+        this_thread.recorders[torch.device("cpu", 7)] = second
+        own = function(lambda ctx, x: x * 1.0)
+        for _ in range(4):
+            make_current(second)
+            made = W(torch.ones(3)) * 3.0
+            make_current(first)
+            assert autofuse.is_pending(made) and len(second.chain) == 1
+            autofuse.reset_stats()
+            own.apply(W(torch.ones(3)))
+            assert not autofuse.is_pending(made) and autofuse.stats().flushes == {"apply": 1}
+            assert_open()
+
+    error = elsewhere(run)
+    assert error is None, error
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_interrupts_where_recorders_are_opened_again(on, monkeypatch, fails):
+    """They come through, whatever the Function has done."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    renew, armed = modes.renew, []
+
+    def forward(ctx, x):
+        hooks.__enter__()  # so that it takes more than to undo what was done
+        armed.append(True)
+        if fails:
+            raise ValueError
+        return x * 1.0
+
+    def interrupted(*args):
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+        return renew(*args)
+
+    monkeypatch.setattr(modes, "renew", interrupted)
+    own = function(forward)
+    for given in (torch.ones(3, requires_grad=True), W(torch.ones(3, requires_grad=True))):
+        with pytest.raises(KeyboardInterrupt):
+            own.apply(given)
+        hooks.__exit__(None, None, None)
+        assert_open()
+
+
+@pytest.mark.skipif(not native.active(), reason="there is no machine code here")
+def test_a_pending_argument_takes_no_python():
+    own = function(lambda ctx, x: x * 1.0)
+    leaf = W(torch.ones(3, requires_grad=True))
+    apply = functools.partial(own.apply)  # which Python 3.11 calls itself else
+    for _ in range(4):
+        apply(leaf * 2.0)
+    called = functions_called(lambda: apply(leaf * 2.0))
+    assert not {"apply", "run_closed", "flush", "_flush"} & {*called}
 
 
 def test_threads_close_what_is_theirs(on):

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 import autofuse
 from autofuse.chain.state import this_thread
 from autofuse.dispatch.protocol import HANDLERS, HOT
+from autofuse.hot import native
 from autofuse.record.flush import flush_all
 from support import DEVICES, NATIVE, assert_same, elsewhere, functions_called
 
@@ -940,6 +941,31 @@ def test_what_a_hook_meets_is_wrapped(on, op, inside):
             with hooks if "around" in inside else contextlib.nullcontext():
                 Running.apply(torch.ones(1))
         assert met and {*met} == {autofuse.Tensor}
+
+
+@pytest.mark.skipif(not native.active(), reason="there is no machine code here")
+@pytest.mark.parametrize("grad", (False, True))
+def test_arguments_are_lent_where_nobody_can_meet_them(grad):
+    """Torch asks Python twice of each that is not whether it is a tensor: with gradients, too."""
+    autofuse.materialize(autofuse.wrap(torch.ones(2)) + 1)
+    met, library = [], torch.library.Library("aten", "IMPL")
+    x = autofuse.wrap(torch.ones(2, 2, requires_grad=grad))
+    h = torch.ones(2, 2)
+
+    def kernel(keys, *args):
+        met.append(type(x))
+        return h.clone()
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            library.impl("mm", lambda *args: kernel(None, *args), "CPU")
+        with torch.set_grad_enabled(grad):
+            for _ in range(3):
+                torch.mm(x, h), h.mm(x)
+    finally:
+        library._destroy()
+    assert met == [torch.Tensor] * 6 and type(x) is autofuse.Tensor
 
 
 def test_functions_in_python_meet_plain_tensors(on):

@@ -22,11 +22,11 @@ class Refusal:
         """How often since `reset`."""
         return self._times.value
 
-    def count(self) -> None:
-        """The op has run."""
+    def count(self, told: str = "") -> None:
+        """The op has run; told: what watchers hear of the reason, where that is more."""
         self._times.value += 1
-        for tell in watchers:
-            tell(self.op, self.reason)
+        for tell in [*watchers]:
+            tell(self.op, told or self.reason)
 
     def reset(self) -> None:
         """Count from 0."""

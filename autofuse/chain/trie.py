@@ -31,12 +31,10 @@ IN_PLACE = "in place"  # why a chain ends: what follows does not go with memory 
 _IN_ONE_STEP = 1 << 17  # bytes on a CPU; several threads, which may be interrupted, take more
 
 
-def eager_node(
-    recorder: Recorder, tip: Node, op: Op, reason: str, meta: Meta | None = None
-) -> Node:
-    """A node that says: run this op as eager PyTorch. meta: what the result is going to be."""
+def eager_node(recorder: Recorder, tip: Node, op: Op, reason: str) -> Node:
+    """A node that says: run this op as eager PyTorch."""
     node = Node(recorder, None, op)
-    node.index, node.meta = tip.index, meta
+    node.index = tip.index
     node.reason, node.refusal = reason, refusal_of(op.name, reason) if reason else None
     return node
 

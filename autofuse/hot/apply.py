@@ -11,14 +11,16 @@ from .call import wrapped
 from .flush import flush_now
 from .values import class_of, current_recorder, ended, is_simple, state_of
 
+UNWRAPPED, VALUES = 1, 2  # among the arguments of an `apply`
+
 
 def applying(entry, function, args, count, names) -> object:
     """`patches.calls.apply` where this thread records; entry: torch's."""
     recorder: Recorder = current_recorder()
     if names != 0 or recorder == 0 or recorder is None:
         return 0
-    kind = kind_of(recorder, args, count)
-    if kind == 0:
+    given = given_to(recorder, args, count)
+    if given == 0:
         return 0
     mine: dict = PyObject_GetAttr(local, ATTRIBUTES)
     own = PyDict_GetItemWithError(mine, RECORDERS)
@@ -33,7 +35,9 @@ def applying(entry, function, args, count, names) -> object:
             return 0
     one = PyLong_FromLong(1)
     zero = PyLong_FromLong(0)
-    PyDict_SetItem(mine, APPLIES, one)
+    # what is there already can be set without memory
+    if PyDict_SetItem(mine, CLOSED, zero) != 0 or PyDict_SetItem(mine, APPLIES, one) != 0:
+        return 0
     PyDict_SetItem(mine, CLOSED, one)
     place[0] = 0
     done = 1
@@ -53,12 +57,16 @@ def applying(entry, function, args, count, names) -> object:
     while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
         if done != 0:
             done = reopened(place[2])
-    PyErr_Restore(error[0], error[1], error[2])
     if done == 0:  # something has come in the middle
-        ended(end_closed)
+        if borrowed(tried(PyObject_CallNoArgs(end_closed))) == 0:
+            ended(end_closed)  # it may not have begun
+            for k in range(3):  # as in a `finally`, the last error counts
+                Py_DecRef(error[k])
+            return 0
+    PyErr_Restore(error[0], error[1], error[2])
     if result == 0:
         return 0
-    if kind == 1:
+    if given == UNWRAPPED:
         return result
     return wrapped(recorder, result)
 
@@ -88,22 +96,22 @@ def are_values(items, count):
         elif kind is tuple:
             if are_values(x + ITEMS, PyTuple_Size(x)) == 0:
                 return 0
-        elif is_nothing(x) == 0:
+        elif holds_none(x) == 0:
             return 0
     return 1
 
 
-def is_nothing(x):
-    """Whether there is nothing to look into: it is neither wrapped nor a container of anything."""
+def holds_none(x):
+    """Whether there is nothing to look into in what is not wrapped."""
     if class_of(x) is dict:
         return PyDict_Size(x) == 0
     return is_simple(class_of(x))
 
 
-def kind_of(recorder: Recorder, args, count):
-    """1 where nothing to look into is among the arguments, 2 where wrapped ones have their values
-    now, 0 where Python has to look."""
-    kind = 1
+def given_to(recorder: Recorder, args, count):
+    """UNWRAPPED where there is nothing to look into among the arguments, VALUES where wrapped ones
+    have theirs now, 0 where Python has to look."""
+    given = UNWRAPPED
     for k in range(1, count):
         x = args[k]
         if class_of(x) is Tensor:
@@ -114,12 +122,12 @@ def kind_of(recorder: Recorder, args, count):
                 state = state_of(x)
             if class_of(state) is not Meta and state is not UNKNOWN:
                 return 0
-            kind = 2
-        elif is_nothing(x) == 0:
+            given = VALUES
+        elif holds_none(x) == 0:
             return 0
     if PyList_Size(recorder.chain) != 0 and flush_now(recorder, APPLY) == 0:
         return 0
-    return kind
+    return given
 
 
 def is_set(mine: dict, name):

@@ -375,7 +375,7 @@ def wrapped(recorder: Recorder, result) -> object:
 def wrap(items, count):
     """Wrap those of the items that are plain and that nobody else has."""
     for k in range(count):
-        if class_of(items[k]) is Plain and load32(items[k]) == 1:
+        if class_of(items[k]) is Plain and load32(items[k]) == 1 and is_strided(items[k]) != 0:
             set_class(items[k], Tensor)
 
 

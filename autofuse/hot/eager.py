@@ -62,8 +62,7 @@ def are_watched():
 def called_on_plain(recorder: Recorder, function, refusal, args, count, names) -> object:
     """`called`, for which wrapped arguments are plain where nobody can meet them.
 
-    Of each that is not torch asks Python twice whether it is a tensor, 0.12 us, but not of what a
-    method is of.
+    Of what a method is of torch does not ask. A function in Python is one that passes on to C.
     """
     kind = class_of(function)
     if kind is not Builtin and kind is not Function:

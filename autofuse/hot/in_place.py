@@ -112,7 +112,7 @@ def is_sole(recorder: Recorder, x):
         return 0
     inner = load(x + TENSOR_AT)
     owner = load(inner + OWNER_AT)
-    if load32(inner + 8 * REFERENCES) != 1 or load(inner + AUTOGRAD_AT) != 0:
+    if owner == 0 or load32(inner + 8 * REFERENCES) != 1 or load(inner + AUTOGRAD_AT) != 0:
         return 0
     if load(owner + KNOWN_AT) != 0:
         return 0

@@ -83,7 +83,7 @@ _Function = Callable[..., Any]
 
 # what machine code relies on in this package: folders and modules beside them
 _RELIED = ("api", "chain", "dispatch", "fused", "grad", "hooks", "hot", "inside", "kernel/llvm",
-           "lending", "ops", "record", "run", "torch_private")  # fmt: skip
+           "lending", "ops", "patches", "record", "run", "torch_private")  # fmt: skip
 
 
 class _Calls:

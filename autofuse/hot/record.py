@@ -6,11 +6,12 @@ from __future__ import annotations
 from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
+from ..dispatch.unrecorded import Known
 from ..record.numbers import ORDER
 from ..record.origins import Origin, Trials
 from ..record.policy import SKIPS
 from .c import *
-from .eager import are_modes_off, are_watched, called_on_plain
+from .eager import are_modes_off, are_watched, called, called_on_plain
 from .flush import flush_now
 from .inputs import added, fits, item_of
 from .values import (
@@ -263,7 +264,10 @@ def run_short(recorder: Recorder, func, node: Node, operands, count) -> object:
     own: Node = kept(node)  # a finalizer may let the op be recorded again
     if func == TELL:
         return own
-    result = called_on_plain(recorder, func, own.refusal, operands, count, 0)
+    if class_of(func) is Function and passes_on(func) == 0:
+        result = called(func, own.refusal, operands, count, 0)
+    else:
+        result = called_on_plain(recorder, func, own.refusal, operands, count, 0)
     if result != 0:
         verdict = verdict_on(recorder, result)
         if verdict == 0:
@@ -272,6 +276,12 @@ def run_short(recorder: Recorder, func, node: Node, operands, count) -> object:
             return handed(result, verdict)
         set_class(result, Tensor)
     return result
+
+
+def passes_on(func):
+    """Whether a function in Python does nothing but pass its tensors on to C."""
+    known: Known = PyDict_GetItemWithError(known_functions, func)
+    return known != 0 and known.in_c is True
 
 
 def verdict_on(recorder: Recorder, result) -> object:

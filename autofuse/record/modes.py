@@ -91,16 +91,16 @@ def run_closed(reason: str, run: Callable[..., Any], args: Any, kwargs: Any) -> 
         return run(*args, **kwargs)
     finally:
         mine["closed"] = before  # no Python runs before that
-        end_closed()
+        try:
+            end_closed()
+        except BaseException:  # an interrupt may come before `whatever_interrupts` has begun
+            whatever_interrupts(partial(reopen, "reopen"))
+            raise
 
 
 def end_closed() -> None:
-    """Go on as this thread's `closed` says, which has changed."""
-    try:
-        reopen("reopen", True)
-    except BaseException:  # an interrupt may come before `whatever_interrupts` has begun
-        whatever_interrupts(partial(reopen, "reopen"))
-        raise
+    """Go on as `closed` says, which has changed; to be repeated after an interrupt."""
+    reopen("reopen", True)
 
 
 def reopen_thread() -> None:

@@ -293,7 +293,7 @@ def make_eager(nodes: list[Node], reason: str, ops: int = 0) -> None:
         elif known.shell is None:
             continue
         assert node.op is not None
-        stand = eager_node(root.recorder, root, node.op, reason, node.meta)
+        stand = eager_node(root.recorder, root, node.op, reason)
         if known is not None and known.long and not ops:
             stand.reason, stand.starts = "", Starts()
         stand.key, stand.returns, stand.skips = key, (root, key, known), skips

@@ -435,12 +435,12 @@ def _miss(recorder: Recorder, tip: Node, op: Op, key: tuple[Any, ...]) -> Node |
         else:
             node.saves = saves
     if reason and not node.reason:
-        node = eager_node(recorder, tip, op, reason, node.meta)
+        node = eager_node(recorder, tip, op, reason)
     elif tip.viewed and node.holds_grad and config.recompute == "inputs":  # go through no views
         node = eager_node(recorder, tip, op, "")
         node.cuts = "gradient of a view"
     elif not node.reason and node.meta is not None and is_small_loss(node):
-        node = eager_node(recorder, tip, op, "a small loss of classes", node.meta)
+        node = eager_node(recorder, tip, op, "a small loss of classes")
     elif node.rows is not None and path and is_narrow(node, processors_of(recorder.device)[0]):
         node = eager_node(recorder, tip, op, "")
         node.cuts = "narrow rows"

@@ -54,7 +54,7 @@ def tell_start(chain: Chain, runner: Runner) -> None:
     node = first
     if balance.eager:
         why = runner.short or _LOST
-        node = eager_node(first.recorder, first.parent, first.op, why, first.meta)
+        node = eager_node(first.recorder, first.parent, first.op, why)
         assert stand is not None
         node.returns, node.skips = (stand, start, None), SKIPS - balance.left
     starts[start] = node

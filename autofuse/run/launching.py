@@ -128,6 +128,7 @@ class LaunchingRunner(Runner):
         """`run` as Words."""
         outputs = [*(pack[0] for pack, _, _ in self.memory), *(node.index for node in self.views)]
         outputs += self.placed
+        assert not (self.attach_views and (self.placed or self.writes))  # which lie behind outputs
         if self.puts_back or (self.tells and not self.visible):
             return None
         if not {owner.index for owner in self.visible} <= {*outputs}:

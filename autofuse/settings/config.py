@@ -66,9 +66,12 @@ class Config:
     """
 
     def __setattr__(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, _field(name).check(value))
-        for tell in _watchers:
-            tell("config")
+        value = _field(name).check(value)
+        try:
+            object.__setattr__(self, name, value)
+        finally:  # an interrupt may come in between
+            for tell in _watchers:
+                tell("config")
 
     enabled: bool = _row(True, "record ops at all; 0 is plain eager")
     compile: Literal["auto", "background", "now"] = _row("auto", """
