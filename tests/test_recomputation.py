@@ -270,6 +270,8 @@ def test_an_interrupt_where_apply_begins_or_ends_leaves_recording_as_it_was(
         done.append(reason)
 
     x = torch.ones(4, requires_grad=True)
+    # machine code calls neither of these; see test_apply.py
+    monkeypatch.setattr(autofuse.config, "native", False)
     monkeypatch.setattr(modes, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         Doubled.apply(x)
