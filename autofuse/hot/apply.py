@@ -3,13 +3,13 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Node, Recorder
 from .c import *
 from .call import wrapped
 from .flush import flush_now
-from .values import class_of, current_recorder, ended, is_simple, state_of
+from .lend import pending_recorder
+from .values import class_of, current_recorder, ended, has_value, is_simple, state_of
 
 UNWRAPPED, VALUES = 1, 2  # among the arguments of an `apply`
 
@@ -27,18 +27,15 @@ def applying(entry, function, args, count, names) -> object:
     if own == 0 or is_set(mine, CLOSED) != 0 or is_set(mine, APPLIES) != 0:
         return 0
     recorders: dict = kept(own)
-    place = room(3)  # the position, a key, a value
-    place[0] = 0
-    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
-        other: Recorder = place[2]
-        if PyList_Size(other.chain) != 0:  # of another device
-            return 0
+    if pending_recorder() != 0:  # of another device
+        return 0
     one = PyLong_FromLong(1)
     zero = PyLong_FromLong(0)
     # what is there already can be set without memory
     if PyDict_SetItem(mine, CLOSED, zero) != 0 or PyDict_SetItem(mine, APPLIES, one) != 0:
         return 0
     PyDict_SetItem(mine, CLOSED, one)
+    place = room(3)  # the position, a key, a value
     place[0] = 0
     done = 1
     while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
@@ -91,7 +88,7 @@ def are_values(items, count):
         kind = class_of(x)
         if kind is Tensor:
             state = state_of(x)
-            if class_of(state) is not Meta and state is not UNKNOWN:
+            if has_value(state) == 0:
                 return 0
         elif kind is tuple:
             if are_values(x + ITEMS, PyTuple_Size(x)) == 0:
@@ -120,7 +117,7 @@ def given_to(recorder: Recorder, args, count):
                 if state.recorder is not recorder or flush_now(recorder, APPLY) == 0:
                     return 0
                 state = state_of(x)
-            if class_of(state) is not Meta and state is not UNKNOWN:
+            if has_value(state) == 0:
                 return 0
             given = VALUES
         elif holds_none(x) == 0:

@@ -18,6 +18,7 @@ from .values import (
     functions_off,
     has_lent,
     has_target,
+    has_value,
     is_ours,
     is_simple,
     item_at,
@@ -42,7 +43,7 @@ def getting(entry, x: Tensor) -> object:
     state = state_of(x)
     if class_of(state) is Held:  # its value says it
         return 0
-    if entry[2] is True and class_of(state) is not Meta and state is not UNKNOWN:
+    if entry[2] is True and has_value(state) == 0:
         return 0
     before = functions_off()
     result = tried(call_object(entry[0], x, entry[1]))
@@ -325,7 +326,7 @@ def is_concrete(recorder: Recorder, known: Known, x):
     state: Node = state_of(x)
     if class_of(state) is Node:
         return state.recorder is recorder and flush_now(recorder, known.name) != 0
-    return class_of(state) is Meta or state is UNKNOWN
+    return has_value(state)
 
 
 def passed(recorder: Recorder, entry, refusal, args, count, names) -> object:

@@ -3,13 +3,13 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import UNKNOWN, Meta
+from ..chain.meta import Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from .c import *
 from .inputs import lies_as, likely_meta
 from .record import tupled
-from .values import class_of, grad_mode, is_ours, is_simple, recorder_of, state_of
+from .values import class_of, grad_mode, has_value, is_ours, is_simple, recorder_of, state_of
 
 
 def choice_for(choices, args, count, names) -> object:
@@ -107,6 +107,6 @@ def known_as(tip: Node, x):
             return state
         if class_of(state) is Meta and lies_as(x, state) != 0:
             return state
-        if class_of(state) is not Meta and state is not UNKNOWN:
+        if has_value(state) == 0:
             return 0
     return likely_meta(tip.likely, x)

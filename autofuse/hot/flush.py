@@ -3,13 +3,12 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..run.words import Words
 from .c import *
 from .launch import launched
-from .values import class_of, count_one, ended, python, state_of, switch_back, switch_off
+from .values import class_of, count_one, ended, has_value, python, state_of, switch_back, switch_off
 
 
 def flush(entry, function, args, count, names) -> object:
@@ -32,7 +31,7 @@ def materialize(entry, x) -> object:
         return 0
     state: Node = state_of(x)
     if class_of(state) is not Node:
-        if class_of(state) is Meta or state is UNKNOWN:
+        if has_value(state) != 0:
             return x
         return 0
     recorder = kept(state.recorder)

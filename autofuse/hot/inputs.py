@@ -14,6 +14,7 @@ from .values import (
     address_of,
     class_of,
     forget_error,
+    has_value,
     slot_of,
     state_of,
     switch_back,
@@ -57,7 +58,7 @@ def item_of(recorder: Recorder, chain: Chain, x):
             if state.recorder is not recorder:
                 return 0
             return state.index
-        if class_of(state) is not Meta and state is not UNKNOWN:
+        if has_value(state) == 0:
             return 0
         slot = slot_of(chain, x)
         if slot != 0:

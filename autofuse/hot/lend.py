@@ -6,14 +6,14 @@ And calls of which it is known which way they go.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import UNKNOWN, Meta
+from ..chain.meta import UNKNOWN
 from ..chain.shell import Tensor
 from ..chain.state import Recorder
 from ..fused import Owner, Site
 from ..record.contest import PLAIN, Contest
 from .c import *
 from .flush import flush_now
-from .values import class_of, grad_mode, is_simple, item_at, set_class, state_of
+from .values import class_of, grad_mode, has_value, is_simple, item_at, set_class, state_of
 
 NESTED = 5  # containers in containers that are looked into
 
@@ -195,7 +195,7 @@ def restore_one(loans: dict, x, lent: list, size):
     if len(lent) != size or class_of(x) is not Tensor:
         return 0
     state = state_of(x)
-    if class_of(state) is not Meta and state is not UNKNOWN:
+    if has_value(state) == 0:
         return 0
     key = PyLong_FromLong(x)
     count = PyDict_GetItemWithError(loans, key)
@@ -214,7 +214,7 @@ def becoming_plain(entry, x: Tensor) -> object:
     if class_of(x) is not Tensor:
         return 0
     state = state_of(x)
-    if class_of(state) is not Meta and state is not UNKNOWN:
+    if has_value(state) == 0:
         return 0
     if state is UNKNOWN:  # which may be its own or its class's
         PyObject_GenericSetAttr(x, AF, UNKNOWN)  # up to Python 3.11 this runs finalizers

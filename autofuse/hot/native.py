@@ -4,7 +4,7 @@ Each machine function stands for a Python one and does the same to the same obje
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. Its parts:
 `values`, `inputs`, `eager`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `view`,
-`in_place`, `write`, `spell`, `reduce`, `join`, `graph`, `apply`, `lend` and `builtins`, in the
+`in_place`, `write`, `spell`, `reduce`, `join`, `graph`, `lend`, `apply` and `builtins`, in the
 language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
@@ -76,7 +76,7 @@ from .verdict import verdict
 
 _STAGES = (
     values, inputs, _eager, _record, _launch, _flush, choice, view, call, _handle, overrides,
-    _in_place, write, _spell, _reduce, _join, _graph, _apply, lend, _builtins,
+    _in_place, write, _spell, _reduce, _join, _graph, lend, _apply, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
 

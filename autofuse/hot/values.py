@@ -3,6 +3,7 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from ..chain.meta import UNKNOWN, Meta
 from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from .c import *
@@ -193,6 +194,11 @@ def state_of(x):
         PyErr_Clear()
         return None
     return borrowed(state)
+
+
+def has_value(state):
+    """Whether that is the state of a tensor whose value is in its own memory."""
+    return class_of(state) is Meta or state is UNKNOWN
 
 
 def has_target(targets, names: tuple, values):

@@ -20,6 +20,7 @@ from .values import (
     class_of,
     current_recorder,
     grad_mode,
+    has_value,
     is_ours,
     looked_on,
     node_of,
@@ -232,7 +233,7 @@ def are_settled(args, count):
         kind = class_of(x)
         if kind is Tensor:
             state = state_of(x)
-            if class_of(state) is not Meta and state is not UNKNOWN:
+            if has_value(state) == 0:
                 return 0
         elif kind is not float and kind is not int and kind is not bool:
             if kind is not Plain and kind is not Parameter:
