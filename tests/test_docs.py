@@ -251,3 +251,15 @@ def test_the_table_of_versions_is_what_ci_runs():
     text, table = PAGES["install.md"].partition("\n## Versions\n\n")[2].split("\n\n")[:2]
     assert len(jobs) >= 4 and table == "\n".join(rows)
     assert f" numba-cuda {numba_cuda}," in text
+
+
+def test_the_tests_that_ci_names_are_there():
+    """One name that pytest does not find, and it runs none of a whole list."""
+    ci = (ROOT / ".ci" / "run").read_text()
+    lists = re.findall(r'^export (?:HOT|REFERENCES|ALONE|OPS)="(?:\$\w+)?([^"]*)"', ci, re.M)
+    names = {name for each in lists for name in each.split()}
+    assert len(lists) == 4 and len(names) > 48
+    for name in names:
+        file, _, test = name.partition("::")
+        text = (ROOT / "tests" / f"test_{file}.py").read_text()
+        assert not test or re.search(rf"^def test_{test}\(", text, re.M), name
