@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -1131,6 +1132,63 @@ def test_an_optimizer_steps_in_another_thread(device):
     y = autofuse.wrap(leaf(device, 1, grad=False)) * 0.0 + p
     beside(torch.optim.SGD([p], lr=0.1).step)
     assert_same(autofuse.unwrap(y.detach()), before, None)
+
+
+# ops of which torch has several nodes of a name, or one of another name, and others
+NAMED = {
+    "add": lambda x, y: x + y,
+    "2 - x": lambda x, y: 2 - x,
+    "rsub": lambda x, y: torch.rsub(x, y),
+    "x / 2": lambda x, y: x / 2,
+    "div, floor": lambda x, y: torch.div(x, 2, rounding_mode="floor"),
+    "div, trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "x % 2": lambda x, y: x % 2,
+    "x % y": lambda x, y: x % y,
+    "fmod, 2": lambda x, y: torch.fmod(x, 2),
+    "fmod": lambda x, y: torch.fmod(x, y),
+    "clamp": lambda x, y: x.clamp(0, 1),
+    "clamp_min": lambda x, y: x.clamp_min(0.25),
+    "lerp, 0.25": lambda x, y: torch.lerp(x, y, 0.25),
+    "lerp": lambda x, y: torch.lerp(x, y, x),
+    "xlogy": lambda x, y: torch.xlogy(x, y),
+    "xlogy, 2": lambda x, y: torch.xlogy(x, 2.0),
+    "xlog1py": lambda x, y: torch.special.xlog1py(x, y),
+    "copysign": lambda x, y: torch.copysign(x, y),
+    "copysign, -1": lambda x, y: torch.copysign(x, -1.0),
+    "round": lambda x, y: x.round(),
+    "round, 2": lambda x, y: x.round(decimals=2),
+    "round, -2": lambda x, y: x.round(decimals=-2),
+    "deg2rad": lambda x, y: x.deg2rad(),
+    "log1p": lambda x, y: x.log1p(),
+    "i0e": lambda x, y: torch.special.i0e(x),
+    "2 ** x": lambda x, y: 2**x,
+    "x ** 2": lambda x, y: x**2,
+    "x ** 2.2": lambda x, y: x**2.2,
+    "x ** y": lambda x, y: x**y,
+    "square": lambda x, y: x.square(),
+    "double": lambda x, y: x.double(),
+    "where": lambda x, y: torch.where(x > 0.5, x, y),
+    "masked_fill": lambda x, y: x.masked_fill(x > 0.5, 0.0),
+    "gelu": lambda x, y: F.gelu(x),
+    "softplus": lambda x, y: F.softplus(x),
+    "huber": lambda x, y: F.huber_loss(x, y, reduction="none"),
+}
+
+# on every device, with every torch that is promised
+NOT_RECORDED = {"clamp", "clamp_min", "i0e", "xlogy, 2"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMED)
+def test_nodes_are_called_as_eagers(name, device, on):
+    """As errors and pictures of a graph have it."""
+    x, y = leaf(device), leaf(device, 1)
+    want = NAMED[name](x, y)
+    for before in (1.0, None):
+        a = autofuse.wrap(x) if before is None else autofuse.wrap(x) * before
+        got = NAMED[name](a, autofuse.wrap(y))
+        assert autofuse.is_pending(got) or name in NOT_RECORDED
+        assert got.grad_fn.name() == want.grad_fn.name()
 
 
 # --- fusion, counted -----------------------------------------------------------------------------

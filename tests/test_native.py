@@ -167,7 +167,11 @@ ENTERED = {
     "writing": ("call", lambda o: from_c(autofuse.Tensor.mul_)(o.w, o.v)),
     "passing": ("call", lambda o: from_c(autofuse.Tensor.mm)(o.x, o.plain)),
     "running": ("call", lambda o: from_c(autofuse.Tensor.unique)(o.x)),
-    "multiplying": ("_rmatmul", lambda o: from_c(autofuse.Tensor.__rmatmul__)(o.x, o.plain)),
+    "turning": ("_rmatmul", lambda o: from_c(autofuse.Tensor.__rmatmul__)(o.x, o.plain)),
+    "altering": ("call", lambda o: from_c(autofuse.Tensor.requires_grad_)(o.w, False)),
+    "setting_attribute": (
+        "__setattr__", lambda o: from_c(autofuse.Tensor.__setattr__)(o.w, "one", None)
+    ),
     "spelling": (
         "spelled", lambda o: from_c(protocol.OPTIONS[torch.nn.functional.relu])(o.w, inplace=True)
     ),

@@ -300,6 +300,16 @@ def passing(func: Handler) -> Handler:
     return handler
 
 
+def altering(func: Handler, returns: bool = False) -> Handler:
+    """A handler for what changes of a tensor what is known of it, and none of its values.
+
+    returns: whether it returns the tensor.
+    """
+    handler = eagerly(func)
+    HOT.append(("altering", handler, (func, known_of(func), returns)))
+    return handler
+
+
 def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handler:
     """`other <operator> self`; without a row for scalars, as `torch.Tensor` defines it."""
     forward = getattr(torch, tensor_row)
@@ -359,7 +369,7 @@ def _rmatmul(self: Any, /, *args: Any, **options: Any) -> Any:
     return torch.matmul(args[0], self)
 
 
-HOT.append(("multiplying", _rmatmul, (torch.matmul,)))
+HOT += ("turning", _rmatmul, (torch.matmul, False)), ("turning", _rpow, (torch.pow, True))
 PLACES = (torch, F, torch._C._nn, torch.special, torch._C._VariableFunctions)
 
 

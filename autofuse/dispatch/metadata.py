@@ -15,7 +15,7 @@ from ..chain.state import Node, this_thread
 from ..record.writes import pending_version
 from ..torch_private import InferenceMode, dispatch_modes, functions_off, looked_on
 from .eager import Handler, Plain, run_eager
-from .handlers import handle, unhandled
+from .handlers import altering, handle, passing, unhandled
 from .protocol import HANDLERS, HOT, OPTIONS
 from .unrecorded import known_of
 
@@ -114,7 +114,6 @@ def install_metadata() -> None:
         if base is None:
             continue
         getter = base.__get__
-        setter = getattr(base, "__set__", None)
 
         def get(self: Any, getter: Handler = getter) -> Any:
             if looked_on():
@@ -123,9 +122,6 @@ def install_metadata() -> None:
             with functions_off():
                 return getter(self)
 
-        def set_(self: Any, value: Any, setter: Any = setter) -> None:
-            run_eager(setter, (self, value))
-
         read = get
         if name in ("dtype", "device"):
             read = _from_meta(name, get)
@@ -133,7 +129,7 @@ def install_metadata() -> None:
             read = _of_graph(name, getter, get)
         HOT.append(("getting", read, (base, name in _OF_GRAPH)))
         HANDLERS[getter] = read  # type: ignore[index]
-        setattr(Tensor, name, property(read, set_ if setter is not None else None))
+        setattr(Tensor, name, property(read, altering(base.__set__), passing(base.__delete__)))
     for name in _METHODS:
         base = getattr(Plain, name, None)
         if base is None:

@@ -17,7 +17,7 @@ from ..sole import tell_place
 from ..torch_private import TensorBase, looked_on
 from .chosen import Choices, chosen_by
 from .eager import OURS, Handler, Plain, run_eager
-from .handlers import eagerly, handle, passing, unhandled
+from .handlers import altering, handle, passing, unhandled
 from .in_place import eager_alone, in_place, write_chosen
 from .protocol import HANDLERS, HOT, OPTIONS
 from .shapes import viewing
@@ -49,11 +49,13 @@ def install_methods() -> None:
             if func.__class__ in IN_C and name not in Tensor.__dict__:
                 handle(Plain, name, passing(func))
     for name in (*ATTRIBUTES, *_ATTRIBUTES):
-        getter = getattr(Plain, name).__get__
-        setter = getattr(getattr(Plain, name), "__set__", None)
+        base = getattr(Plain, name)
+        getter = base.__get__
         handler = viewing(name, getter) if name in ATTRIBUTES else passing(getter)
         HANDLERS[getter] = OPTIONS[getter] = handler
-        setattr(Tensor, name, property(handler, None if setter is None else eagerly(setter)))
+        setter = altering(base.__set__) if name == "data" else passing(base.__set__)
+        setattr(Tensor, name, property(handler, setter, passing(base.__delete__)))
+    handle(Plain, "requires_grad_", altering(Plain.requires_grad_, returns=True))
     handle(Plain, "__setitem__", _setting(Plain.__setitem__))
     for name, func in vars(Plain).items():
         if name in _EXPORTS or not name.startswith("__"):
@@ -69,7 +71,7 @@ _BUILTINS = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch.
              torch._C._special)  # type: ignore[attr-defined]  # fmt: skip
 _ASKED = {"_is_all_true", "_is_any_true"}  # by torch.distributions, of every parameter
 _ALIASES = {"dsmm", "spmm"}  # equal to torch.mm, and not the same
-_ATTRIBUTES = ("real", "imag", "grad_fn")  # for which a value is needed
+_ATTRIBUTES = ("real", "imag", "grad_fn", "grad", "data")  # for which a value is needed
 _OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__"}
 # not of operators: Python would ask a reflected one first that differs from a plain tensor's
 _EXPORTS = ("__reduce_ex__", "__deepcopy__", "__array__", "__dlpack__", "__dlpack_device__")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..chain.refusal import refusal_of
+from ..torch_private import TensorBase
 
 Plain = torch.Tensor
 
@@ -119,6 +120,8 @@ def _writes(name: str, func: Callable[..., Any]) -> bool:
     """Whether `func`, or who gets hold of memory by it, may write to its arguments."""
     if name in EXPORTS or name == "asarray":  # which may also change `requires_grad`
         return True
+    if getattr(func, "__self__", None) is TensorBase.grad:  # which is memory of another tensor
+        return False
     if name.endswith("_") and (not name.endswith("__") or name[:3] == "__i" or "set" in name):
         return name not in ("__index__", "__int__", "__invert__")
     module = getattr(func, "__module__", None) or ""

@@ -22,7 +22,7 @@ from ..errors import ColdKernelError, NotReadyError, warn_once
 from ..inside import is_foreign
 from ..layout import contiguous
 from ..ops.autocast import casts_in, is_half
-from ..ops.reductions import NODES_OF_ALL, Reduction
+from ..ops.reductions import Reduction
 from ..ops.row import since
 from ..program.program import CONST, Ref
 from ..run.eager import HOLDING
@@ -46,7 +46,7 @@ from ..torch_private import (
     set_grad_enabled,
     top_hooks,
 )
-from .nodes import noder, torch_name
+from .nodes import node_name, noder
 from .rules import Expected, sweep, written
 from .segments import Outline, Segment
 from .tape import Tape, UnfusedError
@@ -63,11 +63,9 @@ class Backward:
         """tip: where the chain ends."""
         self.recorder, self.segment, self.tip = recorder, segment, tip
         self.frees, self.told = segment.frees, segment.told
-        op = segment.nodes[segment.root].op
-        assert op is not None
-        # of torch's sums and means those over dims are the second to have a node
-        second = isinstance(op, Reduction) and op.name in NODES_OF_ALL and not op.of_all
-        self.apply = _function(torch_name(op), int(second))
+        root = segment.nodes[segment.root]
+        assert root.op is not None
+        self.apply = _function(node_name(root.op, any(ref >= CONST for ref in root.args)))
         # under autocast torch's ops do it, with the casts of eager's derivatives
         self.is_cast = any(
             casts_in(
@@ -294,15 +292,11 @@ def after_error(
 
 
 @cache
-def _function(name: str, which: int) -> Callable[..., Any]:
-    """`apply` of the Function whose nodes are called after the torch function `name`.
-
-    which: of torch's of that name, as it numbers them.
-    """
-    title = "".join(part.capitalize() for part in name.split("_"))
-    cls = type(title, (Fused,), {})
+def _function(name: str) -> Callable[..., Any]:
+    """`apply` of the Function whose nodes are called `name`."""
+    cls = type(name.partition("Backward")[0], (Fused,), {})
     node = cls._backward_cls  # type: ignore[attr-defined]
-    node.__name__ = node.__qualname__ = f"{title}Backward{which}"
+    node.__name__ = node.__qualname__ = name
     node.apply = apply_backward  # past the Python layers of Function: 3 us less per backward
     return apply_of(cls)
 

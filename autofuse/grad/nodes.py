@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ops.reductions import Reduction
+from ..ops.reductions import NODES_OF_ALL, Reduction
 from ..ops.row import Op
 from ..torch_private import (
     pop_mode,
@@ -75,11 +75,25 @@ def noder(reduction: Reduction) -> Callable[..., None]:
     return without_autocast(attach)
 
 
-def torch_name(op: Op) -> str:
-    """The torch function that an op stands for, as eager's node is named after it."""
+# what torch calls the node of an op that does not bear the name of its function
+_NAMES = {"square": "pow", "to": "to_copy", "concat": "cat", "concatenate": "cat",
+          "special_xlogy": "xlogy", "round_before": "round", "round_to": "round"}  # fmt: skip
+# which of its nodes of that name it is where all operands are tensors, and where one is a number:
+# those of them that are not the first
+_WHICH = {"clamp": (0, 1), "copysign": (0, 1), "div_floor": (2, 2), "div_trunc": (2, 2),
+          "fmod": (1, 0), "lerp": (1, 0), "pow": (1, 0), "remainder": (1, 0),
+          "round_before": (1, 1), "round_to": (1, 1), "rpow_scalar": (2, 2),
+          "rsub": (0, 1)}  # fmt: skip
+
+
+def node_name(op: Op, number: bool) -> str:
+    """What eager's node of an op is called; number: whether an operand is one."""
     if isinstance(op, Reduction):
-        return op.aten.partition(".")[0].removesuffix("_forward")
-    name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
-    name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
-    names = {"square": "pow", "to": "to_copy", "concat": "cat", "concatenate": "cat"}
-    return names.get(name, name)
+        name = op.aten.partition(".")[0].removesuffix("_forward")
+        # of torch's sums and means those over dims are the second to have a node
+        which = int(op.name in NODES_OF_ALL and not op.of_all)
+    else:
+        name = getattr(getattr(op.eager, "func", op.eager), "__name__", op.name)
+        name = op.name.removesuffix("_scaled") if name == "<lambda>" else name
+        name, which = _NAMES.get(name, name), _WHICH.get(op.name, (0, 0))[number]
+    return f"{name.title().replace('_', '')}Backward{which}"

@@ -247,10 +247,14 @@ def has_pending(items, count):
     return 0
 
 
-def multiplying(entry, function, args, count, names) -> object:
-    """`handlers._rmatmul`; entry: torch.matmul."""
+def turning(entry, function, args, count, names) -> object:
+    """A reflected operator; entry: torch's function of the operands in turn, whether one of them
+    may be a number."""
     recorder: Recorder = current_recorder()
-    if names != 0 or count != 2 or is_ours(args[1]) == 0 or recorder == 0:
+    if names != 0 or count != 2 or recorder == 0:
+        return 0
+    kind = class_of(args[1])
+    if is_ours(args[1]) == 0 and (entry[1] is False or (kind is not float and kind is not int)):
         return 0
     if recorder.off is True or are_modes_off() == 0:
         return 0

@@ -240,6 +240,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("flush", flush.flush, ()),
         ("flush_pending", flush.flush_thread, ()),
         ("materialize", api.materialize, ()),
+        ("setting_attribute", Tensor.__setattr__, ()),
         ("lending", lending.lend, (lending.loans, lending.lendable_keys, lending.is_lendable)),
         ("restoring", lending.restore, (lending.loans,)),
         ("becoming_plain", lending.become_plain, ()),

@@ -149,6 +149,21 @@ def _writes_by_hand(s: _State) -> Any:
     return done, wrote, t, u
 
 
+def _attributes(s: _State) -> Any:
+    """What is read and set of tensors that have their values."""
+    w = Called(Tensor.requires_grad_)(Called(Tensor.detach)(s.w))
+    with torch.enable_grad():
+        _total(torch.tanh(torch.sigmoid(w) * s.v + 1.0)).backward()
+        gradient, made = w.grad, (w + 1.0).requires_grad
+    w.grad = None
+    w.data = s.v * 0.5
+    w.grad = gradient
+    w.mark = s
+    w.requires_grad = False
+    with torch.enable_grad():
+        return gradient, made, w, w.grad is gradient, w.data, (w + 1.0).requires_grad
+
+
 def _slices(s: _State) -> Any:
     """Pending values into views of memory: strided, also where it is read, there or elsewhere."""
     w, v = s.w, s.v
@@ -266,6 +281,7 @@ _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_writes, "handler writing setting flush"),
     (_writes_by_hand, "record_inplace record_write handler flush"),
     (_slices, "handler writing setting copying flush"),
+    (_attributes, "handler passing altering setting_attribute flush keeping"),
     (_gradients, "keeping differentiating answer"),
     (_seen, "flush keeping answer"),
     (_functions, "applying"),
