@@ -102,14 +102,16 @@ def lend_one(tensor: torch.Tensor, lent: list[torch.Tensor]) -> None:
     """Make an argument a wrapped tensor, whoever else has done so, and add it to `lent`."""
     key = id(tensor)
     while True:  # a default would come of a method object, for which the collector may run
-        if key not in loans:  # no Python runs in either branch before its call ends
-            loans[key] = 1
+        if key not in loans and tensor.__class__ is Plain:
+            loans[key] = 1  # no Python runs in either branch before its call ends
             lent.append(tensor)
             break
         if key in loans:
             loans[key] += 1
             lent.append(tensor)
             break
+        if key not in loans and tensor.__class__ is not Plain:
+            return  # its user's, which somebody had made plain for a while
     if tensor.__class__ is Plain:
         tensor.__class__ = Tensor
     others_waited.clear()  # by now they may be in the middle of something with this one
@@ -118,28 +120,34 @@ def lend_one(tensor: torch.Tensor, lent: list[torch.Tensor]) -> None:
 def restore(lent: list[torch.Tensor]) -> None:
     """Make arguments plain again; to be repeated after an interrupt.
 
-    The class first: what others lend meanwhile is found by the count that is looked at then.
+    The class first: what others lend meanwhile is found by the count that is looked at then. What
+    is lent no more has turned out to be its user's, and stays wrapped.
     """
     met = None  # what was pending, for a signal handler has raised, or there was no stack left
     while lent:
         tensor = lent[-1]
         key, its = id(tensor), tensor.__dict__
+        if key not in loans:
+            del lent[-1]
+            continue
         state = its["_af"] if "_af" in its else UNKNOWN
         stays = state is not UNKNOWN and state.__class__ is not Meta
-        if stays and loans[key] == 1 and met is not tensor:
+        if stays and met is not tensor and key in loans and loans[key] == 1:
             met = tensor
             _compute(tensor)
             continue
-        if loans[key] == 1 and tensor.__class__ is Tensor and not stays:
+        if key in loans and loans[key] == 1 and tensor.__class__ is Tensor and not stays:
             set_class(tensor, Plain)
+            if key not in loans:  # an audit hook has let its user in
+                set_class(tensor, Tensor)
         # no Python runs in either branch; the tensor is concrete, for all is flushed...
-        if loans[key] == 1 and stays:  # ...but where that failed, or C++ held what was in place
-            del loans[key], lent[-1]
-        elif loans[key] == 1 and tensor.__class__ is not Tensor:
+        if key in loans and loans[key] == 1 and stays:  # ...but where that failed, or C++ held what
+            del loans[key], lent[-1]  # was in place
+        elif key in loans and loans[key] == 1 and tensor.__class__ is not Tensor:
             del loans[key], lent[-1]
             its["_af"] = UNKNOWN
             del its["_af"]
-        elif loans[key] != 1:
+        elif key in loans and loans[key] != 1:
             loans[key] -= 1
             del lent[-1]
 
@@ -183,7 +191,7 @@ def forget_threads() -> None:
     lenders.clear()
     if "lender" in this_thread.__dict__:
         lenders.add(this_thread.__dict__["lender"])
-    own = Counter(map(id, lent_here()))
+    own = Counter([key for key in map(id, lent_here()) if key in loans])
     if loans.keys() - own:
         for value in gc.get_objects():
             if type(value) is Tensor and id(value) in loans and id(value) not in own:

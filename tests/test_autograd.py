@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import autofuse
+from autofuse.chain.state import this_thread
 from autofuse.dispatch.nested import mapped
 from autofuse.grad import rules
 from autofuse.grad.straight import eager_of
@@ -1132,6 +1133,23 @@ def test_an_optimizer_steps_in_another_thread(device):
     y = autofuse.wrap(leaf(device, 1, grad=False)) * 0.0 + p
     beside(torch.optim.SGD([p], lr=0.1).step)
     assert_same(autofuse.unwrap(y.detach()), before, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", ("enter", "exit"))
+def test_dual_levels_that_fail(wrong, device, on):
+    """One that cannot begin leaves the one around it, one that cannot end goes on."""
+    x, t = leaf(device, grad=False), leaf(device, 1, grad=False)
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError):
+            if wrong == "enter":
+                forward_ad.enter_dual_level()
+            else:
+                forward_ad.exit_dual_level(level=3)
+        assert this_thread.closed == 1
+        dual = forward_ad.make_dual(autofuse.wrap(x), t)
+        assert_same(forward_ad.unpack_dual(dual * 2.0 + 1.0).tangent, t * 2.0, None)
+    assert this_thread.closed == 0 and autofuse.is_pending(autofuse.wrap(x) * 2.0)
 
 
 # ops of which torch has several nodes of a name, or one of another name, and others

@@ -20,6 +20,7 @@ import autofuse
 from autofuse import inside
 from autofuse.chain import state
 from autofuse.chain.state import this_thread
+from autofuse.dispatch import eager as dispatched
 from autofuse.observe import advice, events, findings, listing, page, text
 from autofuse.patches import install as boundaries
 from autofuse.patches import memory
@@ -961,6 +962,63 @@ def test_threads_that_lend_the_same_tensors(device):
     run(work(x, y, []), work(x, y, shared), work(x, y, {"x": x, "y": [y]}))
     assert type(x) is type(y) is torch.Tensor and not autofuse.lending.loans
     assert not {"_af"} & (vars(x).keys() | vars(y).keys())
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["its user's", "lent before"])
+def test_what_a_user_has_wrapped_stays_so_whoever_lends_it_meanwhile(before, device, on):
+    """A function in Python finds it plain, and so does a fused call that begins meanwhile."""
+    w = autofuse.wrap(torch.ones(4, device=device, requires_grad=True))
+    x = torch.ones(4, device=device, requires_grad=True) if before else w
+    entered, leave, threads = threading.Event(), threading.Event(), []
+
+    @autofuse.fuse
+    def slow(x):
+        entered.set()
+        assert leave.wait(60)
+        return x * 3.0
+
+    def begin(gradient):
+        threads.append(threading.Thread(target=slow, args=(x,)))
+        threads[0].start()
+        assert entered.wait(60)
+
+    def differentiate(x):
+        y = (x * 2.0).sum()
+        hook = x.register_hook(begin)
+        autofuse.materialize(y)
+        torch.autograd.grad(y, x)
+        hook.remove()
+
+    if before:
+        autofuse.fuse(differentiate)(x)
+        leave.set()
+        threads[0].join()
+        assert type(x) is torch.Tensor
+    else:
+        differentiate(x)
+        assert type(w) is autofuse.Tensor
+        leave.set()
+        threads[0].join()
+        assert type(w) is autofuse.Tensor and autofuse.is_pending(w * 2.0)
+    assert not autofuse.lending.loans
+
+
+def test_what_a_function_in_python_finds_plain_is_wrapped_again_after_an_interrupt(
+    device, monkeypatch
+):
+    monkeypatch.setattr(autofuse.config, "native", False)
+    w = autofuse.wrap(torch.ones(4, device=device, requires_grad=True))
+    again, interrupts = dispatched.wrap_again, [KeyboardInterrupt()]
+
+    def interrupted(*args):
+        if interrupts:
+            raise interrupts.pop()
+        again(*args)
+
+    monkeypatch.setattr(dispatched, "wrap_again", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        torch.autograd.grad((w * 2.0).sum(), w)
+    assert type(w) is autofuse.Tensor
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from threading import get_ident
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from ..chain.meta import UNKNOWN, Meta, remember
 from ..chain.refusal import Refusal, refusal_of
 from ..chain.shell import Held, Lost, Tensor, set_class
 from ..chain.state import is_alone, make_current, recorder_for, this_thread
-from ..inside import others_waited
+from ..inside import others_waited, whatever_interrupts
 from ..record.flush import beside, flush, flush_all, flush_tensor, flush_thread, write_first
 from ..record.numbers import ORDER, is_next, pass_over
 from ..record.origins import STAY, STAYS, Tried, ask, is_on_trial, keep
@@ -242,33 +243,49 @@ def run_any(
         if first is not None:
             pass_over(first)
         return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
-    own = [_is_users(tensor, id(tensor)) for tensor in wrapped]
-    for tensor in wrapped:
-        make_plain(tensor, name)  # it may have other contents afterwards
+    whose = [whose_is(tensor, id(tensor)) for tensor in wrapped]
     try:
+        for tensor in wrapped:
+            make_plain(tensor, name)  # it may have other contents afterwards
         result = (call or func)(*args, **kwargs or {})
     finally:
-        for tensor, users in zip(wrapped, own, strict=True):
-            _wrap_again(tensor, users)
+        try:
+            wrap_again(wrapped, whose)
+        except BaseException:  # an interrupt
+            whatever_interrupts(partial(wrap_again, wrapped, whose))
+            raise
     (refusal or known.refusal).count()
     if first is not None and known.own:
         pass_over(first)
     return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
 
 
-def _is_users(tensor: torch.Tensor, key: int) -> bool:
-    """Whether it is wrapped, and not because it is lent; no Python runs while that is found out."""
-    return key not in loans and tensor.__class__ is Tensor
+def whose_is(tensor: torch.Tensor, key: int) -> str:
+    """Who has wrapped it: its "user", or who has "lent" it; "" if somebody has made it plain by
+    now. No Python runs while that is found out."""
+    if key in loans:
+        return "lent"
+    return "user" if tensor.__class__ is Tensor else ""
 
 
-def _wrap_again(tensor: torch.Tensor, users: bool) -> None:
-    """End what `make_plain` has begun; of one that was lent only if it still is: its lenders may be
-    gone, and others may have begun something with it while it was plain."""
-    if users or id(tensor) in loans:
-        tensor.__class__ = Tensor
+def wrap_again(tensors: list[Any], whose: list[str]) -> None:
+    """End what `make_plain` has begun; to be repeated after an interrupt.
+
+    whose: of each, what `whose_is` said before. Of one that was lent only if it still is: its
+    lenders may be gone, and others may have begun something with it while it was plain. Who has
+    taken a user's for a plain one, and lends it, is not to make it plain in the end.
+    """
+    for tensor, owner in zip(tensors, whose, strict=True):
+        key = id(tensor)
+        if owner == "user":
+            tensor.__class__ = Tensor
+            if key in loans:
+                del loans[key]
+        elif owner and key in loans:
+            tensor.__class__ = Tensor
+            if key not in loans and tensor.__class__ is Tensor:
+                make_plain(tensor, "fuse")
         others_waited.clear()
-    if not users and id(tensor) not in loans and tensor.__class__ is Tensor:
-        make_plain(tensor, "fuse")  # type: ignore[arg-type] - by its class
 
 
 def _has_target(known: Known, kwargs: Any) -> bool:

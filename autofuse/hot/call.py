@@ -105,8 +105,11 @@ def run(function, known: Known, refusal, args, count, names) -> object:
     every = count
     if names != 0:
         every += PyTuple_Size(names)
-    if len(loans) != 0 and are_others() != 0 and has_lent(args, every) != 0:
-        return 0  # its lenders may have ended before the function has
+    is_lent = 0
+    if len(loans) != 0:
+        is_lent = has_lent(args, every)
+        if is_lent != 0 and are_others() != 0:
+            return 0  # its lenders may have ended before the function has
     plain = room(16)
     if are_few(args, every, 16) == 0:
         return 0
@@ -115,11 +118,15 @@ def run(function, known: Known, refusal, args, count, names) -> object:
     lent = lend(plain, 0, args, every, 16)
     for k in range(lent):
         if node_of(plain[k]) != 0:  # a finalizer has made it pending
+            if is_lent == 0:
+                claim(plain, lent)
             take_back(plain, lent)
             return 0
         if state_of(plain[k]) is not UNKNOWN:  # a hook, say, may set its data without our seeing it
             PyObject_GenericSetAttr(plain[k], AF, 0)
     result = tried(PyObject_Vectorcall(function, args, count, names))
+    if is_lent == 0:
+        claim(plain, lent)
     take_back(plain, lent)
     if result == 0:
         return 0
@@ -127,6 +134,18 @@ def run(function, known: Known, refusal, args, count, names) -> object:
     if pending != 0 and recorder.chain is chain:  # `numbers.pass_over`
         number_chain(chain, call_pointer(PEEK) - len(chain))
     return wrapped(recorder, result)
+
+
+def claim(place, count):
+    """Let those be lent no more that others have lent while they were plain: no Python runs here.
+
+    They are their user's, see `dispatch.eager.wrap_again`.
+    """
+    if len(loans) != 0:
+        for k in range(count):
+            key = tried(PyLong_FromLong(place[k]))
+            if key != 0 and PyDict_GetItemWithError(loans, key) != 0:
+                PyDict_DelItem(loans, key)
 
 
 def are_few(args, count, most):

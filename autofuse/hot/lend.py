@@ -166,6 +166,8 @@ def lend_one(loans: dict, x, lent: list):
     before = PyDict_GetItemWithError(loans, key)
     if before != 0:
         times += int(before)
+    elif class_of(x) is not Plain:  # its user's, which somebody had made plain for a while
+        return
     number = PyLong_FromLong(times)
     if PyList_Append(lent, x) == 0:
         if PyDict_SetItem(loans, key, number) != 0:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ..api import unwrap
-from ..chain.shell import Tensor, set_class
-from ..dispatch.eager import make_plain
+from ..chain.shell import Tensor
+from ..chain.state import this_thread
+from ..dispatch.eager import make_plain, whose_is, wrap_again
 from ..dispatch.nested import mapped
-from ..lending import loans
-from ..record.modes import close_thread, reopen_thread, run_closed
+from ..inside import whatever_interrupts
+from ..record.modes import close_thread, end_closed, reopen_thread, run_closed
 
 
 def around(
@@ -49,11 +50,47 @@ def around(
     replace(owner, name, call)
 
 
-def closed_between(owner: Any, start: str, end: str, reason: str) -> None:
-    """Record nothing from `owner.start` to `owner.end`, where there are both."""
-    if hasattr(owner, start) and hasattr(owner, end):
-        around(owner, start, partial(close_thread, reason))
-        around(owner, end, after=reopen_thread)
+def closed_between(
+    owner: Any,
+    start: str,
+    end: str,
+    reason: str,
+    ends_anyway: bool = False,
+    level: Callable[[], int] | None = None,
+) -> None:
+    """Record nothing from `owner.start` to `owner.end`, where there are both.
+
+    ends_anyway: torch calls `end` also if `start` has failed. level: how many are begun, which says
+    whether an `end` that has failed has ended one; without it, it has.
+    """
+    if not (hasattr(owner, start) and hasattr(owner, end)):
+        return
+    enter, leave = getattr(owner, start), getattr(owner, end)
+
+    @wraps(enter)
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        mine = this_thread.__dict__
+        before = mine.get("closed", 0)
+        try:
+            close_thread(reason)
+            return enter(*args, **kwargs)
+        except BaseException:
+            if not ends_anyway:
+                mine["closed"] = before
+                whatever_interrupts(end_closed)
+            raise
+
+    @wraps(leave)
+    def finish(*args: Any, **kwargs: Any) -> Any:
+        before = level() if level is not None else 0
+        try:
+            return leave(*args, **kwargs)
+        finally:
+            if level is None or level() < before:
+                reopen_thread()
+
+    replace(owner, start, begin)
+    replace(owner, end, finish)
 
 
 def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -83,15 +120,17 @@ def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
             return tensor
 
         args, kwargs = mapped((args, kwargs), plain)
-        lent = {id(leaf) for leaf in leaves if id(leaf) in loans}
+        whose = [whose_is(leaf, id(leaf)) for leaf in leaves]
         try:
             for leaf in leaves:
                 make_plain(leaf, reason)  # it may have other contents afterwards
             return run_closed(reason, function, args, kwargs)
         finally:
-            for leaf in leaves:  # one that is lent stays plain: its lenders may be gone by now
-                if leaf.__class__ is torch.Tensor and id(leaf) not in lent:
-                    set_class(leaf, Tensor)
+            try:
+                wrap_again(leaves, whose)
+            except BaseException:  # an interrupt
+                whatever_interrupts(partial(wrap_again, leaves, whose))
+                raise
 
     call._autofuse = True  # type: ignore[attr-defined]
     return call

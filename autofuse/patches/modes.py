@@ -36,10 +36,11 @@ def patch_modes() -> None:
     for module in (eager_transforms, vmap):  # a level of torch.func owns every new tensor
         for kind in ("grad", "jvp", "vmap", "func"):
             start, end = f"_{kind}_increment_nesting", f"_{kind}_decrement_nesting"
-            closed_between(module, start, end, "torch.func")
+            closed_between(module, start, end, "torch.func", ends_anyway=True)
             if hasattr(module, start):
                 around(module, start, _flush_others)
-    closed_between(forward_ad, "enter_dual_level", "exit_dual_level", "torch.func")
+    level = lambda: forward_ad._current_level  # noqa: E731
+    closed_between(forward_ad, "enter_dual_level", "exit_dual_level", "torch.func", level=level)
     for owner, name, reason, flush, open_ in (
         (torch.inference_mode, "__enter__", "inference mode", flush_thread, reopen),
         (torch.inference_mode, "__exit__", "inference mode", flush_thread, reopen),
