@@ -54,6 +54,12 @@ def differentiated(x: torch.Tensor) -> None:
         x.sum().backward()
 
 
+def slope(x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(leaf.sum(), leaf)[0]
+
+
 def packed(x: torch.Tensor) -> None:
     with saved_tensors_hooks(str, str):
         pass
@@ -137,6 +143,11 @@ def rows(device: str) -> dict[str, Row]:
         "x.is_cuda": lambda x: x.is_cuda,
         "x.requires_grad": lambda x: x.requires_grad,
         "bool(x[0, 0] > 9)": lambda x: bool(x[0, 0] > 9),
+        "x.data": lambda x: x.data,
+        "x.grad": lambda x: x.grad,
+        "x.grad = None": lambda x: setattr(x, "grad", None),
+        "x.detach().requires_grad_()": lambda x: x.detach().requires_grad_(),
+        "torch.autograd.grad": slope,
         "x[0, 0].item()": lambda x: x[0, 0].item(),
         "x[0, :4].tolist()": lambda x: x[0, :4].tolist(),
     }

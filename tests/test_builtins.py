@@ -8,15 +8,17 @@ import operator
 import os
 import pickle
 import random
+import sys
 import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import autofuse
 from autofuse.dispatch.methods import made_no_sequence
-from autofuse.hot import native
+from autofuse.hot import called, native
 from autofuse.hot.places import vectorcall_of as runs
 from support import assert_same
 
@@ -449,6 +451,77 @@ def test_any_method_gives_or_says_the_same(leaves, w):
     ]
     differ = _different(calls, leaves, w)
     assert not differ, (len(differ), differ[:5])
+
+
+def _draws(name):
+    words = "dropout", "gumbel", "fractional", "lowrank"
+    return name in _SKIPPED or any(word in name for word in words)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("leaves", [_LEAVES[:1], _LEAVES], ids=["plain", "some of each"])
+@pytest.mark.parametrize("beside", [False, True], ids=["", "beside a pending op"])
+def test_any_function_in_python_gives_or_says_the_same(beside, leaves, w):
+    calls = [(f, seed) for f in called.asking() if not _draws(f.__name__) for seed in range(COUNT)]
+    differ = _different(calls, leaves, w if beside else None)
+    assert not differ, (len(differ), differ[:5])
+
+
+IN_PYTHON = pytest.mark.skipif(
+    sys.version_info < (3, 12), reason="Python 3.11 runs functions in Python by itself"
+)
+ASKING = {
+    F.embedding: lambda x: F.embedding(torch.tensor([1, 0]), x),
+    F.interpolate: lambda x: F.interpolate(x[None], scale_factor=2.0),
+    F.kl_div: lambda x: F.kl_div(x, target=x, reduction="sum"),
+    F.grid_sample: lambda x: F.grid_sample(x[None, None], x[:, :2][None, None],
+                                           align_corners=False),
+    F.triplet_margin_loss: lambda x: F.triplet_margin_loss(x, x * 2.0, x + 1.0),
+    torch.einsum: lambda x: torch.einsum("ij,kj->ik", x, x),
+    torch.cdist: lambda x: torch.cdist(x, x + 1.0),
+    torch.block_diag: lambda x: torch.block_diag(x, x),
+    torch.tensordot: lambda x: torch.tensordot(x, x.t(), dims=1),
+    torch.autograd.grad: lambda x: torch.autograd.grad((x * 2.0).sum(), x)[0],
+}  # fmt: skip
+
+
+@IN_PYTHON
+@pytest.mark.parametrize("function", ASKING, ids=lambda function: function.__name__)
+def test_functions_in_python_are_called_once(function):
+    assert function in called.asking()
+    plain = torch.rand(3, 4, requires_grad=function is torch.autograd.grad)
+    wrapped = autofuse.wrap(plain.detach().clone().requires_grad_(plain.requires_grad))
+    want = ASKING[function](plain)
+    ASKING[function](wrapped)
+    times = []
+
+    def profile(frame, event, argument):
+        times.append(event == "call" and frame.f_code is function.__code__)
+
+    sys.setprofile(profile)
+    try:
+        got = ASKING[function](wrapped)
+    finally:
+        sys.setprofile(None)
+    assert sum(times) == 1 and type(got) is type(wrapped) is autofuse.Tensor
+    assert_same(got, want, 1e-6)
+
+
+@IN_PYTHON
+def test_functions_in_python_can_be_patched_and_switched_off(w, monkeypatch):
+    before, calls = F.embedding, []
+
+    def mine(*args, **kwargs):
+        calls.append(args)
+        return before(*args, **kwargs)
+
+    monkeypatch.setattr(F, "embedding", mine)
+    for on in (True, False, True):
+        autofuse.config.native = on
+        assert F.embedding(torch.tensor([1]), w).tolist() == [w[1].tolist()]
+        as_ever = runs(mine)
+        assert [runs(f) != as_ever for f in called.asking()] == [on] * len(called.asking())
+    assert len(calls) == 3
 
 
 def test_any_index_gives_or_says_the_same(w):

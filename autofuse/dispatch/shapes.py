@@ -71,7 +71,7 @@ def _row_composite(compose: Handler, func: Handler) -> Handler:
         return rest(*args, **kwargs) if make is None else make()
 
     rest, handler, known = passing(func), functools.wraps(func)(call), known_of(func)
-    if known.lends:
+    if known.lends or (known.in_c and not known.writes):
         HOT.append(("composing", handler, (func, known)))
     return handler
 

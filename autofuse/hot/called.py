@@ -1,13 +1,22 @@
-"""What C calls in place of Python 3.11, which runs functions itself, past their machine code."""
+"""What is called in another way: torch's functions, and our own by C in Python 3.11.
+
+Machine code stands before the first. Python 3.11 runs the others itself, past their machine code.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from ..chain.shell import Tensor
+from ..dispatch import protocol, unrecorded
+from .c import WITH_KEYWORDS
+from .places import entry_of, vectorcall_of
 
 _Function = Callable[..., Any]
 
@@ -49,3 +58,37 @@ def names(functions: Sequence[_Function]) -> list[tuple[Any, str, tuple[_Functio
         for name, function in [*vars(module).items()]
         if id(function) in ways
     ]
+
+
+def taken() -> tuple[list[Any], list[Any]]:
+    """The builtins of torch, and its methods that take tensors, that machine code stands before."""
+    builtins = [f for f in protocol.HANDLERS if type(f) is type(len) and not vectorcall_of(f)]
+    methods = [
+        f
+        for f in protocol.HANDLERS
+        if type(f) is types.MethodDescriptorType
+        and not f.__name__.startswith("_")  # of operators Python asks a wrapped tensor first
+        and entry_of(f, types.MethodDescriptorType, 3)[2] == WITH_KEYWORDS
+    ]
+    if not (builtins and methods):
+        raise NotImplementedError("torch's functions are called another way")
+    return builtins, methods
+
+
+def asking() -> list[_Function]:
+    """Functions of torch's in Python that autofuse does not record, and machine code stands before.
+
+    Python 3.11 runs the functions that it calls itself, past their vectorcall.
+    """
+    if sys.version_info < (3, 12):
+        return []
+    passing = {handler for name, handler, _ in protocol.HOT if name in ("passing", "running")}
+    found = {}
+    for owner in (torch.nn.functional, torch.functional, torch.autograd):
+        for function in vars(owner).values():
+            if unrecorded.asks_for_overrides(function):
+                handler = protocol.HANDLERS.get(function)
+                known = unrecorded.known_of(function)
+                if known.own and (known.lends if handler is None else handler in passing):
+                    found[function] = None
+    return [*found]

@@ -179,21 +179,6 @@ class _Subscripts:
                 slots[k] = self.now
 
 
-def _taken() -> tuple[list[Any], list[Any]]:
-    """The builtins of torch, and its methods that take tensors, that machine code stands before."""
-    builtins = [f for f in protocol.HANDLERS if type(f) is type(len) and not vectorcall_of(f)]
-    methods = [
-        f
-        for f in protocol.HANDLERS
-        if type(f) is types.MethodDescriptorType
-        and not f.__name__.startswith("_")  # of operators Python asks a wrapped tensor first
-        and entry_of(f, types.MethodDescriptorType, 3)[2] == c.WITH_KEYWORDS
-    ]
-    if not (builtins and methods):
-        raise NotImplementedError("torch's functions are called another way")
-    return builtins, methods
-
-
 def _check_objects() -> None:
     """Refuse where objects do not lie as the stages read them. The last test follows a pointer."""
 
@@ -301,13 +286,14 @@ class _Native:
         self.on = False
         _check_objects()
         self.hot, self.calls = _hot(), _Calls()
-        builtins, methods = _taken()
+        builtins, methods = called.taken()
         given = _given()
         self.builtins, self.descriptors = _Fields(builtins, 0), _Fields(methods, given["METHOD"])
         self.subscripts = _Subscripts(given["GETITEM"])
         self.methods = called.methods(function for _, function, _ in self.hot)
         self.names = called.names([flush.flush, flush.flush_thread, record.record])
-        for _, function, _ in self.hot:
+        self.asking = called.asking()
+        for function in (*(function for _, function, _ in self.hot), *self.asking):
             self.calls.check(function)
         # one entry for all, which finds in a table what each is given, or one entry for each, which
         # takes 20 ns less and 0.2 ms more of every import
@@ -357,6 +343,9 @@ class _Native:
             self.calls.set(function, self.machine.entry(k) if on else self.calls.python)
         for made in list(fused.calls):
             self.stand_before(made)
+        for function in self.asking:
+            address = self.machine.address("in_python") if on else self.calls.python
+            self.calls.set(function, address)
         taken = {"builtin": self.builtins, "method": self.descriptors, "subscript": self.subscripts}
         for name, places in taken.items():
             places.set(self.machine.address(name) if on else 0)

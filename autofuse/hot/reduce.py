@@ -8,7 +8,7 @@ from ..chain.shell import Tensor
 from ..chain.state import Node
 from ..dispatch.unrecorded import Known
 from .c import *
-from .call import left_eager, running
+from .call import left_eager, looking
 from .choice import known_choice
 from .record import recorded_as, tupled
 from .values import class_of, is_ours, looked_on, state_of
@@ -40,11 +40,11 @@ def reducing(table, function, args, count, names) -> object:
 
 
 def composing(table, function, args, count, names) -> object:
-    """A function in Python that torch makes of reductions and more: `running`, where none are."""
+    """A function in Python that torch makes of reductions and more, run at once where none are."""
     if len(wanted) != 0:
         if count == 0 or class_of(args[0]) is not Tensor or is_never_reduced(args[0]) == 0:
             return 0
-    return running(table, function, args, count, names)
+    return looking(table, function, args, count, names)
 
 
 def choice_of(entry, args, count, names) -> object:
