@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import sys
+import weakref
 
 import pytest
 import torch
@@ -167,6 +168,32 @@ def test_a_gradient_that_goes_ends_no_chain(device, on, monkeypatch):
     x.data = torch.zeros(3, device=device)
     assert not autofuse.is_pending(y)
     assert y.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", ("out", "of data", "in place"))
+def test_what_runs_when_a_gradient_goes(way, device, on, monkeypatch):
+    """It may write what is pending, and meets wrapped tensors."""
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    x, other = (autofuse.wrap(torch.ones(3, device=device)) for _ in range(2))
+    x.requires_grad_()
+    new = autofuse.wrap(torch.zeros(3, device=device))
+    (x * 1.0).sum().backward()
+    autofuse.materialize(new + 1.0)
+    read, met = other * 2.0 + 1.0, []
+
+    def write(other):
+        met.extend(type(t) is autofuse.Tensor for t in (x, new, other))
+        if way == "in place":
+            torch.ops.aten.add_(other, 1)
+        else:
+            there = other if way == "out" else other.data
+            torch.add(there, 1, out=there)
+
+    weakref.finalize(x.grad, write, other)
+    x.grad = new
+    assert met == [True] * 3
+    assert read.tolist() == [3.0] * 3 and other.tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -507,6 +507,60 @@ def test_functions_in_python_are_called_once(function):
     assert_same(got, want, 1e-6)
 
 
+WRITING = {
+    "relu": lambda x: F.relu(x, True),
+    "silu": lambda x: F.silu(x, inplace=True),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1, True),
+    "elu": lambda x: F.elu(x, 1.0, True),
+    "hardtanh": lambda x: F.hardtanh(x, -0.5, 0.5, True),
+    "threshold": lambda x: F.threshold(x, 0.5, 0.25, True),
+    "dropout": lambda x: F.dropout(x, 0.0, True, True),
+    "batch_norm": lambda x: (F.batch_norm(x * 2.0, x[0], x[1].exp(), None, None, True), x)[1],
+    "relu, not": lambda x: F.relu(x, False),
+    "leaky_relu, not": lambda x: F.leaky_relu(x, 0.1, False),
+    "dropout, not": lambda x: F.dropout(x, 0.0, True, False),
+}
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["", "pending"])
+@pytest.mark.parametrize("name", WRITING)
+def test_what_arguments_say_by_their_places_is_written(name, pending):
+    """After what has read it before."""
+
+    def run(wrap):
+        x = wrap(torch.linspace(-1.0, 1.0, 12).view(3, 4))
+        x = x * 1.0 if pending else x
+        read = x * 2.0
+        result = WRITING[name](x)
+        return read, x, result, torch.tensor(result is x)
+
+    want = run(lambda x: x)
+    for _ in range(3):
+        assert_same(run(autofuse.wrap), want, 1e-6)
+
+
+@IN_PYTHON
+@pytest.mark.parametrize("module", (torch.nn.ReLU(), torch.nn.SiLU(), torch.nn.LeakyReLU(0.1),
+                                    torch.nn.ELU(), torch.nn.Hardtanh()), ids=repr)  # fmt: skip
+def test_modules_of_functions_in_python_record_without_them(module, w, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "always_fuse", True)
+    name = torch.nn.functional.leaky_relu if "Leaky" in repr(module) else None
+    function = name or getattr(F, type(module).__name__.lower())
+    assert autofuse.is_pending(module(w))
+    times = []
+
+    def profile(frame, event, argument):
+        times.append(event == "call" and frame.f_code is function.__code__)
+
+    sys.setprofile(profile)
+    try:
+        got = module(w)
+    finally:
+        sys.setprofile(None)
+    assert not sum(times) and autofuse.is_pending(got)
+    assert_same(got, module(autofuse.unwrap(w)), 1e-6)
+
+
 @IN_PYTHON
 def test_functions_in_python_can_be_patched_and_switched_off(w, monkeypatch):
     before, calls = F.embedding, []

@@ -169,6 +169,7 @@ ENTERED = {
     "running": ("call", lambda o: from_c(autofuse.Tensor.unique)(o.x)),
     "turning": ("_rmatmul", lambda o: from_c(autofuse.Tensor.__rmatmul__)(o.x, o.plain)),
     "altering": ("call", lambda o: from_c(autofuse.Tensor.requires_grad_)(o.w, False)),
+    "granting": ("call", lambda o: from_c(vars(autofuse.Tensor)["grad"].fset)(o.w, None)),
     "setting_attribute": (
         "__setattr__", lambda o: from_c(autofuse.Tensor.__setattr__)(o.w, "one", None)
     ),

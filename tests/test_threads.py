@@ -964,8 +964,9 @@ def test_threads_that_lend_the_same_tensors(device):
     assert not {"_af"} & (vars(x).keys() | vars(y).keys())
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["", "beside one that is lent"])
 @pytest.mark.parametrize("before", [False, True], ids=["its user's", "lent before"])
-def test_what_a_user_has_wrapped_stays_so_whoever_lends_it_meanwhile(before, device, on):
+def test_what_a_user_has_wrapped_stays_so_whoever_lends_it_meanwhile(before, beside, device, on):
     """A function in Python finds it plain, and so does a fused call that begins meanwhile."""
     w = autofuse.wrap(torch.ones(4, device=device, requires_grad=True))
     x = torch.ones(4, device=device, requires_grad=True) if before else w
@@ -982,25 +983,37 @@ def test_what_a_user_has_wrapped_stays_so_whoever_lends_it_meanwhile(before, dev
         threads[0].start()
         assert entered.wait(60)
 
-    def differentiate(x):
-        y = (x * 2.0).sum()
+    def differentiate(x, *others):
+        y = (x * 2.0).sum() + sum(others).sum() if others else (x * 2.0).sum()
         hook = x.register_hook(begin)
         autofuse.materialize(y)
-        torch.autograd.grad(y, x)
+        torch.autograd.grad(y, (x, *others))
         hook.remove()
 
+    others = [torch.ones(4, device=device, requires_grad=True)] if beside else []
     if before:
-        autofuse.fuse(differentiate)(x)
+        autofuse.fuse(differentiate)(x, *others)
         leave.set()
         threads[0].join()
         assert type(x) is torch.Tensor
     else:
-        differentiate(x)
+        autofuse.fuse(lambda *others: differentiate(w, *others))(*others)
         assert type(w) is autofuse.Tensor
         leave.set()
         threads[0].join()
         assert type(w) is autofuse.Tensor and autofuse.is_pending(w * 2.0)
     assert not autofuse.lending.loans
+
+
+def test_a_dual_level_that_another_thread_ends(device):
+    level = forward_ad.dual_level()
+    level.__enter__()
+    assert elsewhere(forward_ad.exit_dual_level) is None
+    with pytest.raises(RuntimeError):
+        level.__exit__(None, None, None)
+    assert this_thread.closed == 0 and autofuse.is_pending(
+        autofuse.wrap(torch.ones(2, device=device)) * 2.0
+    )
 
 
 def test_what_a_function_in_python_finds_plain_is_wrapped_again_after_an_interrupt(

@@ -245,8 +245,9 @@ def run_any(
         return lifted(result, ask(result, sources, mixed, _is_early(refusal)), known.name)
     whose = [whose_is(tensor, id(tensor)) for tensor in wrapped]
     try:
-        for tensor in wrapped:
-            make_plain(tensor, name)  # it may have other contents afterwards
+        for tensor, owner in zip(wrapped, whose, strict=True):
+            if owner:
+                make_plain(tensor, name)  # it may have other contents afterwards
         result = (call or func)(*args, **kwargs or {})
     finally:
         try:

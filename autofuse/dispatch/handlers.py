@@ -301,7 +301,7 @@ def passing(func: Handler) -> Handler:
 
 
 def altering(func: Handler, returns: bool = False) -> Handler:
-    """A handler for what changes of a tensor what is known of it, and none of its values.
+    """A handler for what changes what is known of a tensor, which nothing may read meanwhile.
 
     returns: whether it returns the tensor.
     """

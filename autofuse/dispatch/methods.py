@@ -12,16 +12,17 @@ from ..chain.shell import Tensor
 from ..chain.state import this_thread
 from ..ops.row import SPELLINGS
 from ..ops.views import ATTRIBUTES
+from ..record.flush import flush_thread
 from ..record.writes import record_copy, record_item
 from ..sole import tell_place
-from ..torch_private import TensorBase, looked_on
+from ..torch_private import TensorBase, functions_off, looked_on
 from .chosen import Choices, chosen_by
 from .eager import OURS, Handler, Plain, run_eager
 from .handlers import altering, handle, passing, unhandled
 from .in_place import eager_alone, in_place, write_chosen
 from .protocol import HANDLERS, HOT, OPTIONS
 from .shapes import viewing
-from .unrecorded import IN_C, LIKE_C, PASSED, WRITERS, asks_for_overrides, known_of
+from .unrecorded import CRASHING, IN_C, LIKE_C, PASSED, WRITERS, asks_for_overrides, known_of
 
 
 def install_methods() -> None:
@@ -53,8 +54,12 @@ def install_methods() -> None:
         getter = base.__get__
         handler = viewing(name, getter) if name in ATTRIBUTES else passing(getter)
         HANDLERS[getter] = OPTIONS[getter] = handler
-        setter = altering(base.__set__) if name == "data" else passing(base.__set__)
-        setattr(Tensor, name, property(handler, setter, passing(base.__delete__)))
+        setter, deleter = passing(base.__set__), passing(base.__delete__)
+        if name == "grad":
+            setter, deleter = _granting(base, base.__set__), _granting(base, base.__delete__)
+        elif name == "data":
+            setter = altering(base.__set__)
+        setattr(Tensor, name, property(handler, setter, None if name in CRASHING else deleter))
     handle(Plain, "requires_grad_", altering(Plain.requires_grad_, returns=True))
     handle(Plain, "__setitem__", _setting(Plain.__setitem__))
     for name, func in vars(Plain).items():
@@ -75,6 +80,30 @@ _ATTRIBUTES = ("real", "imag", "grad_fn", "grad", "data")  # for which a value i
 _OPERATORS = {"__bool__", "__float__", "__getitem__", "__index__", "__int__", "__matmul__"}
 # not of operators: Python would ask a reflected one first that differs from a plain tensor's
 _EXPORTS = ("__reduce_ex__", "__deepcopy__", "__array__", "__dlpack__", "__dlpack_device__")
+
+
+def _granting(base: Any, func: Handler) -> Handler:
+    """A handler for what sets or deletes the gradient of a tensor, which is memory of another one.
+
+    What reads that holds it, so that no chain ends. It goes where torch functions are on: whoever
+    is called then may do anything.
+    """
+    get, is_leaf = base.__get__, Plain.is_leaf.__get__  # type: ignore[attr-defined]
+
+    def call(self: Any, *value: Any) -> Any:
+        before = None
+        if not looked_on():
+            with functions_off():
+                leaf = is_leaf(self)
+                before = get(self) if leaf else None  # of others torch warns
+            if not leaf:
+                flush_thread("grad")
+        result = run_eager(func, (self, *value))
+        del before
+        return result
+
+    HOT.append(("granting", call, (func, known_of(func), get, is_leaf)))
+    return call
 
 
 def _setting(func: Handler) -> Handler:

@@ -80,14 +80,17 @@ _NAMES = {"square": "pow", "to": "to_copy", "concat": "cat", "concatenate": "cat
           "special_xlogy": "xlogy", "round_before": "round", "round_to": "round"}  # fmt: skip
 # which of its nodes of that name it is where all operands are tensors, and where one is a number:
 # those of them that are not the first
-_WHICH = {"clamp": (0, 1), "copysign": (0, 1), "div_floor": (2, 2), "div_trunc": (2, 2),
-          "fmod": (1, 0), "lerp": (1, 0), "pow": (1, 0), "remainder": (1, 0),
-          "round_before": (1, 1), "round_to": (1, 1), "rpow_scalar": (2, 2),
+_WHICH = {"clamp": (0, 1), "clamp_max": (1, 0), "clamp_min": (1, 0), "copysign": (0, 1),
+          "div_floor": (2, 2), "div_trunc": (2, 2), "fmod": (1, 0), "lerp": (1, 0), "pow": (1, 0),
+          "remainder": (1, 0), "round_before": (1, 1), "round_to": (1, 1), "rpow_scalar": (2, 2),
           "rsub": (0, 1)}  # fmt: skip
 
 
 def node_name(op: Op, number: bool) -> str:
-    """What eager's node of an op is called; number: whether an operand is one."""
+    """What eager's node of an op is called, in the spelling that most have.
+
+    number: whether an operand is one.
+    """
     if isinstance(op, Reduction):
         name = op.aten.partition(".")[0].removesuffix("_forward")
         # of torch's sums and means those over dims are the second to have a node

@@ -14,6 +14,7 @@ from .c import *
 from .c import _PyObject_MakeTpCall
 from .call import run
 from .eager import called_lending
+from .overrides import is_silent
 from .values import (
     class_of,
     current_recorder,
@@ -74,9 +75,10 @@ def builtin_beside(function, args, count, names) -> object:
 
 
 def in_python(function, args, flags, names) -> object:
-    """A function of torch's in Python that autofuse does not record: its vectorcall.
+    """A function of torch's in Python: its vectorcall.
 
-    By itself it asks for overrides, and is called once more: `torch.autograd.grad` takes 7 us less.
+    By itself it asks for overrides halfway, and is called once more where nothing is recorded:
+    `torch.autograd.grad` takes 7 us less.
     """
     count = flags & COUNT
     values = count
@@ -85,24 +87,53 @@ def in_python(function, args, flags, names) -> object:
     for k in range(values):
         kind = class_of(args[k])
         if kind is Tensor or kind is list or kind is tuple:
-            result = in_python_beside(function, args, count, values, names)
+            result = in_python_beside(function, args, count, names)
             if result != 0 or PyErr_Occurred() != 0:
                 return result
             break
     return python(function, args, flags, names)
 
 
-def in_python_beside(function, args, count, values, names) -> object:
-    """The same where one of the arguments may be wrapped; 0 if nothing is done."""
-    if has_wrapped(args, values) == 0 or are_ours_alone(args, values) == 0:
+def in_python_beside(function, args, count, names) -> object:
+    """The same where one of the arguments may be wrapped; 0 if nothing is done.
+
+    What says by its place that something is written is left to torch, which names it.
+    """
+    own: tuple = PyDict_GetItemWithError(asking, function)
+    if own == 0 or count == 0:
         return 0
-    handler = PyDict_GetItemWithError(HANDLERS, function)
+    most = int(own[0])
+    given = 0
+    values = count
+    if names != 0:
+        values += PyTuple_Size(names)
+        if is_silent(names, args + 8 * count) == 0:
+            given = names
+        if are_among(names, own[2]) == 0:
+            return 0
+    elif own[1] is True and count == most + 1 and args[most] is False:  # as modules say it
+        count -= 1
+    if count > most or has_wrapped(args, values) == 0 or are_ours_alone(args, values) == 0:
+        return 0
+    table = HANDLERS
+    if given != 0:
+        table = OPTIONS
+    handler = PyDict_GetItemWithError(table, function)
     if handler != 0:
-        return PyObject_Vectorcall(handler, args, count, names)
+        return PyObject_Vectorcall(handler, args, count, given)
     known: Known = PyDict_GetItemWithError(known_functions, function)
     if known == 0:
         return 0
-    return run(function, known, known.refusal, args, count, names)
+    return run(function, known, known.refusal, args, count, given)
+
+
+def are_among(names: tuple, known):
+    """Whether these keywords are known."""
+    for k in range(len(names)):
+        if PySet_Contains(known, names[k]) != 1:
+            PyErr_Clear()
+            return 0
+    return 1
 
 
 def is_in_write():

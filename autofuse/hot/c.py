@@ -163,6 +163,7 @@ strided: Any = GIVEN  # the layout
 CODED: Any = GIVEN  # dtypes that kernels read
 HANDLERS: Any = GIVEN  # `protocol.HANDLERS`
 OPTIONS: Any = GIVEN
+asking: Any = GIVEN  # functions of torch's in Python: see `called.asking`
 known_functions: Any = GIVEN  # what is known of torch's functions, by these
 origins: Any = GIVEN  # Origins by their instructions
 between: Any = GIVEN  # code that calls ops for a program

@@ -105,28 +105,26 @@ def run(function, known: Known, refusal, args, count, names) -> object:
     every = count
     if names != 0:
         every += PyTuple_Size(names)
-    is_lent = 0
-    if len(loans) != 0:
-        is_lent = has_lent(args, every)
-        if is_lent != 0 and are_others() != 0:
-            return 0  # its lenders may have ended before the function has
+    if len(loans) != 0 and are_others() != 0 and has_lent(args, every) != 0:
+        return 0  # its lenders may have ended before the function has
     plain = room(16)
+    lent_before = room(16)
     if are_few(args, every, 16) == 0:
         return 0
     chain: Chain = kept(recorder.chain)
     pending = is_next(chain)
     lent = lend(plain, 0, args, every, 16)
     for k in range(lent):
+        lent_before[k] = is_lent(plain[k])
+    for k in range(lent):
         if node_of(plain[k]) != 0:  # a finalizer has made it pending
-            if is_lent == 0:
-                claim(plain, lent)
+            claim(plain, lent_before, lent)
             take_back(plain, lent)
             return 0
         if state_of(plain[k]) is not UNKNOWN:  # a hook, say, may set its data without our seeing it
             PyObject_GenericSetAttr(plain[k], AF, 0)
     result = tried(PyObject_Vectorcall(function, args, count, names))
-    if is_lent == 0:
-        claim(plain, lent)
+    claim(plain, lent_before, lent)
     take_back(plain, lent)
     if result == 0:
         return 0
@@ -136,16 +134,23 @@ def run(function, known: Known, refusal, args, count, names) -> object:
     return wrapped(recorder, result)
 
 
-def claim(place, count):
+def is_lent(x):
+    """Whether a fused call lends it: no Python runs here."""
+    if len(loans) == 0:
+        return 0
+    key = tried(PyLong_FromLong(x))
+    return key != 0 and PyDict_GetItemWithError(loans, key) != 0
+
+
+def claim(place, lent_before, count):
     """Let those be lent no more that others have lent while they were plain: no Python runs here.
 
     They are their user's, see `dispatch.eager.wrap_again`.
     """
-    if len(loans) != 0:
-        for k in range(count):
-            key = tried(PyLong_FromLong(place[k]))
-            if key != 0 and PyDict_GetItemWithError(loans, key) != 0:
-                PyDict_DelItem(loans, key)
+    for k in range(count):
+        if lent_before[k] == 0 and is_lent(place[k]) != 0:
+            key = PyLong_FromLong(place[k])
+            PyDict_DelItem(loans, key)
 
 
 def are_few(args, count, most):

@@ -6,6 +6,7 @@ Machine code stands before the first. Python 3.11 runs the others itself, past t
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -75,20 +76,26 @@ def taken() -> tuple[list[Any], list[Any]]:
     return builtins, methods
 
 
-def asking() -> list[_Function]:
-    """Functions of torch's in Python that autofuse does not record, and machine code stands before.
+EVERY = 1 << 30  # arguments of a function that takes any number
 
-    Python 3.11 runs the functions that it calls itself, past their vectorcall.
+
+def asking() -> dict[_Function, tuple[int, bool, frozenset[str]]]:
+    """Functions of torch's in Python that ask for overrides, which machine code stands before.
+
+    How many arguments each takes before the first that may say that something is written, whether
+    that is `inplace`, and the names of all. Python 3.11 runs the functions that it calls itself,
+    past their vectorcall.
     """
-    if sys.version_info < (3, 12):
-        return []
-    passing = {handler for name, handler, _ in protocol.HOT if name in ("passing", "running")}
     found = {}
     for owner in (torch.nn.functional, torch.functional, torch.autograd):
         for function in vars(owner).values():
-            if unrecorded.asks_for_overrides(function):
-                handler = protocol.HANDLERS.get(function)
+            if sys.version_info >= (3, 12) and unrecorded.asks_for_overrides(function):
                 known = unrecorded.known_of(function)
-                if known.own and (known.lends if handler is None else handler in passing):
-                    found[function] = None
-    return [*found]
+                if known.own and (function in protocol.HANDLERS or known.lends):
+                    code = function.__code__
+                    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+                    every = EVERY if code.co_flags & inspect.CO_VARARGS else code.co_argcount
+                    writes = [k for k, name in enumerate(names) if name in known.targets]
+                    most = min([*writes, every])
+                    found[function] = most, names[most:] == ("inplace",), frozenset(names)
+    return found

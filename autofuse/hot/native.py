@@ -4,8 +4,8 @@ Each machine function stands for a Python one and does the same to the same obje
 anything it does not expect it gives the call to that one, having changed nothing. It runs without
 the interpreter: nothing interrupts it, and other threads run only where it says so. Its parts:
 `values`, `inputs`, `eager`, `record`, `launch`, `flush`, `call`, `handle`, `choice`, `view`,
-`in_place`, `write`, `spell`, `reduce`, `join`, `graph`, `lend`, `apply` and `builtins`, in the
-language of `body`.
+`in_place`, `write`, `attribute`, `spell`, `reduce`, `join`, `graph`, `lend`, `apply` and
+`builtins`, in the language of `body`.
 
 The Python functions stay what they are, to whoever looks at them; machine code is what their
 vectorcall leads to (PyFunction_SetVectorcall, which asks for the same behaviour). The interpreter
@@ -48,8 +48,8 @@ from ..torch_private import (
     in_functorch,
 )
 from . import apply as _apply
+from . import attribute, c, call, called, choice, inputs, lend, overrides, values, view, write
 from . import builtins as _builtins
-from . import c, call, called, choice, inputs, lend, overrides, values, view, write
 from . import eager as _eager
 from . import flush as _flush
 from . import graph as _graph
@@ -76,7 +76,7 @@ from .verdict import verdict
 
 _STAGES = (
     values, inputs, _eager, _record, _launch, _flush, choice, view, call, _handle, overrides,
-    _in_place, write, _spell, _reduce, _join, _graph, lend, _apply, _builtins,
+    _in_place, write, attribute, _spell, _reduce, _join, _graph, lend, _apply, _builtins,
 )  # fmt: skip
 _Function = Callable[..., Any]
 
@@ -287,12 +287,12 @@ class _Native:
         _check_objects()
         self.hot, self.calls = _hot(), _Calls()
         builtins, methods = called.taken()
-        given = _given()
+        self.asking = called.asking()
+        given = {**_given(), "asking": self.asking}
         self.builtins, self.descriptors = _Fields(builtins, 0), _Fields(methods, given["METHOD"])
         self.subscripts = _Subscripts(given["GETITEM"])
         self.methods = called.methods(function for _, function, _ in self.hot)
         self.names = called.names([flush.flush, flush.flush_thread, record.record])
-        self.asking = called.asking()
         for function in (*(function for _, function, _ in self.hot), *self.asking):
             self.calls.check(function)
         # one entry for all, which finds in a table what each is given, or one entry for each, which

@@ -169,39 +169,6 @@ def copying(entry, function, args, count, names) -> object:
     return args[0]
 
 
-def altering(entry, function, args, count, names) -> object:
-    """`dispatch.handlers.altering`; entry: the function, what is known of it, whether it returns
-    its tensor."""
-    recorder: Recorder = current_recorder()
-    known: Known = entry[1]
-    every = count
-    if names != 0:
-        every += PyTuple_Size(names)
-    if count == 0 or class_of(args[0]) is not Tensor or is_free(recorder) == 0:
-        return 0
-    if is_everyday(recorder, known, args, count, names) == 0:
-        return 0
-    if flush_now(recorder, known.name) == 0 or is_empty(recorder) == 0:
-        return 0
-    if write_now(recorder, entry[0], known, args, count, names) == 0:
-        return 0
-    for k in range(every):
-        if class_of(args[k]) is Tensor and node_of(args[k]) == 0:
-            PyObject_GenericSetAttr(args[k], AF, UNKNOWN)
-    if entry[2] is True:
-        return args[0]
-    return None
-
-
-def setting_attribute(entry, x, name, value) -> object:
-    """`Tensor.__setattr__`, of a tensor with its value."""
-    if class_of(x) is not Tensor or has_value(state_of(x)) == 0:
-        return 0
-    if PyObject_GenericSetAttr(x, name, value) & FAILED != 0:
-        return 0
-    return None
-
-
 def placing(entry, x, value) -> object:
     """`patches.memory`'s setter of an attribute; entry: C's setter, its closure, whether what is
     set is another's memory."""

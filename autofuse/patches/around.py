@@ -60,8 +60,8 @@ def closed_between(
 ) -> None:
     """Record nothing from `owner.start` to `owner.end`, where there are both.
 
-    ends_anyway: torch calls `end` also if `start` has failed. level: how many are begun, which says
-    whether an `end` that has failed has ended one; without it, it has.
+    ends_anyway: torch calls `end` also if `start` has failed. level: the one that is begun in any
+    thread, or -1, which says whether an `end` that has failed has ended one; without it, it has.
     """
     if not (hasattr(owner, start) and hasattr(owner, end)):
         return
@@ -73,7 +73,9 @@ def closed_between(
         before = mine.get("closed", 0)
         try:
             close_thread(reason)
-            return enter(*args, **kwargs)
+            result = enter(*args, **kwargs)
+            mine[start] = mine.get(start, 0) + 1
+            return result
         except BaseException:
             if not ends_anyway:
                 mine["closed"] = before
@@ -82,11 +84,15 @@ def closed_between(
 
     @wraps(leave)
     def finish(*args: Any, **kwargs: Any) -> Any:
+        mine = this_thread.__dict__
         before = level() if level is not None else 0
         try:
             return leave(*args, **kwargs)
         finally:
-            if level is None or level() < before:
+            if level is None:
+                reopen_thread()
+            elif mine.get(start, 0) > 0 and level() < max(before, 0):
+                mine[start] -= 1
                 reopen_thread()
 
     replace(owner, start, begin)
@@ -122,8 +128,9 @@ def unwrapping(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
         args, kwargs = mapped((args, kwargs), plain)
         whose = [whose_is(leaf, id(leaf)) for leaf in leaves]
         try:
-            for leaf in leaves:
-                make_plain(leaf, reason)  # it may have other contents afterwards
+            for leaf, owner in zip(leaves, whose, strict=True):
+                if owner:
+                    make_plain(leaf, reason)  # it may have other contents afterwards
             return run_closed(reason, function, args, kwargs)
         finally:
             try:

@@ -39,7 +39,7 @@ def patch_modes() -> None:
             closed_between(module, start, end, "torch.func", ends_anyway=True)
             if hasattr(module, start):
                 around(module, start, _flush_others)
-    level = lambda: forward_ad._current_level  # noqa: E731
+    level = partial(getattr, forward_ad, "_current_level")
     closed_between(forward_ad, "enter_dual_level", "exit_dual_level", "torch.func", level=level)
     for owner, name, reason, flush, open_ in (
         (torch.inference_mode, "__enter__", "inference mode", flush_thread, reopen),
