@@ -310,6 +310,12 @@ def altering(func: Handler, returns: bool = False) -> Handler:
     return handler
 
 
+def deleting(attribute: Any) -> Handler | None:
+    """A handler for `del x.attribute`; of some torch looks at what is not there, and dies of it."""
+    crashes = attribute.__name__ in ("real", "imag", "names")
+    return None if crashes else passing(attribute.__delete__)
+
+
 def _reflected(tensor_row: str, scalar_row: str | None, func: Handler) -> Handler:
     """`other <operator> self`; without a row for scalars, as `torch.Tensor` defines it."""
     forward = getattr(torch, tensor_row)

@@ -15,9 +15,9 @@ from ..chain.state import Node, this_thread
 from ..record.writes import pending_version
 from ..torch_private import InferenceMode, dispatch_modes, functions_off, looked_on
 from .eager import Handler, Plain, run_eager
-from .handlers import altering, handle, passing, unhandled
+from .handlers import altering, deleting, handle, unhandled
 from .protocol import HANDLERS, HOT, OPTIONS
-from .unrecorded import CRASHING, known_of
+from .unrecorded import known_of
 
 _PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu is_meta is_sparse "
@@ -129,8 +129,7 @@ def install_metadata() -> None:
             read = _of_graph(name, getter, get)
         HOT.append(("getting", read, (base, name in _OF_GRAPH)))
         HANDLERS[getter] = read  # type: ignore[index]
-        deleter = None if name in CRASHING else passing(base.__delete__)
-        setattr(Tensor, name, property(read, altering(base.__set__), deleter))
+        setattr(Tensor, name, property(read, altering(base.__set__), deleting(base)))
     for name in _METHODS:
         base = getattr(Plain, name, None)
         if base is None:

@@ -18,11 +18,11 @@ from ..sole import tell_place
 from ..torch_private import TensorBase, functions_off, looked_on
 from .chosen import Choices, chosen_by
 from .eager import OURS, Handler, Plain, run_eager
-from .handlers import altering, handle, passing, unhandled
+from .handlers import altering, deleting, eagerly, handle, passing, unhandled
 from .in_place import eager_alone, in_place, write_chosen
 from .protocol import HANDLERS, HOT, OPTIONS
 from .shapes import viewing
-from .unrecorded import CRASHING, IN_C, LIKE_C, PASSED, WRITERS, asks_for_overrides, known_of
+from .unrecorded import IN_C, LIKE_C, PASSED, WRITERS, asks_for_overrides, known_of
 
 
 def install_methods() -> None:
@@ -54,12 +54,12 @@ def install_methods() -> None:
         getter = base.__get__
         handler = viewing(name, getter) if name in ATTRIBUTES else passing(getter)
         HANDLERS[getter] = OPTIONS[getter] = handler
-        setter, deleter = passing(base.__set__), passing(base.__delete__)
         if name == "grad":
-            setter, deleter = _granting(base, base.__set__), _granting(base, base.__delete__)
-        elif name == "data":
-            setter = altering(base.__set__)
-        setattr(Tensor, name, property(handler, setter, None if name in CRASHING else deleter))
+            changes = _granting(base, base.__set__), _granting(base, base.__delete__)
+        else:
+            setter = altering if name == "data" else eagerly
+            changes = setter(base.__set__), deleting(base)
+        setattr(Tensor, name, property(handler, *changes))
     handle(Plain, "requires_grad_", altering(Plain.requires_grad_, returns=True))
     handle(Plain, "__setitem__", _setting(Plain.__setitem__))
     for name, func in vars(Plain).items():

@@ -41,8 +41,6 @@ WRITERS = {"addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "bernoulli_", "ca
            "normal_", "put_", "random_", "renorm_", "scatter_", "scatter_add_", "scatter_reduce_",
            "tril_", "triu_", "uniform_", "zero_"}  # fmt: skip
 
-# attributes that end the process where somebody deletes them: torch looks at what is not there
-CRASHING = {"real", "imag", "names"}
 TARGETS = {"out", "inplace"}  # keywords by which a function may write
 
 

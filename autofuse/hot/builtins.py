@@ -12,9 +12,8 @@ from ..chain.state import Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
 from .c import _PyObject_MakeTpCall
-from .call import run
 from .eager import called_lending
-from .overrides import is_silent
+from .overrides import overriding
 from .values import (
     class_of,
     current_recorder,
@@ -103,28 +102,16 @@ def in_python_beside(function, args, count, names) -> object:
     if own == 0 or count == 0:
         return 0
     most = int(own[0])
-    given = 0
     values = count
     if names != 0:
         values += PyTuple_Size(names)
-        if is_silent(names, args + 8 * count) == 0:
-            given = names
         if are_among(names, own[2]) == 0:
             return 0
     elif own[1] is True and count == most + 1 and args[most] is False:  # as modules say it
         count -= 1
     if count > most or has_wrapped(args, values) == 0 or are_ours_alone(args, values) == 0:
         return 0
-    table = HANDLERS
-    if given != 0:
-        table = OPTIONS
-    handler = PyDict_GetItemWithError(table, function)
-    if handler != 0:
-        return PyObject_Vectorcall(handler, args, count, given)
-    known: Known = PyDict_GetItemWithError(known_functions, function)
-    if known == 0:
-        return 0
-    return run(function, known, known.refusal, args, count, given)
+    return overriding(function, args, count, names)
 
 
 def are_among(names: tuple, known):

@@ -19,6 +19,7 @@ from .values import (
     has_lent,
     has_target,
     has_value,
+    is_lent,
     is_ours,
     is_simple,
     item_at,
@@ -134,14 +135,6 @@ def run(function, known: Known, refusal, args, count, names) -> object:
     return wrapped(recorder, result)
 
 
-def is_lent(x):
-    """Whether a fused call lends it: no Python runs here."""
-    if len(loans) == 0:
-        return 0
-    key = tried(PyLong_FromLong(x))
-    return key != 0 and PyDict_GetItemWithError(loans, key) != 0
-
-
 def claim(place, lent_before, count):
     """Let those be lent no more that others have lent while they were plain: no Python runs here.
 
@@ -149,8 +142,9 @@ def claim(place, lent_before, count):
     """
     for k in range(count):
         if lent_before[k] == 0 and is_lent(place[k]) != 0:
-            key = PyLong_FromLong(place[k])
-            PyDict_DelItem(loans, key)
+            key = tried(PyLong_FromLong(place[k]))
+            if key != 0:
+                PyDict_DelItem(loans, key)
 
 
 def are_few(args, count, most):

@@ -233,7 +233,7 @@ def _hot() -> list[tuple[str, _Function, tuple[object, ...]]]:
         ("keeping", backward.Fused.forward, ()),
         ("differentiating", backward.apply_backward, ()),
         ("torch_function", protocol.torch_function, (protocol.HANDLERS,)),
-        ("ask_overrides", protocol.ask_overrides, (protocol.HANDLERS, protocol.OPTIONS)),
+        ("ask_overrides", protocol.ask_overrides, ()),
         *protocol.HOT,
     ]
 
@@ -343,8 +343,8 @@ class _Native:
             self.calls.set(function, self.machine.entry(k) if on else self.calls.python)
         for made in list(fused.calls):
             self.stand_before(made)
+        address = self.machine.address("in_python") if on else self.calls.python
         for function in self.asking:
-            address = self.machine.address("in_python") if on else self.calls.python
             self.calls.set(function, address)
         taken = {"builtin": self.builtins, "method": self.descriptors, "subscript": self.subscripts}
         for name, places in taken.items():

@@ -24,7 +24,7 @@ def torch_function(entry, function, args, count, names) -> object:
 
 
 def ask_overrides(entry, function, args, count, names) -> object:
-    """`dispatch.protocol.ask_overrides`; entry: handlers by torch function, those for keywords.
+    """`dispatch.protocol.ask_overrides`.
 
     What is no function in Python, which torch would name, is somebody's patch.
     """
@@ -33,18 +33,25 @@ def ask_overrides(entry, function, args, count, names) -> object:
     if args[0] is L1_LOSS and has_weight(args[1]) != 0:
         return 0
     if class_of(args[1]) is tuple and are_alone(args[1]) != 0:
-        table = entry[0]
-        given = 0
-        if names != 0 and is_silent(names, args + 8 * count) == 0:
-            table = entry[1]
-            given = names
-        known = PyDict_GetItemWithError(table, args[0])
+        return overriding(args[0], args + 16, count - 2, names)
+    return 0
+
+
+def overriding(function, args, count, names) -> object:
+    """What a function of torch's in Python gives where autofuse has a say: what its handler does,
+    or itself for plain tensors; 0 if Python has to."""
+    table = HANDLERS
+    given = 0
+    if names != 0 and is_silent(names, args + 8 * count) == 0:
+        table = OPTIONS
+        given = names
+    handler = PyDict_GetItemWithError(table, function)
+    if handler != 0:
+        return PyObject_Vectorcall(handler, args, count, given)
+    if PyErr_Occurred() == 0:
+        known: Known = PyDict_GetItemWithError(known_functions, function)
         if known != 0:
-            return PyObject_Vectorcall(known, args + 16, count - 2, given)
-        if PyErr_Occurred() == 0:
-            found: Known = PyDict_GetItemWithError(known_functions, args[0])
-            if found != 0:
-                return run(args[0], found, found.refusal, args + 16, count - 2, given)
+            return run(function, known, known.refusal, args, count, given)
     return 0
 
 

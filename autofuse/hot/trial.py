@@ -154,8 +154,9 @@ def _attributes(s: _State) -> Any:
     w = Called(Tensor.requires_grad_)(Called(Tensor.detach)(s.w))
     with torch.enable_grad():
         _total(torch.tanh(torch.sigmoid(w) * s.v + 1.0)).backward()
-        gradient, made = w.grad, (w + 1.0).requires_grad
-    w.grad = None
+        gradient = w.grad
+        w.grad = None
+        made = (w + 1.0).requires_grad
     w.data = s.v * 0.5
     w.grad = gradient
     w.mark = s
@@ -281,7 +282,7 @@ _PROGRAMS: tuple[tuple[Callable[[_State], Any], str], ...] = (
     (_writes, "handler writing setting flush"),
     (_writes_by_hand, "record_inplace record_write handler flush"),
     (_slices, "handler writing setting copying flush"),
-    (_attributes, "handler passing altering setting_attribute flush keeping"),
+    (_attributes, "handler passing altering granting setting_attribute flush keeping"),
     (_gradients, "keeping differentiating answer"),
     (_seen, "flush keeping answer"),
     (_functions, "applying"),

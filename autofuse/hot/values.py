@@ -155,14 +155,24 @@ def leads_to_wrapped(items, count):
     return 0
 
 
+def is_lent(x):
+    """Whether a fused call lends it: no Python runs here."""
+    if len(loans) == 0:
+        return 0
+    key = tried(PyLong_FromLong(x))
+    if key == 0:  # no memory
+        PyErr_Clear()
+        return 1
+    return PyDict_GetItemWithError(loans, key) != 0
+
+
 def has_lent(values, count):
     """Whether fused calls have lent one of these, or of what lists and tuples among them have."""
     for k in range(count):
         x = values[k]
         kind = class_of(x)
         if kind is Tensor:
-            key = PyLong_FromLong(x)
-            if PyDict_GetItemWithError(loans, key) != 0:
+            if is_lent(x) != 0:
                 return 1
         elif kind is list:
             if has_lent(load(x + LISTED), PyList_Size(x)) != 0:

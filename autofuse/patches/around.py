@@ -56,12 +56,12 @@ def closed_between(
     end: str,
     reason: str,
     ends_anyway: bool = False,
-    level: Callable[[], int] | None = None,
+    goes_on: Callable[[], bool] | None = None,
 ) -> None:
     """Record nothing from `owner.start` to `owner.end`, where there are both.
 
-    ends_anyway: torch calls `end` also if `start` has failed. level: the one that is begun in any
-    thread, or -1, which says whether an `end` that has failed has ended one; without it, it has.
+    ends_anyway: torch calls `end` also if `start` has failed. goes_on: of what does not nest, and
+    any thread may end, whether it is on after an `end`, which may have failed.
     """
     if not (hasattr(owner, start) and hasattr(owner, end)):
         return
@@ -74,7 +74,7 @@ def closed_between(
         try:
             close_thread(reason)
             result = enter(*args, **kwargs)
-            mine[start] = mine.get(start, 0) + 1
+            mine[start] = True
             return result
         except BaseException:
             if not ends_anyway:
@@ -85,14 +85,13 @@ def closed_between(
     @wraps(leave)
     def finish(*args: Any, **kwargs: Any) -> Any:
         mine = this_thread.__dict__
-        before = level() if level is not None else 0
         try:
             return leave(*args, **kwargs)
         finally:
-            if level is None:
+            if goes_on is None:
                 reopen_thread()
-            elif mine.get(start, 0) > 0 and level() < max(before, 0):
-                mine[start] -= 1
+            elif mine.get(start) and not goes_on():
+                mine[start] = False
                 reopen_thread()
 
     replace(owner, start, begin)

@@ -39,8 +39,10 @@ def patch_modes() -> None:
             closed_between(module, start, end, "torch.func", ends_anyway=True)
             if hasattr(module, start):
                 around(module, start, _flush_others)
-    level = partial(getattr, forward_ad, "_current_level")
-    closed_between(forward_ad, "enter_dual_level", "exit_dual_level", "torch.func", level=level)
+    closed_between(
+        forward_ad, "enter_dual_level", "exit_dual_level", "torch.func",
+        goes_on=lambda: forward_ad._current_level >= 0,
+    )  # fmt: skip
     for owner, name, reason, flush, open_ in (
         (torch.inference_mode, "__enter__", "inference mode", flush_thread, reopen),
         (torch.inference_mode, "__exit__", "inference mode", flush_thread, reopen),
