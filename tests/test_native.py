@@ -335,6 +335,49 @@ def test_gradients_of_several_layouts_need_python_once_each(device, always, monk
             assert_same(one, want, 1e-6)
 
 
+def test_gradients_of_several_values_of_a_node_need_python_once_each(device, always, monkeypatch):
+    """Of the value that it is named after and of a part that what comes later reads, too."""
+    leaf = torch.rand(4, 8, device=device).requires_grad_()
+    plain = leaf.detach().clone().requires_grad_()
+
+    def cell(x):
+        gate, part = (x * 2.0).chunk(2, 1)
+        state = torch.sigmoid(gate) * 3.0
+        return state, torch.sigmoid(part) * torch.tanh(state)
+
+    found = cell(autofuse.wrap(leaf))
+    found = [autofuse.materialize(value) for value in found]
+    assert len(found[0].grad_fn.work[0].segment.outs) > 1
+    wanted = cell(plain)
+    dense, spread = torch.rand(4, 4, device=device), torch.ones((), device=device).expand(4, 4)
+    for given in (
+        [dense, dense], [dense, None], [None, dense], [spread, dense], [dense.t(), spread],
+        [dense, dense],
+    ):  # fmt: skip
+        of = [k for k in range(2) if given[k] is not None]
+
+        def gradient(values, x):
+            some = [values[k] for k in of], x, [given[k] for k in of]  # noqa: B023
+            return torch.autograd.grad(*some, retain_graph=True)[0]
+
+        got = []
+        for _ in range(4):
+            run = lambda _: got.append(gradient(found, leaf))  # noqa: B023, E731
+            names = python_functions(run, True, monkeypatch)
+        if given[1] is not None:  # without the part's gradient torch joins what there is
+            assert not {"apply_backward", "gradients"}.intersection(names), given
+        want = gradient(wanted, plain)
+        for one in got:
+            assert_same(one, want, 1e-6)
+
+
+def let_fail(backward, fail):
+    """Let `fail` stand for each Answer that `backward` gives at once."""
+    for key, (_, lies) in list(backward.layouts.items()):
+        backward.layouts[key] = fail, lies
+    backward.usual = fail, backward.usual[1]
+
+
 @pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
 def test_errors_of_a_backwards_kernel(hot, device, always, monkeypatch, capsys):
     """Torch computes what a kernel cannot; what is no error of ours comes through."""
@@ -350,13 +393,14 @@ def test_errors_of_a_backwards_kernel(hot, device, always, monkeypatch, capsys):
         def fail(*args, error=error):
             raise error
 
-        backward.direct.update(dict.fromkeys(backward.direct, fail))
+        let_fail(backward, fail)
         if comes:
             with pytest.raises(type(error)):
                 torch.autograd.grad(y, leaf, torch.ones_like(y), True)
         else:
             assert_same(torch.autograd.grad(y, leaf, torch.ones_like(y), True), want, 1e-6)
-        backward.direct.clear()  # other nodes have it, too
+        backward.layouts.clear()  # other nodes have it, too
+        backward.usual = None
         told = "the kernel of a backward failed" in capsys.readouterr().err
         assert told is (type(error) is RuntimeError)
 

@@ -812,15 +812,17 @@ def test_a_backward_whose_kernel_fails_in_another_thread_too(device, monkeypatch
         return autofuse.materialize(((w * 2.0 + 1.0) * w).sigmoid())
 
     def fail(*args):
-        backward.direct.clear()  # as the other thread does
+        backward.layouts.clear()  # as the other thread does
         raise RuntimeError("no gradients today")
 
     ones = torch.ones(8, device=device)
     y = make()
     backward, _ = y.grad_fn.work
     want = torch.autograd.grad(y, w, ones)
-    assert backward.direct
-    backward.direct.update(dict.fromkeys(backward.direct, fail))
+    assert backward.layouts
+    for key, (_, lies) in list(backward.layouts.items()):
+        backward.layouts[key] = fail, lies
+    backward.usual = fail, backward.usual[1]
     assert_same(torch.autograd.grad(make(), w, ones), want, 1e-6)
     assert "no gradients today" in capsys.readouterr().err
 

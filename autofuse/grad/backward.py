@@ -52,12 +52,15 @@ from .segments import Outline, Segment
 from .tape import Tape, UnfusedError
 from .telling import bares, telling
 
+# how gradients of the outs of a segment lie, dispatch keys and Meta of each, and their Answer
+Layout = tuple[Answer, tuple[tuple[int, Meta] | None, ...]]
+
 
 class Backward:
     """The backward of one autograd node; the same for every run of a program."""
 
-    __slots__ = ("answers", "apply", "direct", "frees", "guard", "is_cast", "layouts", "recorder",
-                 "segment", "straight", "tip", "told", "usual")  # fmt: skip
+    __slots__ = ("answers", "apply", "frees", "guard", "is_cast", "layouts", "recorder", "segment",
+                 "straight", "tip", "told", "usual")  # fmt: skip
 
     def __init__(self, recorder: Recorder, segment: Segment, tip: Node) -> None:
         """tip: where the chain ends."""
@@ -78,10 +81,8 @@ class Backward:
             for use in segment.uses[index]
         )
         self.answers: dict[tuple[Meta | None, ...], Answer | Expected | None] = {}
-        self.direct: dict[tuple[int, ...], Answer] = {}  # by strides of the root's gradient;
-        # the dispatch keys and Metas of these, and the last ones of all, which machine code knows
-        self.layouts: dict[tuple[int, ...], tuple[int, Meta]] = {}
-        self.usual: tuple[int, Meta] | None = None
+        self.layouts: dict[tuple[tuple[int, ...] | None, ...], Layout] = {}  # by strides
+        self.usual: Layout | None = None  # the last one, which machine code knows
         self.straight: dict[tuple[bool, ...], Callable[..., Any]] = {}  # see `written`
         self.guard: Callable[..., bool] | None = None  # of `saved`, where hooks may change that
 
@@ -91,7 +92,7 @@ class Backward:
         """None, then the gradients for `sinks`: from those of `outs` and the values of `saved`."""
         # a hook may have left one pending; C++ holds it, so that it cannot become
         grads = [hooks.value_of(g) if g.__class__ is Tensor else g for g in grads]
-        incoming = [g for g in grads if g is not None]
+        incoming = tuple([g for g in grads if g is not None])
         if not incoming:
             return (None,) * (1 + len(self.segment.sinks))
         answer = expected = None
@@ -244,38 +245,46 @@ def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     backward, consts = ctx.work
     # raises if they are freed or were written
     saved = ctx.saved_tensors if backward.frees else ()
-    g = grads[0]
-    alone = g.__class__ is torch.Tensor and not torch.is_grad_enabled()
-    for more in grads[1:]:  # 0.3 us less than `all`
-        if more is not None:
-            alone = False
     if (
-        alone
-        and not (in_functorch() or dispatch_modes() or backward.meets_autocast())
-        and backward.is_laid_out(saved)
+        torch.is_grad_enabled()
+        or hooks.differentiated is not None
+        or in_functorch()
+        or dispatch_modes()
+        or backward.meets_autocast()
+        or not backward.is_laid_out(saved)
     ):
-        # --- hot path: the gradient of the root alone, of a layout that was seen before ---
-        stride = g.stride() if g.layout is torch.strided else None
-        answer = None if stride is None else backward.direct.get(stride)
-        if (
-            answer is not None
-            and hooks.differentiated is None
-            and not (g.is_neg() or g._is_zerotensor() or is_batched(g))
-        ):
-            backward.usual = backward.layouts.get(stride)
-            try:
-                return answer((g,), saved, consts)
-            except Exception as error:
-                return after_error(error, backward, grads, saved, consts)
-        result = backward.gradients(grads, saved, consts)
-        meta = plain_meta(g)
-        answer = backward.answers.get((meta, *[None] * (len(grads) - 1)))
-        known = meta is not None and answer is not None and not isinstance(answer, Expected)
-        if known and not is_batched(g):  # whose memory no kernel may read
-            backward.direct[stride] = answer
-            backward.usual = backward.layouts[stride] = keys_of(g).raw_repr(), meta
+        return backward.gradients(grads, saved, consts)
+    # --- hot path: gradients of layouts that were seen before ---
+    strides: list[tuple[int, ...] | None] = []
+    for g in grads:
+        if g is None:
+            strides.append(None)
+        elif g.__class__ is torch.Tensor and g.layout is torch.strided and _lies_in_memory(g):
+            strides.append(g.stride())
+        else:
+            return backward.gradients(grads, saved, consts)
+    key = (*strides,)
+    layout = backward.layouts.get(key)
+    if layout is not None:
+        backward.usual = layout
+        try:
+            return layout[0](tuple([g for g in grads if g is not None]), saved, consts)
+        except Exception as error:
+            return after_error(error, backward, grads, saved, consts)
+    result = backward.gradients(grads, saved, consts)
+    metas = tuple([None if g is None else plain_meta(g) for g in grads])
+    answer = backward.answers.get(metas)
+    if answer is None or isinstance(answer, Expected) or metas.count(None) != key.count(None):
         return result
-    return backward.gradients(grads, saved, consts)
+    pairs = zip(grads, metas, strict=True)
+    lies = tuple([None if meta is None else (keys_of(g).raw_repr(), meta) for g, meta in pairs])
+    backward.usual = backward.layouts[key] = answer, lies
+    return result
+
+
+def _lies_in_memory(gradient: torch.Tensor) -> bool:
+    """Whether its memory holds its values, which a kernel may then read."""
+    return not (gradient.is_neg() or gradient._is_zerotensor() or is_batched(gradient))
 
 
 def after_error(
@@ -286,7 +295,8 @@ def after_error(
     if not isinstance(error, Exception) or isinstance(error, ColdKernelError) or is_foreign(error):
         raise error
     if not isinstance(error, NotReadyError):
-        backward.direct.pop(grads[0].stride(), None)  # another thread may have failed too
+        backward.layouts.clear()
+        backward.usual = None
         warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
     return backward.gradients(grads, saved, consts)
 

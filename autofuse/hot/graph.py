@@ -3,7 +3,6 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from ..chain.meta import Meta
 from ..grad.backward import Backward
 from .c import *
 from .inputs import lies_as
@@ -28,15 +27,12 @@ def keeping(entry, function, args, count, names) -> object:
 
 
 def differentiating(entry, function, args, count, names) -> object:
-    """`grad.backward.apply_backward`, of a gradient for the root alone that lies as others have.
+    """`grad.backward.apply_backward`, of gradients that lie as the last ones did.
 
     Once it has asked for what is saved, which hooks may give, Python is not asked to do it all.
     """
-    if names != 0 or count < 2 or class_of(args[1]) is not Plain or grad_mode() != 0:
+    if names != 0 or count < 2 or grad_mode() != 0:
         return 0
-    for k in range(2, count):
-        if args[k] is not None:
-            return 0
     work: tuple = PyObject_GetAttr(args[0], WORK)
     if class_of(work) is not tuple or len(work) != 2 or class_of(work[0]) is not Backward:
         return 0  # somebody has set it
@@ -50,24 +46,21 @@ def differentiating(entry, function, args, count, names) -> object:
         return 0
     if PyDict_GetItemWithError(hook_names, DIFFERENTIATED) is not None:
         return 0
-    meta: Meta = usual[1]
-    if load(load(args[1] + TENSOR_AT) + KEYS_AT) != int(usual[0]) or lies_as(args[1], meta) == 0:
-        return 0
-    answer = kept(PyDict_GetItemWithError(backward.direct, meta.stride))
-    if answer == 0:
+    present = lie_as_usual(usual[1], args + 8, count - 1)
+    if present == 0:
         return 0
     given = room(5)
     saved = PyTuple_New(0)
     if backward.frees is True:
         saved = PyObject_GetAttr(args[0], SAVED)  # raises if they are freed or were written
-    incoming = tupled(args + 8, 1)
-    grads = kept(incoming)
-    if count != 2:
-        grads = tupled(args + 8, count - 1)
+    grads = tupled(args + 8, count - 1)
+    incoming = kept(grads)
+    if present != count - 1:
+        incoming = without_none(grads, present)
     given[0] = incoming
     given[1] = saved
     given[2] = work[1]
-    result = tried(PyObject_Vectorcall(answer, given, 3, 0))
+    result = tried(PyObject_Vectorcall(usual[0], given, 3, 0))
     if result != 0:
         return result
     error = room(3)
@@ -81,3 +74,34 @@ def differentiating(entry, function, args, count, names) -> object:
     for k in range(3):
         Py_DecRef(error[k])
     return result
+
+
+def lie_as_usual(lies: tuple, grads, count):
+    """How many gradients there are, if each lies as `lies` says of its kind; or 0."""
+    if len(lies) != count:
+        return 0
+    present = 0
+    for k in range(count):
+        one: tuple = lies[k]
+        g = grads[k]
+        if one is None or g is None:
+            if one is not None or g is not None:
+                return 0
+        else:
+            if class_of(g) is not Plain:
+                return 0
+            if load(load(g + TENSOR_AT) + KEYS_AT) != int(one[0]) or lies_as(g, one[1]) == 0:
+                return 0
+            present += 1
+    return present
+
+
+def without_none(grads: tuple, size) -> object:
+    """Those of `grads` that are there, `size` of them."""
+    made: tuple = PyTuple_New(size)
+    k = 0
+    for n in range(len(grads)):
+        if grads[n] is not None:
+            made[k] = grads[n]
+            k += 1
+    return made
