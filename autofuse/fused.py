@@ -289,7 +289,7 @@ def _called(
     else:
         result = call_plain(function, args, kwargs)
     if before is not None:
-        contest.end(begun, way, way == PLAIN or is_settled(before))
+        contest.end(begun, way, lambda: is_settled(before) or way == PLAIN)
     return _left_plain(result, args, kwargs, contest, passes) if way == PLAIN else result
 
 

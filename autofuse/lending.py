@@ -49,7 +49,7 @@ def is_lent(tensor: torch.Tensor) -> bool:
 
 
 def lend(values: tuple[Any, ...] | list[Any], lent: list[torch.Tensor]) -> list[Any]:
-    """Lend the plain tensors of a tuple or list; returns what is neither plain nor simple."""
+    """Lend the plain tensors of a tuple or list; returns what else may hold some."""
     others = []
     for value in values:
         cls = value.__class__
@@ -57,7 +57,8 @@ def lend(values: tuple[Any, ...] | list[Any], lent: list[torch.Tensor]) -> list[
             if _can_be_lent(value):
                 lend_one(value, lent)
         elif id(cls) not in SIMPLE:  # a Parameter stays one: it is recorded as it is
-            others.append(value)
+            if not isinstance(value, torch.nn.Module) or isinstance(value, tuple):
+                others.append(value)
     return others
 
 

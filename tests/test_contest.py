@@ -56,7 +56,7 @@ def play(contest, machine, calls, settled=lambda k: True, step=lambda k: 0, news
         way = contest.way
         ways.append(way)
         machine.run(way)
-        contest.end(begun, way, way == PLAIN or settled(k))
+        contest.end(begun, way, lambda: way == PLAIN or settled(k))  # noqa: B023
     return ways
 
 
@@ -203,6 +203,18 @@ def test_while_times_are_not_known_a_call_asks_for_one():
     assert machine.asked == asked + 10 and contest.costs is None
 
 
+def test_to_ask_whether_all_is_settled_counts_for_no_way():
+    machine = Machine(9.0, 10.0)
+
+    def settled(k):
+        machine.now += 5.0
+        return True
+
+    contest = Contest(machine)
+    play(contest, machine, 100, settled)
+    assert contest.way == FUSED and contest.costs == pytest.approx((9.0, 10.0))
+
+
 def test_a_call_counts_for_the_way_it_went():
     """Whatever other threads make of the contest while it runs."""
     machine = Machine(5.0, 10.0)
@@ -211,7 +223,7 @@ def test_a_call_counts_for_the_way_it_went():
     while contest.way == FUSED:
         play(contest, machine, 1)
     for begun in late:
-        contest.end(begun, FUSED, True)
+        contest.end(begun, FUSED, lambda: True)
     play(contest, machine, 100)
     assert contest.costs == pytest.approx((5.0, 10.0))
 

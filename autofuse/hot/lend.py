@@ -143,10 +143,15 @@ def lending(entry, values, lent: list) -> object:
         if class_of(x) is Plain:
             if is_lendable(entry, x) != 0:
                 lend_one(entry[0], x, lent)
-        elif is_simple(class_of(x)) == 0:
+        elif is_simple(class_of(x)) == 0 and is_bare_module(class_of(x)) == 0:
             PyList_Append(others, x)
         if PyErr_Occurred() != 0:
             return 0
+
+
+def is_bare_module(kind):
+    """Whether it is a class of modules, and of no tuples."""
+    return PyType_IsSubtype(kind, Module) != 0 and PyType_IsSubtype(kind, tuple) == 0
 
 
 def is_lendable(entry, x):

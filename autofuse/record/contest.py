@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any, Protocol
 
@@ -182,14 +183,16 @@ class Contest:
             self._start, self._settled, self._news = mark, True, news
         return None
 
-    def end(self, begun: Any, way: int, settled: bool) -> None:
+    def end(self, begun: Any, way: int, settled: Callable[[], bool]) -> None:
         """The call has ended, which went that way.
 
-        settled: nothing of what it needed was still being prepared.
+        settled: whether nothing of what it needed was still being prepared; asked of both ways, and
+        once it is known what the call took, for that takes its time, too.
         """
         if begun is not None:
-            self._count(begun, self._clock.mark(), way, settled)
-        elif not settled or way != self.way:
+            mark = self._clock.mark()
+            self._count(begun, mark, way, settled())
+        elif not settled() or way != self.way:
             self._settled = False
 
     def _count(self, begin: Any, end: Any, way: int, settled: bool) -> None:
