@@ -97,6 +97,34 @@ def test_in_a_thread_that_has_recorded_nothing_ops_pass_from_the_second_on():
     assert "run_eager" in first and second == []
 
 
+def test_in_a_thread_that_records_in_no_level_of_vmap_either(device):
+    """Its wrapped tensors are met in a level alone, in which nothing is recorded."""
+    names, results = [], []
+    plain = torch.rand(4, 4, device=device)
+
+    def run():
+        x = autofuse.wrap(plain.clone())
+
+        def level(row):
+            names.append(functions_called(lambda: results.append(torch.mm(x, x)[0] + row)))
+            return x[1] * row
+
+        for _ in range(3):
+            results.append(torch.vmap(level)(x))
+        results.append(x * 2.0 + 1.0)  # and records outside of them
+        pending.append(autofuse.is_pending(results[-1]))
+
+    pending = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "run_eager" in names[0] and "run_eager" not in names[2] and pending == [True]
+    want = torch.vmap(lambda row: plain[1] * row)(plain)
+    for result in (results[1], results[3], results[5]):
+        assert_same(autofuse.materialize(result), want, None)
+    assert_same(autofuse.materialize(results[-1]), plain * 2.0 + 1.0, 1e-6)
+
+
 class Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

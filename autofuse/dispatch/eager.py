@@ -110,7 +110,7 @@ def _is_early(refusal: Refusal | Literal[False] | None) -> bool:
 def begin(args: Any) -> None:
     """Give this thread its first recorder, by which machine code takes ops that only pass on."""
     tensor = next((x for x in args if x.__class__ is Tensor), None)
-    if tensor is not None and not this_thread.closed:
+    if tensor is not None:
         with functions_off():
             make_current(recorder_for(tensor.device))
 
