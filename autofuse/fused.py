@@ -402,7 +402,7 @@ def call_fused(
             if lent:  # with nothing wrapped, fused calls inside are outermost
                 mine["depth"] = before + 1
             try:
-                result = function(*args, **kwargs)
+                result = function(*args, **kwargs) if kwargs else function(*args)
             finally:
                 mine["depth"] = before
                 _flush_all()

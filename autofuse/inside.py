@@ -221,10 +221,10 @@ def is_foreign(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return True
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in _SIGNALS}
-    assert error.__traceback__ is not None
     # not of the frame that has caught it, whose names, once looked at, would stay beside it: up to
-    # Python 3.12 `f_locals` is kept with its frame, and among them is the error itself
-    trace = error.__traceback__.tb_next
+    # Python 3.12 `f_locals` is kept with its frame, and among them is the error itself; there is no
+    # frame where C has raised what machine code has caught
+    trace = error.__traceback__ and error.__traceback__.tb_next
     while trace is not None:
         frame = trace.tb_frame
         if frame.f_code in handlers:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch._functorch.utils as functorch_utils
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import autofuse
 from autofuse import lending
@@ -401,9 +402,9 @@ def test_gradients_of_several_values_of_a_node_need_python_once_each(device, alw
 
 def let_fail(backward, fail):
     """Let `fail` stand for each Answer that `backward` gives at once."""
-    for key, (_, lies) in list(backward.layouts.items()):
-        backward.layouts[key] = fail, lies
-    backward.usual = fail, backward.usual[1]
+    for key, (_, *lies) in list(backward.layouts.items()):
+        backward.layouts[key] = fail, *lies
+    backward.usual = fail, *backward.usual[1:]
 
 
 @pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
@@ -431,6 +432,85 @@ def test_errors_of_a_backwards_kernel(hot, device, always, monkeypatch, capsys):
         backward.usual = None
         told = "the kernel of a backward failed" in capsys.readouterr().err
         assert told is (type(error) is RuntimeError)
+
+
+def gated(x):
+    """A value and one of it and of a part beside it; the node of the first has further outputs."""
+    gate, part = (x * 2.0).chunk(2, 1)
+    state = torch.sigmoid(gate) * 3.0
+    return state, torch.sigmoid(part) * torch.tanh(state)
+
+
+def materialized(x):
+    return [autofuse.materialize(value) for value in gated(autofuse.wrap(x))]
+
+
+@pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
+@pytest.mark.parametrize("first", [False, True], ids=["known", "first"])
+def test_modes_see_nothing_of_a_node_that_eager_would_not(hot, first, device, always, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "native", hot)
+    modes.forget_all("test")
+    leaf, ones = torch.rand(4, 8, device=device).requires_grad_(), torch.ones(4, 4, device=device)
+    for _ in range(0 if first else 4):
+        torch.autograd.backward(materialized(leaf), [ones, ones])
+    seen = []
+
+    class Looking(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    values, eager = materialized(leaf), gated(leaf)
+    with Looking():
+        torch.autograd.backward(values, [ones, ones])
+    ours, seen[:] = [*seen], []
+    with Looking():
+        torch.autograd.backward(eager, [ones, ones])
+    assert ours == seen
+
+
+@pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
+@pytest.mark.parametrize(
+    "unpack",
+    [
+        lambda t: t.double(),
+        lambda t: t.t().contiguous().t() if t.ndim == 2 else t.double(),
+        lambda t: torch._neg_view(-t),
+        lambda t: torch.nn.Parameter(t.clone()),
+        lambda t: autofuse.wrap(t.clone()),
+        lambda t: autofuse.wrap(t.clone()) * 1.0,
+    ],
+    ids=["another dtype", "other strides", "negated", "a parameter", "wrapped", "pending"],
+)
+def test_hooks_on_what_a_node_has_saved_may_give_it_back_in_another_form(
+    unpack, hot, device, always, monkeypatch
+):
+    """They come once a kernel for its layout is known, of which nobody else is told."""
+    monkeypatch.setattr(autofuse.config, "native", hot)
+    leaf, ones = torch.rand(4, 8, device=device).requires_grad_(), torch.ones(4, 4, device=device)
+    for _ in range(4):
+        want = torch.autograd.grad(materialized(leaf), leaf, [ones, ones])[0]
+    for which in range(2):
+        values = materialized(leaf)
+        for saved in values[which].grad_fn._raw_saved_tensors:
+            saved.register_hooks(torch.Tensor.detach, unpack)
+        assert_same(torch.autograd.grad(values, leaf, [ones, ones])[0], want, 1e-6)
+
+
+@pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
+@pytest.mark.parametrize(
+    "usual",
+    [7, (), (1, 2, 3), (int, (1,), ()), (int, ((1,),), ()), (int, ((1, 2),), ()), (int, (), 7)],
+    ids=str,
+)
+def test_what_stands_for_the_last_layout_of_a_node_is_checked(
+    usual, hot, device, always, monkeypatch
+):
+    monkeypatch.setattr(autofuse.config, "native", hot)
+    leaf, y, backward = differentiable(device)
+    want = torch.autograd.grad(y, leaf, torch.ones_like(y), True)
+    backward.usual = usual
+    assert_same(torch.autograd.grad(y, leaf, torch.ones_like(y), True), want, None)
 
 
 @pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])

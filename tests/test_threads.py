@@ -820,9 +820,9 @@ def test_a_backward_whose_kernel_fails_in_another_thread_too(device, monkeypatch
     backward, _ = y.grad_fn.work
     want = torch.autograd.grad(y, w, ones)
     assert backward.layouts
-    for key, (_, lies) in list(backward.layouts.items()):
-        backward.layouts[key] = fail, lies
-    backward.usual = fail, backward.usual[1]
+    for key, (_, *lies) in list(backward.layouts.items()):
+        backward.layouts[key] = fail, *lies
+    backward.usual = fail, *backward.usual[1:]
     assert_same(torch.autograd.grad(make(), w, ones), want, 1e-6)
     assert "no gradients today" in capsys.readouterr().err
 

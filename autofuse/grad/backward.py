@@ -52,8 +52,13 @@ from .segments import Outline, Segment
 from .tape import Tape, UnfusedError
 from .telling import bares, telling
 
-# how gradients of the outs of a segment lie, dispatch keys and Meta of each, and their Answer
-Layout = tuple[Answer, tuple[tuple[int, Meta] | None, ...]]
+# how tensors lie, dispatch keys and Meta of each; those of gradients for the outs of a segment and
+# of what is saved, and the Answer for such
+Lies = tuple[tuple[int, Meta] | None, ...]
+Layout = tuple[Answer, Lies, Lies]
+
+
+_Key = tuple[torch.dtype, torch.Size, tuple[int, ...]]  # of a gradient: dtype, shape, stride
 
 
 class Backward:
@@ -81,7 +86,7 @@ class Backward:
             for use in segment.uses[index]
         )
         self.answers: dict[tuple[Meta | None, ...], Answer | Expected | None] = {}
-        self.layouts: dict[tuple[tuple[int, ...] | None, ...], Layout] = {}  # by strides
+        self.layouts: dict[tuple[_Key | None, ...], Layout] = {}
         self.usual: Layout | None = None  # the last one, which machine code knows
         self.straight: dict[tuple[bool, ...], Callable[..., Any]] = {}  # see `written`
         self.guard: Callable[..., bool] | None = None  # of `saved`, where hooks may change that
@@ -115,12 +120,13 @@ class Backward:
                     plain_meta(g) if id(g.__class__) in _READ and not is_batched(g) else None
                     for g in grads
                 ])  # fmt: skip
-            if len(grads) - key.count(None) == len(incoming):  # no sparse one, no other class
-                answer = self._answer(key)
-                expected = self.answers[key]
+                if len(grads) - key.count(None) == len(incoming):  # no sparse one, no other class
+                    answer = self._answer(key)
+                    expected = self.answers[key]
         if answer is not None:
             try:
-                result = answer(incoming, saved, consts)
+                with NoModes():
+                    result = answer(incoming, saved, consts)
             except NotReadyError:
                 pass
             except Exception as error:  # a real one, such as no memory, comes again below
@@ -147,15 +153,22 @@ class Backward:
 
     def is_laid_out(self, saved: Sequence[torch.Tensor]) -> bool:
         """Whether hooks give tensors back as they got them, but for the values."""
-        if not self.told or not saved or (self.guard is not None and self.guard(*saved)):
+        if not saved or (self.guard is not None and self.guard(*saved)):
             return True
-        with NoModes():
-            metas = [plain_meta(x) if x.__class__ is torch.Tensor else None for x in saved]
-        for ref, meta in zip(self.segment.saved, metas, strict=True):
-            want = self.segment.meta_of(ref)
-            if meta is None or meta.spec != want.spec or meta.device is not want.device:
+        segment = self.segment
+        for ref, x in zip(segment.saved, saved, strict=True):
+            fits = x.__class__ is torch.Tensor if self.told else id(x.__class__) in _READ
+            meta, want = plain_meta(x) if fits else None, segment.meta_of(ref)
+            if meta is None or meta.device is not want.device:
                 return False
-        self.guard = guard_of(saved)
+            if ref in segment.pack:  # one tensor of several values
+                nbytes = len(segment.pack) * want.nbytes
+                if not (meta.flat and meta.dtype is want.dtype and meta.nbytes == nbytes):
+                    return False
+            elif meta.spec != want.spec:
+                return False
+        if self.told:
+            self.guard = guard_of(saved)
         return True
 
     def prepare(self) -> None:
@@ -255,36 +268,41 @@ def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     ):
         return backward.gradients(grads, saved, consts)
     # --- hot path: gradients of layouts that were seen before ---
-    strides: list[tuple[int, ...] | None] = []
-    for g in grads:
-        if g is None:
-            strides.append(None)
-        elif g.__class__ is torch.Tensor and g.layout is torch.strided and _lies_in_memory(g):
-            strides.append(g.stride())
-        else:
-            return backward.gradients(grads, saved, consts)
-    key = (*strides,)
-    layout = backward.layouts.get(key)
+    with NoModes():
+        keys = tuple([None if g is None else _key_of(g) for g in grads])
+    if ... in keys:
+        return backward.gradients(grads, saved, consts)
+    layout = backward.layouts.get(keys)
     if layout is not None:
         backward.usual = layout
         try:
-            return layout[0](tuple([g for g in grads if g is not None]), saved, consts)
+            with NoModes():
+                return layout[0](tuple([g for g in grads if g is not None]), saved, consts)
         except Exception as error:
             return after_error(error, backward, grads, saved, consts)
     result = backward.gradients(grads, saved, consts)
     metas = tuple([None if g is None else plain_meta(g) for g in grads])
     answer = backward.answers.get(metas)
-    if answer is None or isinstance(answer, Expected) or metas.count(None) != key.count(None):
-        return result
-    pairs = zip(grads, metas, strict=True)
-    lies = tuple([None if meta is None else (keys_of(g).raw_repr(), meta) for g, meta in pairs])
-    backward.usual = backward.layouts[key] = answer, lies
+    if answer is not None and not isinstance(answer, Expected):
+        backward.usual = backward.layouts[keys] = answer, _lies_of(grads), _lies_of(saved)
     return result
 
 
-def _lies_in_memory(gradient: torch.Tensor) -> bool:
-    """Whether its memory holds its values, which a kernel may then read."""
-    return not (gradient.is_neg() or gradient._is_zerotensor() or is_batched(gradient))
+def _key_of(gradient: Any) -> Any:
+    """By what it is known how a gradient lies, modes being off; ... where no kernel may read it."""
+    cls = gradient.__class__
+    if cls is not torch.Tensor or gradient.layout is not torch.strided or gradient.is_neg():
+        return ...
+    if gradient._is_zerotensor() or is_batched(gradient):
+        return ...
+    return gradient.dtype, gradient.shape, gradient.stride()
+
+
+def _lies_of(tensors: Sequence[Any]) -> Lies:
+    """How they lie that Python has looked at."""
+    metas = [None if x is None else plain_meta(x) for x in tensors]
+    pairs = zip(tensors, metas, strict=True)
+    return tuple([None if meta is None else (keys_of(x).raw_repr(), meta) for x, meta in pairs])
 
 
 def after_error(

@@ -178,6 +178,7 @@ SIMPLE: Any = GIVEN  # classes of what no walk over arguments looks into
 increment_version: Any = GIVEN
 in_functorch: Any = GIVEN  # whether transforms of torch.func run
 after_error: Any = GIVEN  # `grad.backward.after_error`
+gradients_of: Any = GIVEN  # `Backward.gradients`
 AT_ONCE: Any = GIVEN  # arguments with which a lock does not wait; to make them costs 25 ns
 get_device: Any = GIVEN
 get_num_threads: Any = GIVEN

@@ -3,11 +3,13 @@
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from ..chain.meta import Meta
+from ..chain.shell import Tensor
 from ..grad.backward import Backward
 from .c import *
 from .inputs import lies_as
 from .record import tupled
-from .values import autocast_mode, class_of, grad_mode, take_error
+from .values import autocast_mode, class_of, grad_mode, has_value, state_of, take_error
 
 
 def keeping(entry, function, args, count, names) -> object:
@@ -38,7 +40,7 @@ def differentiating(entry, function, args, count, names) -> object:
         return 0  # somebody has set it
     backward: Backward = work[0]
     usual: tuple = kept(backward.usual)
-    if usual is None or backward.told is True:
+    if class_of(usual) is not tuple or len(usual) != 3 or backward.told is True:
         return 0
     if backward.is_cast is True and autocast_mode(backward.recorder) != 0:
         return 0
@@ -46,14 +48,20 @@ def differentiating(entry, function, args, count, names) -> object:
         return 0
     if PyDict_GetItemWithError(hook_names, DIFFERENTIATED) is not None:
         return 0
-    present = lie_as_usual(usual[1], args + 8, count - 1)
+    present = lie_as_usual(usual[1], args + 8, count - 1, 0)
     if present == 0:
         return 0
     given = room(5)
-    saved = PyTuple_New(0)
+    saved: tuple = PyTuple_New(0)
     if backward.frees is True:
         saved = PyObject_GetAttr(args[0], SAVED)  # raises if they are freed or were written
     grads = tupled(args + 8, count - 1)
+    if len(saved) != 0 and lie_as_usual(usual[2], saved + ITEMS, len(saved), 1) != len(saved):
+        given[0] = backward  # a hook on one of them may have made another
+        given[1] = grads
+        given[2] = saved
+        given[3] = work[1]
+        return PyObject_Vectorcall(gradients_of, given, 4, 0)
     incoming = kept(grads)
     if present != count - 1:
         incoming = without_none(grads, present)
@@ -76,21 +84,30 @@ def differentiating(entry, function, args, count, names) -> object:
     return result
 
 
-def lie_as_usual(lies: tuple, grads, count):
-    """How many gradients there are, if each lies as `lies` says of its kind; or 0."""
-    if len(lies) != count:
+def lie_as_usual(lies: tuple, tensors, count, saved):
+    """How many tensors there are, if each lies as `lies` says of its kind; or 0.
+
+    saved: they are no gradients, and may be parameters or wrapped.
+    """
+    if class_of(lies) is not tuple or len(lies) != count:
         return 0
     present = 0
     for k in range(count):
         one: tuple = lies[k]
-        g = grads[k]
-        if one is None or g is None:
-            if one is not None or g is not None:
+        x = tensors[k]
+        if one is None or x is None:
+            if one is not None or x is not None:
                 return 0
         else:
-            if class_of(g) is not Plain:
+            if class_of(one) is not tuple or len(one) != 2 or class_of(one[1]) is not Meta:
                 return 0
-            if load(load(g + TENSOR_AT) + KEYS_AT) != int(one[0]) or lies_as(g, one[1]) == 0:
+            kind = class_of(x)
+            if kind is not Plain:
+                if saved == 0 or (kind is not Parameter and kind is not Tensor):
+                    return 0
+                if kind is Tensor and has_value(state_of(x)) == 0:
+                    return 0
+            if load(load(x + TENSOR_AT) + KEYS_AT) != int(one[0]) or lies_as(x, one[1]) == 0:
                 return 0
             present += 1
     return present

@@ -269,6 +269,7 @@ def _given() -> dict[str, Any]:
         "ask_origin": origins.ask, "exactly": writes.reads_apart,
         "increment_version": count_write,
         "in_functorch": in_functorch, "after_error": backward.after_error,
+        "gradients_of": backward.Backward.gradients,
         "Module": torch.nn.Module, "loans": lending.loans, "left_plain": fused.left_plain,
         "call_fused": fused.call_fused, "is_outermost": fused.is_outermost,
         "is_compiling": fused.is_compiling,
