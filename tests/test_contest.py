@@ -56,7 +56,7 @@ def play(contest, machine, calls, settled=lambda k: True, step=lambda k: 0, news
         way = contest.way
         ways.append(way)
         machine.run(way)
-        contest.end(begun, way, lambda: way == PLAIN or settled(k))  # noqa: B023
+        contest.end(begun, way, lambda: settled(k) or way == PLAIN)  # noqa: B023
     return ways
 
 
@@ -204,15 +204,19 @@ def test_while_times_are_not_known_a_call_asks_for_one():
 
 
 def test_to_ask_whether_all_is_settled_counts_for_no_way():
-    machine = Machine(9.0, 10.0)
+    """Of calls; what lies between two steps has it in it, either way."""
+    for steps in (False, True):
+        machine = Machine(9.0, 10.0)
 
-    def settled(k):
-        machine.now += 5.0
-        return True
+        def settled(k):
+            machine.now += 5.0  # noqa: B023
+            return True
 
-    contest = Contest(machine)
-    play(contest, machine, 100, settled)
-    assert contest.way == FUSED and contest.costs == pytest.approx((9.0, 10.0))
+        contest = Contest(machine, steps=steps)
+        play(contest, machine, 200, settled, step=lambda k: k)
+        more = 5.0 if steps else 0.0
+        assert contest.way == FUSED
+        assert contest.costs == pytest.approx((9.0 + more, 10.0 + more))
 
 
 def test_a_call_counts_for_the_way_it_went():

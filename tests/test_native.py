@@ -98,10 +98,19 @@ def test_in_a_thread_that_has_recorded_nothing_ops_pass_from_the_second_on():
     assert "run_eager" in first and second == []
 
 
-def test_in_a_thread_that_records_in_no_level_of_vmap_either(device):
-    """Its wrapped tensors are met in a level alone, in which nothing is recorded."""
+@pytest.mark.parametrize("of", ["vmap", "jvp", "grad"])
+def test_in_a_thread_that_has_been_in_levels_of_torch_func_alone_too(of, device):
+    """Its wrapped tensors are met there first, where nothing is recorded."""
     names, results = [], []
     plain = torch.rand(4, 4, device=device)
+
+    def transformed(function, x):
+        if of == "vmap":
+            return torch.vmap(function)(x)
+        row, ones = plain[2], torch.ones(4, device=device)
+        if of == "jvp":
+            return torch.func.jvp(function, (row,), (ones,))[1]
+        return torch.func.grad(lambda row: function(row).sum())(row)
 
     def run():
         x = autofuse.wrap(plain.clone())
@@ -111,7 +120,7 @@ def test_in_a_thread_that_records_in_no_level_of_vmap_either(device):
             return x[1] * row
 
         for _ in range(3):
-            results.append(torch.vmap(level)(x))
+            results.append(transformed(level, x))
         results.append(x * 2.0 + 1.0)  # and records outside of them
         pending.append(autofuse.is_pending(results[-1]))
 
@@ -120,7 +129,7 @@ def test_in_a_thread_that_records_in_no_level_of_vmap_either(device):
     thread.start()
     thread.join()
     assert "run_eager" in names[0] and "run_eager" not in names[2] and pending == [True]
-    want = torch.vmap(lambda row: plain[1] * row)(plain)
+    want = transformed(lambda row: plain[1] * row, plain)
     for result in (results[1], results[3], results[5]):
         assert_same(autofuse.materialize(result), want, None)
     assert_same(autofuse.materialize(results[-1]), plain * 2.0 + 1.0, 1e-6)
@@ -362,6 +371,20 @@ def test_gradients_of_several_layouts_need_python_once_each(device, always, monk
         (want,) = torch.autograd.grad(eager, plain, g, True)
         for one in found:
             assert_same(one, want, 1e-6)
+    for g in (dense, spread, dense.t()) * 2:  # by turns, as in a loop's last steps and others
+        run = lambda _: torch.autograd.grad(y, leaf, g, True)  # noqa: B023, E731
+        assert "apply_backward" not in python_functions(run, True, monkeypatch)
+
+
+def gated(x):
+    """A value and one of it and of a part beside it; the node of the first has further outputs."""
+    gate, part = (x * 2.0).chunk(2, 1)
+    state = torch.sigmoid(gate) * 3.0
+    return state, torch.sigmoid(part) * torch.tanh(state)
+
+
+def materialized(x):
+    return [autofuse.materialize(value) for value in gated(autofuse.wrap(x))]
 
 
 def test_gradients_of_several_values_of_a_node_need_python_once_each(device, always, monkeypatch):
@@ -369,15 +392,9 @@ def test_gradients_of_several_values_of_a_node_need_python_once_each(device, alw
     leaf = torch.rand(4, 8, device=device).requires_grad_()
     plain = leaf.detach().clone().requires_grad_()
 
-    def cell(x):
-        gate, part = (x * 2.0).chunk(2, 1)
-        state = torch.sigmoid(gate) * 3.0
-        return state, torch.sigmoid(part) * torch.tanh(state)
-
-    found = cell(autofuse.wrap(leaf))
-    found = [autofuse.materialize(value) for value in found]
+    found = materialized(leaf)
     assert len(found[0].grad_fn.work[0].segment.outs) > 1
-    wanted = cell(plain)
+    wanted = gated(plain)
     dense, spread = torch.rand(4, 4, device=device), torch.ones((), device=device).expand(4, 4)
     for given in (
         [dense, dense], [dense, None], [None, dense], [spread, dense], [dense.t(), spread],
@@ -404,7 +421,7 @@ def let_fail(backward, fail):
     """Let `fail` stand for each Answer that `backward` gives at once."""
     for key, (_, *lies) in list(backward.layouts.items()):
         backward.layouts[key] = fail, *lies
-    backward.usual = fail, *backward.usual[1:]
+    backward.usual = tuple((fail, *lies) for _, *lies in backward.usual)
 
 
 @pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
@@ -429,20 +446,28 @@ def test_errors_of_a_backwards_kernel(hot, device, always, monkeypatch, capsys):
         else:
             assert_same(torch.autograd.grad(y, leaf, torch.ones_like(y), True), want, 1e-6)
         backward.layouts.clear()  # other nodes have it, too
-        backward.usual = None
+        backward.usual = ()
         told = "the kernel of a backward failed" in capsys.readouterr().err
         assert told is (type(error) is RuntimeError)
 
 
-def gated(x):
-    """A value and one of it and of a part beside it; the node of the first has further outputs."""
-    gate, part = (x * 2.0).chunk(2, 1)
-    state = torch.sigmoid(gate) * 3.0
-    return state, torch.sigmoid(part) * torch.tanh(state)
-
-
-def materialized(x):
-    return [autofuse.materialize(value) for value in gated(autofuse.wrap(x))]
+@pytest.mark.skipif(not hasattr(torch.Tensor, "rename"), reason="torch without named tensors")
+@pytest.mark.filterwarnings("ignore:Named tensors", "ignore:Autograd was passed a named grad")
+@pytest.mark.parametrize("named", [[0], [1], [0, 1]], ids=str)
+def test_gradients_with_names_are_not_taken_for_none(named, device, always):
+    leaf, ones = torch.rand(4, 8, device=device).requires_grad_(), torch.ones(4, 4, device=device)
+    for _ in range(3):  # kernels for both gradients and for the second alone are known
+        torch.autograd.grad(materialized(leaf), leaf, [ones, ones])
+        torch.autograd.grad(materialized(leaf)[1], leaf, ones)
+    given = [ones.rename("a", "b") if k in named else ones for k in range(2)]
+    for of in ([0, 1], [1]):
+        want, *found = (
+            torch.autograd.grad([values[k] for k in of], leaf, [given[k] for k in of], True)[0]
+            for values in (gated(leaf), *[materialized(leaf)] * 3)
+        )
+        for one in found:
+            assert one.names == want.names
+            assert_same(one.rename(None), want.rename(None), 1e-6)
 
 
 @pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
@@ -453,14 +478,15 @@ def test_modes_see_nothing_of_a_node_that_eager_would_not(hot, first, device, al
     leaf, ones = torch.rand(4, 8, device=device).requires_grad_(), torch.ones(4, 4, device=device)
     for _ in range(0 if first else 4):
         torch.autograd.backward(materialized(leaf), [ones, ones])
-    seen = []
+    leaf.grad, seen = None, []
 
     class Looking(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             seen.append(getattr(function, "__name__", ""))
             return function(*args, **(kwargs or {}))
 
-    values, eager = materialized(leaf), gated(leaf)
+    values, eager = materialized(leaf), gated(leaf.detach().clone().requires_grad_())
+    assert len(values[0].grad_fn.work[0].segment.outs) > 1
     with Looking():
         torch.autograd.backward(values, [ones, ones])
     ours, seen[:] = [*seen], []
@@ -476,11 +502,20 @@ def test_modes_see_nothing_of_a_node_that_eager_would_not(hot, first, device, al
         lambda t: t.double(),
         lambda t: t.t().contiguous().t() if t.ndim == 2 else t.double(),
         lambda t: torch._neg_view(-t),
+        lambda t: t[None],
         lambda t: torch.nn.Parameter(t.clone()),
         lambda t: autofuse.wrap(t.clone()),
         lambda t: autofuse.wrap(t.clone()) * 1.0,
     ],
-    ids=["another dtype", "other strides", "negated", "a parameter", "wrapped", "pending"],
+    ids=[
+        "another dtype",
+        "other strides",
+        "negated",
+        "a dimension more",
+        "a parameter",
+        "wrapped",
+        "pending",
+    ],
 )
 def test_hooks_on_what_a_node_has_saved_may_give_it_back_in_another_form(
     unpack, hot, device, always, monkeypatch
@@ -488,29 +523,37 @@ def test_hooks_on_what_a_node_has_saved_may_give_it_back_in_another_form(
     """They come once a kernel for its layout is known, of which nobody else is told."""
     monkeypatch.setattr(autofuse.config, "native", hot)
     leaf, ones = torch.rand(4, 8, device=device).requires_grad_(), torch.ones(4, 4, device=device)
+    plain = leaf.detach().clone().requires_grad_()
+    want = torch.autograd.grad(gated(plain), plain, [ones, ones])[0]
     for _ in range(4):
-        want = torch.autograd.grad(materialized(leaf), leaf, [ones, ones])[0]
+        torch.autograd.grad(materialized(leaf), leaf, [ones, ones])
+    met = []
     for which in range(2):
         values = materialized(leaf)
+        backward, _ = values[which].grad_fn.work
+        assert len(backward.segment.pack) == (0, 2)[which]  # two values in one tensor
         for saved in values[which].grad_fn._raw_saved_tensors:
-            saved.register_hooks(torch.Tensor.detach, unpack)
+            saved.register_hooks(torch.Tensor.detach, lambda t: met.append(t) or unpack(t))
         assert_same(torch.autograd.grad(values, leaf, [ones, ones])[0], want, 1e-6)
+        assert len(met) > which
 
 
-@pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
 @pytest.mark.parametrize(
     "usual",
-    [7, (), (1, 2, 3), (int, (1,), ()), (int, ((1,),), ()), (int, ((1, 2),), ()), (int, (), 7)],
+    [
+        (7,), ((),), ((1, 2, 3),), ((int, (1,), ()),), ((int, ((1,),), ()),),
+        ((int, ((1, 2),), ()),), ((int, (), 7),),
+    ],
     ids=str,
-)
-def test_what_stands_for_the_last_layout_of_a_node_is_checked(
-    usual, hot, device, always, monkeypatch
-):
-    monkeypatch.setattr(autofuse.config, "native", hot)
+)  # fmt: skip
+def test_machine_code_checks_what_it_is_to_know_of_a_node(usual, device, always):
     leaf, y, backward = differentiable(device)
     want = torch.autograd.grad(y, leaf, torch.ones_like(y), True)
     backward.usual = usual
-    assert_same(torch.autograd.grad(y, leaf, torch.ones_like(y), True), want, None)
+    try:
+        assert_same(torch.autograd.grad(y, leaf, torch.ones_like(y), True), want, None)
+    finally:
+        backward.usual = ()  # other nodes have it, too
 
 
 @pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])

@@ -822,7 +822,7 @@ def test_a_backward_whose_kernel_fails_in_another_thread_too(device, monkeypatch
     assert backward.layouts
     for key, (_, *lies) in list(backward.layouts.items()):
         backward.layouts[key] = fail, *lies
-    backward.usual = fail, *backward.usual[1:]
+    backward.usual = tuple((fail, *lies) for _, *lies in backward.usual)
     assert_same(torch.autograd.grad(make(), w, ones), want, 1e-6)
     assert "no gradients today" in capsys.readouterr().err
 

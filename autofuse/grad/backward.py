@@ -52,20 +52,16 @@ from .segments import Outline, Segment
 from .tape import Tape, UnfusedError
 from .telling import bares, telling
 
-# how tensors lie, dispatch keys and Meta of each; those of gradients for the outs of a segment and
-# of what is saved, and the Answer for such
-Lies = tuple[tuple[int, Meta] | None, ...]
-Layout = tuple[Answer, Lies, Lies]
-
-
+Laid = tuple[tuple[int, Meta] | None, ...]  # how tensors lie: dispatch keys and Meta of each
 _Key = tuple[torch.dtype, torch.Size, tuple[int, ...]]  # of a gradient: dtype, shape, stride
+Layout = tuple[Answer, Laid, Laid]  # for gradients of the outs and saved tensors that lie so
 
 
 class Backward:
     """The backward of one autograd node; the same for every run of a program."""
 
-    __slots__ = ("answers", "apply", "frees", "guard", "is_cast", "layouts", "recorder", "segment",
-                 "straight", "tip", "told", "usual")  # fmt: skip
+    __slots__ = ("answers", "apply", "frees", "guard", "is_cast", "layouts", "recorder", "saved",
+                 "segment", "straight", "tip", "told", "usual")  # fmt: skip
 
     def __init__(self, recorder: Recorder, segment: Segment, tip: Node) -> None:
         """tip: where the chain ends."""
@@ -87,9 +83,15 @@ class Backward:
         )
         self.answers: dict[tuple[Meta | None, ...], Answer | Expected | None] = {}
         self.layouts: dict[tuple[_Key | None, ...], Layout] = {}
-        self.usual: Layout | None = None  # the last one, which machine code knows
+        self.usual: tuple[Layout, ...] = ()  # the last ones, which machine code knows
         self.straight: dict[tuple[bool, ...], Callable[..., Any]] = {}  # see `written`
-        self.guard: Callable[..., bool] | None = None  # of `saved`, where hooks may change that
+        # of what is saved the Metas, and how many values of such lie in it; a guard of all, where
+        # hooks are told of it
+        self.saved = [
+            (segment.meta_of(ref), len(segment.pack) if ref in segment.pack else 1)
+            for ref in segment.saved
+        ]
+        self.guard: Callable[..., bool] | None = None
 
     def gradients(
         self, grads: Sequence[Any], saved: Sequence[torch.Tensor], consts: list[Any]
@@ -155,21 +157,23 @@ class Backward:
         """Whether hooks give tensors back as they got them, but for the values."""
         if not saved or (self.guard is not None and self.guard(*saved)):
             return True
-        segment = self.segment
-        for ref, x in zip(segment.saved, saved, strict=True):
+        for (want, values), x in zip(self.saved, saved, strict=True):
             fits = x.__class__ is torch.Tensor if self.told else id(x.__class__) in _READ
-            meta, want = plain_meta(x) if fits else None, segment.meta_of(ref)
-            if meta is None or meta.device is not want.device:
+            meta = plain_meta(x) if fits else None
+            if meta is None or meta.dtype is not want.dtype or meta.device is not want.device:
                 return False
-            if ref in segment.pack:  # one tensor of several values
-                nbytes = len(segment.pack) * want.nbytes
-                if not (meta.flat and meta.dtype is want.dtype and meta.nbytes == nbytes):
-                    return False
-            elif meta.spec != want.spec:
+            if values > 1 and not (meta.flat and meta.nbytes == values * want.nbytes):
+                return False
+            if values == 1 and not _lies_as(meta, want):
                 return False
         if self.told:
             self.guard = guard_of(saved)
         return True
+
+    def expect(self, layout: Layout) -> None:
+        """Let machine code look for `layout` first, and for a few others after it."""
+        others = [other for other in self.usual if other is not layout]
+        self.usual = (layout, *others[: FEW_LAYOUTS - 1])
 
     def prepare(self) -> None:
         """Ask for the kernel for a gradient of the root alone, laid out as its value is.
@@ -232,6 +236,7 @@ class Backward:
             return None
 
 
+FEW_LAYOUTS = 3  # as of a loop's first step, of its last one and of those between
 MANY_SWEEPS = 8  # backwards of a chain under `create_graph`, after which more of them will come
 # classes of gradients whose memory is theirs
 _READ = set(map(id, (torch.Tensor, torch.nn.Parameter, Tensor)))
@@ -274,17 +279,19 @@ def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         return backward.gradients(grads, saved, consts)
     layout = backward.layouts.get(keys)
     if layout is not None:
-        backward.usual = layout
+        backward.expect(layout)
         try:
             with NoModes():
                 return layout[0](tuple([g for g in grads if g is not None]), saved, consts)
         except Exception as error:
             return after_error(error, backward, grads, saved, consts)
     result = backward.gradients(grads, saved, consts)
-    metas = tuple([None if g is None else plain_meta(g) for g in grads])
-    answer = backward.answers.get(metas)
-    if answer is not None and not isinstance(answer, Expected):
-        backward.usual = backward.layouts[keys] = answer, _lies_of(grads), _lies_of(saved)
+    laid = _laid_of(grads)
+    answer = backward.answers.get(tuple([None if one is None else one[1] for one in laid]))
+    known = answer is not None and not isinstance(answer, Expected)
+    if known and laid.count(None) == keys.count(None):  # none with names, which no kernel reads
+        layout = backward.layouts[keys] = answer, laid, _laid_of(saved)
+        backward.expect(layout)
     return result
 
 
@@ -298,8 +305,16 @@ def _key_of(gradient: Any) -> Any:
     return gradient.dtype, gradient.shape, gradient.stride()
 
 
-def _lies_of(tensors: Sequence[Any]) -> Lies:
-    """How they lie that Python has looked at."""
+def _lies_as(meta: Meta, want: Meta) -> bool:
+    """Whether tensors of one Meta lie in memory as those of another, but for sizes of 1 before."""
+    more = meta.ndim - want.ndim
+    if more < 0 or meta.shape[:more].count(1) != more:
+        return False
+    return meta.shape[more:] == want.shape and meta.stride[more:] == want.stride
+
+
+def _laid_of(tensors: Sequence[Any]) -> Laid:
+    """How they lie, None for none and for what autofuse cannot read."""
     metas = [None if x is None else plain_meta(x) for x in tensors]
     pairs = zip(tensors, metas, strict=True)
     return tuple([None if meta is None else (keys_of(x).raw_repr(), meta) for x, meta in pairs])
@@ -314,7 +329,7 @@ def after_error(
         raise error
     if not isinstance(error, NotReadyError):
         backward.layouts.clear()
-        backward.usual = None
+        backward.usual = ()
         warn_once(f"autofuse: the kernel of a backward failed: {error!r}")
     return backward.gradients(grads, saved, consts)
 

@@ -29,7 +29,7 @@ def keeping(entry, function, args, count, names) -> object:
 
 
 def differentiating(entry, function, args, count, names) -> object:
-    """`grad.backward.apply_backward`, of gradients that lie as the last ones did.
+    """`grad.backward.apply_backward`, of gradients that lie as some of the last ones did.
 
     Once it has asked for what is saved, which hooks may give, Python is not asked to do it all.
     """
@@ -39,8 +39,8 @@ def differentiating(entry, function, args, count, names) -> object:
     if class_of(work) is not tuple or len(work) != 2 or class_of(work[0]) is not Backward:
         return 0  # somebody has set it
     backward: Backward = work[0]
-    usual: tuple = kept(backward.usual)
-    if class_of(usual) is not tuple or len(usual) != 3 or backward.told is True:
+    layouts: tuple = kept(backward.usual)
+    if class_of(layouts) is not tuple or backward.told is True:
         return 0
     if backward.is_cast is True and autocast_mode(backward.recorder) != 0:
         return 0
@@ -48,9 +48,17 @@ def differentiating(entry, function, args, count, names) -> object:
         return 0
     if PyDict_GetItemWithError(hook_names, DIFFERENTIATED) is not None:
         return 0
-    present = lie_as_usual(usual[1], args + 8, count - 1, 0)
-    if present == 0:
-        return 0
+    usual: tuple = layouts
+    present = 0
+    k = 0
+    while present == 0:
+        if k == len(layouts):
+            return 0
+        usual = layouts[k]
+        if class_of(usual) is not tuple or len(usual) != 3:
+            return 0
+        present = lie_as_usual(usual[1], args + 8, count - 1, 0)
+        k += 1
     given = room(5)
     saved: tuple = PyTuple_New(0)
     if backward.frees is True:
@@ -84,16 +92,16 @@ def differentiating(entry, function, args, count, names) -> object:
     return result
 
 
-def lie_as_usual(lies: tuple, tensors, count, saved):
-    """How many tensors there are, if each lies as `lies` says of its kind; or 0.
+def lie_as_usual(laid: tuple, tensors, count, saved):
+    """How many tensors there are, if each lies as `laid` says of it; or 0.
 
     saved: they are no gradients, and may be parameters or wrapped.
     """
-    if class_of(lies) is not tuple or len(lies) != count:
+    if class_of(laid) is not tuple or len(laid) != count:
         return 0
     present = 0
     for k in range(count):
-        one: tuple = lies[k]
+        one: tuple = laid[k]
         x = tensors[k]
         if one is None or x is None:
             if one is not None or x is not None:

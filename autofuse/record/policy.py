@@ -65,12 +65,13 @@ class _GradCosts:
 
 _GRAD_US = {
     # in 20 chains between products on the host of an H100 (torch 2.11) an eager op with its
-    # gradient takes 17.7; on that of an H200 19.8, a fused chain 26.2 and 1.7 per op, so that two
-    # ops cost as much either way; where other things are in the caches of the host, as in programs,
-    # both take more
+    # gradient takes 17.7; on that of an H200 19.8, a fused chain 26.2 and 1.7 per op, by the line,
+    # and two ops as long either way; where other things are in the caches of the host, as in
+    # programs, both take more
     "cuda": _GradCosts(op=7.0, gradient=2.0, kernel=7.5, flush=18.0, recorded=1.0, node=12.0,
                        given=10.0),
-    # on a CPU an eager op with its gradient takes as long as 5 plain ones, a chain as 2 such ones
+    # on a CPU (AMD EPYC, torch 2.9) an eager op with its gradient takes as long as 5 plain ones, a
+    # chain as 2 such ones
     "cpu": _GradCosts(op=3.0, gradient=1.7, kernel=1.3, flush=7.0, recorded=0.9, node=10.0,
                       given=10.0),
 }  # fmt: skip
