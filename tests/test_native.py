@@ -99,7 +99,7 @@ def test_in_a_thread_that_has_recorded_nothing_ops_pass_from_the_second_on():
 
 
 @pytest.mark.parametrize("of", ["vmap", "jvp", "grad"])
-def test_in_a_thread_that_has_been_in_levels_of_torch_func_alone_too(of, device):
+def test_in_a_thread_that_has_been_in_levels_of_torch_func_alone_too(of, device, always):
     """Its wrapped tensors are met there first, where nothing is recorded."""
     names, results = [], []
     plain = torch.rand(4, 4, device=device)

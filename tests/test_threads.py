@@ -968,7 +968,9 @@ def test_threads_that_lend_the_same_tensors(device):
 
 @pytest.mark.parametrize("beside", [False, True], ids=["", "beside one that is lent"])
 @pytest.mark.parametrize("before", [False, True], ids=["its user's", "lent before"])
-def test_what_a_user_has_wrapped_stays_so_whoever_lends_it_meanwhile(before, beside, device, on):
+def test_what_a_user_has_wrapped_stays_so_whoever_lends_it_meanwhile(
+    before, beside, device, on, always
+):
     """A function in Python finds it plain, and so does a fused call that begins meanwhile."""
     w = autofuse.wrap(torch.ones(4, device=device, requires_grad=True))
     x = torch.ones(4, device=device, requires_grad=True) if before else w
