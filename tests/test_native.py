@@ -98,6 +98,21 @@ def test_in_a_thread_that_has_recorded_nothing_ops_pass_from_the_second_on():
     assert "run_eager" in first and second == []
 
 
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return x * 2.0 + 1.0
+
+
+@pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
+def test_a_fused_call_looks_into_no_module(hot, device, always, monkeypatch):
+    monkeypatch.setattr(autofuse.config, "native", hot)
+    fused, x = autofuse.fuse(Scaled()), torch.rand(4, 4, device=device)
+    for _ in range(4):
+        names = functions_called(lambda: fused(x))
+    assert not {"enter", "is_container"}.intersection(names) and "call_fused" in names
+    assert_same(fused(x), Scaled()(x), 1e-6)
+
+
 @pytest.mark.parametrize("of", ["vmap", "jvp", "grad"])
 def test_in_a_thread_that_has_been_in_levels_of_torch_func_alone_too(of, device, always):
     """Its wrapped tensors are met there first, where nothing is recorded."""
