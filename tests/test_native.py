@@ -38,7 +38,7 @@ from autofuse.record import flush as flushing
 from autofuse.record import in_place, joins, modes, numbers, record, writes
 from autofuse.run import cpu
 from autofuse.torch_private import keys_of
-from support import DEVICES, assert_same, failable_launches, functions_called
+from support import DEVICES, assert_same, failable_launches, functions_called, let_fail
 
 # where machine code has to be: Python 3.10 has the function that it calls most in headers alone
 SUPPORTED = (
@@ -432,13 +432,6 @@ def test_gradients_of_several_values_of_a_node_need_python_once_each(device, alw
             assert_same(one, want, 1e-6)
 
 
-def let_fail(backward, fail):
-    """Let `fail` stand for each Answer that `backward` gives at once."""
-    for key, (_, *lies) in list(backward.layouts.items()):
-        backward.layouts[key] = fail, *lies
-    backward.usual = tuple((fail, *lies) for _, *lies in backward.usual)
-
-
 @pytest.mark.parametrize("hot", [False, True], ids=["Python", "machine code"])
 def test_errors_of_a_backwards_kernel(hot, device, always, monkeypatch, capsys):
     """Torch computes what a kernel cannot; what is no error of ours comes through."""
@@ -471,14 +464,15 @@ def test_errors_of_a_backwards_kernel(hot, device, always, monkeypatch, capsys):
 @pytest.mark.parametrize("named", [[0], [1], [0, 1]], ids=str)
 def test_gradients_with_names_are_not_taken_for_none(named, device, always):
     leaf, ones = torch.rand(4, 8, device=device).requires_grad_(), torch.ones(4, 4, device=device)
+    plain = leaf.detach().clone().requires_grad_()
     for _ in range(3):  # kernels for both gradients and for the second alone are known
         torch.autograd.grad(materialized(leaf), leaf, [ones, ones])
         torch.autograd.grad(materialized(leaf)[1], leaf, ones)
     given = [ones.rename("a", "b") if k in named else ones for k in range(2)]
     for of in ([0, 1], [1]):
         want, *found = (
-            torch.autograd.grad([values[k] for k in of], leaf, [given[k] for k in of], True)[0]
-            for values in (gated(leaf), *[materialized(leaf)] * 3)
+            torch.autograd.grad([values[k] for k in of], x, [given[k] for k in of], True)[0]
+            for values, x in ((gated(plain), plain), *[(materialized(leaf), leaf)] * 3)
         )
         for one in found:
             assert one.names == want.names

@@ -30,7 +30,15 @@ from autofuse.record.contest import FUSED, PLAIN, Contest, HostClock
 from autofuse.record.modes import forget_all
 from autofuse.run import eager, launching
 from autofuse.supply import kernels
-from support import DEVICES, NATIVE, around_runs, assert_same, before_launches, elsewhere
+from support import (
+    DEVICES,
+    NATIVE,
+    around_runs,
+    assert_same,
+    before_launches,
+    elsewhere,
+    let_fail,
+)
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -820,9 +828,7 @@ def test_a_backward_whose_kernel_fails_in_another_thread_too(device, monkeypatch
     backward, _ = y.grad_fn.work
     want = torch.autograd.grad(y, w, ones)
     assert backward.layouts
-    for key, (_, *lies) in list(backward.layouts.items()):
-        backward.layouts[key] = fail, *lies
-    backward.usual = tuple((fail, *lies) for _, *lies in backward.usual)
+    let_fail(backward, fail)
     assert_same(torch.autograd.grad(make(), w, ones), want, 1e-6)
     assert "no gradients today" in capsys.readouterr().err
 

@@ -113,10 +113,7 @@ class Backward:
             self.tip.swept += 1
             if self.tip.swept == MANY_SWEEPS:  # from now on these count for whether it pays
                 self.tip.forget_runners()
-        elif (
-            not (in_functorch() or dispatch_modes() or self.meets_autocast())  # told of ops
-            and self.is_laid_out(saved)
-        ):
+        elif self.may_launch(saved):
             with NoModes():
                 key = tuple([
                     plain_meta(g) if id(g.__class__) in _READ and not is_batched(g) else None
@@ -149,9 +146,14 @@ class Backward:
                 expected.compare(straight, grads, saved, consts)
             return result
 
-    def meets_autocast(self) -> bool:
-        """Whether autocast casts operands of its ops in this moment."""
-        return self.is_cast and torch.is_autocast_enabled(self.recorder.device.type)
+    def may_launch(self, saved: Sequence[torch.Tensor]) -> bool:
+        """Whether nobody is told of its ops or casts for them in this moment, and hooks have given
+        back what a kernel can read."""
+        if in_functorch() or dispatch_modes():
+            return False
+        if self.is_cast and torch.is_autocast_enabled(self.recorder.device.type):
+            return False
+        return self.is_laid_out(saved)
 
     def is_laid_out(self, saved: Sequence[torch.Tensor]) -> bool:
         """Whether hooks give tensors back as they got them, but for the values."""
@@ -266,10 +268,7 @@ def apply_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     if (
         torch.is_grad_enabled()
         or hooks.differentiated is not None
-        or in_functorch()
-        or dispatch_modes()
-        or backward.meets_autocast()
-        or not backward.is_laid_out(saved)
+        or not backward.may_launch(saved)
     ):
         return backward.gradients(grads, saved, consts)
     # --- hot path: gradients of layouts that were seen before ---
