@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autofuse
 
@@ -94,11 +95,13 @@ def rnn_step(device: str, rounds: int, iterations: int) -> None:
 
 
 def training(device: str, rounds: int, iterations: int) -> None:
-    """Forward + backward of 20 chains between products, by `backward_thread`, every length fused.
+    """Forward + backward of 20 chains between products, by `backward_thread`, every length fused;
+    in the caller's thread also where a checkpoint computes all of them twice.
 
     What `record.policy` takes a flush and a Python node under grad to cost is what a fused chain of
     no ops would cost beside the product, and what it takes an eager op with its gradient to cost,
-    the rise of eager's.
+    the rise of eager's; and what hooks of saved tensors cost follows from how long a chain has to
+    be in a checkpoint to take as long as eager's.
     """
     autofuse.config.always_fuse, autofuse.config.measure = True, False
     x, y = (torch.randn(64, 64, device=device) for _ in range(2))
@@ -106,27 +109,37 @@ def training(device: str, rounds: int, iterations: int) -> None:
     wx, wy = autofuse.wrap(x.clone()), autofuse.wrap(y.clone())
     lengths, chains = (0, 1, 2, 3, 5, 10), 20
 
-    def step(chain: Chain, x: torch.Tensor, y: torch.Tensor) -> None:
+    def run(chain: Chain, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for _ in range(chains):
             x = chain(x @ w, y)
-        torch.autograd.grad(x, w, g)
+        return x
 
-    for thread in ("engine", "caller"):
+    def step(chain: Chain, x: torch.Tensor, y: torch.Tensor) -> None:
+        torch.autograd.grad(run(chain, x, y), w, g)
+
+    def again(chain: Chain, x: torch.Tensor, y: torch.Tensor) -> None:
+        torch.autograd.grad(checkpoint(run, chain, x, y, use_reentrant=False), w, g)
+
+    for thread, step_, name in (
+        ("engine", step, "engine"),
+        ("caller", step, "caller"),
+        ("caller", again, "checkpoint"),
+    ):
         autofuse.config.backward_thread = thread
         each: dict[str, list[float]] = {"eager": [], "fused": []}
         for length in lengths:
             chain = operator_chain(length)
             calls = {
-                "eager": lambda chain=chain: step(chain, x, y),
-                "fused": lambda chain=chain: step(chain, wx, wy),
+                "eager": lambda chain=chain, step=step_: step(chain, x, y),
+                "fused": lambda chain=chain, step=step_: step(chain, wx, wy),
             }
             series = interleaved(calls, device, rounds, max(iterations // chains, 1))
-            row(f"{chains} chains of {length} and backward, {thread}", series)
-            for name, times in each.items():
-                times.append(series[name].median / chains)
-        for name, (product, *times) in each.items():
+            row(f"{chains} chains of {length} and backward, {name}", series)
+            for side, times in each.items():
+                times.append(series[side].median / chains)
+        for side, (product, *times) in each.items():
             rise, start = statistics.linear_regression(lengths[1:], times)
-            print(f"{name}, {thread}: a chain {start - product:.1f} us and {rise:.2f} us per op")
+            print(f"{side}, {name}: a chain {start - product:.1f} us and {rise:.2f} us per op")
     autofuse.config.backward_thread, autofuse.config.always_fuse = "auto", False
     autofuse.config.measure = True
 

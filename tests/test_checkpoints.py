@@ -520,6 +520,28 @@ def test_a_checkpoint_gives_what_it_gives_in_eager(way, device, reentrant, tier)
     compared(program, way, device, steps=3)
 
 
+def test_a_chain_has_to_be_longer_where_hooks_are_told(on):
+    """On the CPU four ops pay under grad, and eight where something saves what nodes do."""
+    x, w = autofuse.wrap(torch.randn(4, 4)), torch.randn(4, 4, requires_grad=True)
+
+    def kernels(ops, told):
+        def run(x):
+            y = x * w
+            for k in range(ops - 1):
+                y = y + w if k % 2 else y * w
+            return y
+
+        autofuse.record.modes.forget_all("test")
+        for _ in range(8):
+            autofuse.reset_stats()
+            y = checkpoint(run, x, use_reentrant=False) if told else run(x)
+            autofuse.materialize(y)
+        return autofuse.stats().kernels_launched
+
+    assert [kernels(ops, False) for ops in (2, 5, 12)] == [0, 1, 1]
+    assert [kernels(ops, True) for ops in (2, 5, 12)] == [0, 0, 1]
+
+
 @REENTRANT
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_programs_in_checkpoints(device, reentrant, tier, native):
