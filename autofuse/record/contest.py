@@ -33,6 +33,9 @@ _ONCE, _TWICE = 8, 2  # spans of a block, and blocks of each way, where it is de
 _WORTH, _WORTH_ONCE = 0.02, 0.05
 LOOKS = 31  # calls, of which one is looked at and the others granted; prime, as no loop is long
 _SETTLING = 50  # spans in which something is prepared before they count all the same
+# calls before the first that counts: on a GPU a kernel's first 30 take up to 10 us more of the
+# host, as long as what a short one is to win. Steps are longer, and come to kernels more often
+COLD = 30
 FIRST, _GROWTH, _LONGEST = 500, 4, 1 << 20  # calls before it is measured again, how these grow
 NO_STEPS = 512  # calls without backward, after which nobody seems to run one
 
@@ -120,6 +123,7 @@ class Contest:
         self._most = NO_STEPS if steps else 0  # calls of a step; after more there seem to be none
         self._step, self._calls = -1, 0  # this step, and its calls while something is measured
         self._begin_anew()
+        self._owed += 0 if steps or once else COLD
 
     def _begin_anew(self) -> None:
         self._spans: tuple[list[Any], list[Any]] = [], []
@@ -200,9 +204,9 @@ class Contest:
             return
         if not settled and self._waits < _SETTLING:
             self._waits += 1
-            self._owed = 1
+            self._owed = max(self._owed, 1)
         elif self._owed:
-            self._owed = 0
+            self._owed -= 1
         else:
             self._spans[way].append((begin, end))
             self._counted += 1
