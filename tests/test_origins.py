@@ -154,6 +154,63 @@ def test_what_is_read_beside_wrapped_tensors_alone_is_wrapped():
     assert not is_wrapped(seen[-1])
 
 
+@pytest.mark.parametrize("lead", range(19, 31, 3))
+def test_it_does_not_matter_where_a_trial_begins(lead):
+    """In the middle of blocks, say, each of which begins with what the one before has made."""
+    x, w = torch.randn(6, 6), torch.randn(6, 6)
+    y = autofuse.wrap(x)
+
+    def block(x):
+        x = torch.mm(torch.mm(x, w).t(), w).t()
+        return torch.mm(fed(torch.mm(x, w).t()), w)
+
+    def program(x):
+        for _ in range(4):
+            x = block(x)
+        return x
+
+    run(lambda: y[0], times=lead)
+    run(program, y, times=40)
+    autofuse.reset_stats()
+    result = program(y)
+    stats = autofuse.stats()
+    assert stats.ops_recorded == 24 and stats.kernels_launched == 4
+    assert torch.allclose(autofuse.unwrap(result), program(x))
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(5))])
+def test_results_lead_on_in_whichever_order_they_come(order):
+    """Each is read by the op that makes the next, and the last by a chain; or not."""
+    for pays in (True, False):
+        trials = origins.Trials()
+        parts = {key: trials.enter(key, 0, torch.device("cpu")) for key in order}
+        for key, part in parts.items():
+            part.made = part.whole.made = origins.ENOUGH
+            part.gain = 10.0 * pays if key == 4 else -1.5
+            part.after = {parts[key + 1]: 1.0} if key < 4 else {}
+        trials.end()
+        assert [origins.origins[key].plain for key in range(5)] == [not pays] * 4 + [False]
+        origins.forget()
+
+
+def test_joins_of_results_on_trial_are_recorded():
+    """Or else a trial would not see what chains gain that go through them."""
+    x, w = torch.randn(6, 6), torch.randn(6, 6)
+    y = autofuse.wrap(x)
+
+    def program(x):
+        a, b = torch.mm(x, w).chunk(2, 1)
+        return (torch.cat((-b, a * 2.0), 1) * w + torch.cat((a, -b), 1)).sin()
+
+    for _ in range(60):
+        autofuse.reset_stats()
+        result = program(y)
+        assert autofuse.is_pending(result)
+        autofuse.materialize(result)
+        assert ("cat", "not in the table") not in autofuse.stats().eager_ops
+    assert counts.trials and torch.allclose(autofuse.unwrap(result), program(x))
+
+
 def test_branches_that_lose_hide_none_that_pays():
     y = autofuse.wrap(torch.randn(6, 6))
 

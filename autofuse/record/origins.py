@@ -192,8 +192,9 @@ class Trials:
         """Judge all that were seen."""
         of_all = self.left <= 0
         results, spent, parts, seen = self.results, self.spent, list(self.parts), self.close()
+        parts = _last_first(parts)
         for _ in range(2):  # once more for what comes of results by way of the next turn of a loop
-            for part in reversed(parts):
+            for part in parts:
                 after = list(part.after.items())
                 part.net = part.gain + sum([max(0.0, x.net) * share for x, share in after])
                 part.early |= any([x.early for x, _ in after])
@@ -318,6 +319,25 @@ def credit(chain: Chain, runner: Runner) -> None:
         gain = gain_of(runner.nodes, runner.made) / len(read)
         for origin in read:
             origin.gain += gain
+
+
+def _last_first(parts: list[Origin]) -> list[Origin]:
+    """`parts`, each after all that its results lead to, but where it is by a loop.
+
+    The order in which they came is not enough: a trial begins wherever the program is.
+    """
+    ordered: dict[Origin, None] = {}
+    begun: set[Origin] = set()
+    left = parts[:]
+    while left:
+        part = left[-1]
+        if part in begun:
+            left.pop()
+            ordered.setdefault(part)
+        else:
+            begun.add(part)
+            left += [x for x in list(part.after) if x not in begun]
+    return [*ordered]
 
 
 def _living(tried: list[Origin]) -> int:
