@@ -25,6 +25,7 @@ from .values import (
     item_at,
     looked_on,
     node_of,
+    only_recorder,
     set_class,
     slot_of,
     state_of,
@@ -307,6 +308,8 @@ def is_everyday(recorder: Recorder, known: Known, args, count, names):
 
 def is_pending_elsewhere(recorder: Recorder):
     """Whether another device has something pending, or another thread may have."""
+    if only_recorder() == recorder:
+        return 0
     recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
     if recorders == 0 or len(all_recorders) != len(recorders):
         return 1

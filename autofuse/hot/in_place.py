@@ -13,7 +13,15 @@ from ..torch_private import swap
 from .c import *
 from .inputs import lies_as, likely_meta
 from .record import recorded, relieved
-from .values import are_others, autocast_mode, class_of, node_of, set_class, state_of
+from .values import (
+    are_others,
+    autocast_mode,
+    class_of,
+    node_of,
+    only_recorder,
+    set_class,
+    state_of,
+)
 
 
 def record_inplace(entry, op, target: Tensor, operands: tuple) -> object:
@@ -233,6 +241,8 @@ def has_attributes(x):
 
 def is_alone():
     """`state.is_alone`."""
+    if only_recorder() != 0:
+        return 1
     recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
     if recorders == 0:
         PyErr_Clear()

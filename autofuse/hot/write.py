@@ -24,6 +24,7 @@ from .values import (
     is_ours,
     looked_on,
     node_of,
+    only_recorder,
     state_of,
     switch_back,
     switch_off,
@@ -193,6 +194,9 @@ def is_quiet():
     """Whether nobody but this thread has recorded anything, and nothing is pending."""
     if len(all_recorders) == 0:
         return 1
+    only: Recorder = only_recorder()
+    if only != 0:
+        return is_idle(only)
     recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
     if recorders == 0:
         PyErr_Clear()
@@ -202,12 +206,16 @@ def is_quiet():
     place = room(3)  # the position, a key, a value
     place[0] = 0
     while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
-        recorder: Recorder = place[2]
-        if PyList_Size(recorder.chain) != 0 or recorder.reading is True:
-            return 0
-        if int(recorder.ident) == 0:
+        if is_idle(place[2]) == 0:
             return 0
     return 1
+
+
+def is_idle(recorder: Recorder):
+    """Whether nothing of it is pending, nor in the middle of a flush."""
+    if PyList_Size(recorder.chain) != 0 or recorder.reading is True:
+        return 0
+    return int(recorder.ident) != 0
 
 
 def is_free(recorder: Recorder):
