@@ -75,6 +75,14 @@ def grad_setter() -> Callable[[bool], None]:
     return _set_grad_enabled if function_modes() else set_grad_enabled
 
 
+def usual_keys(backend: str) -> int:
+    """The dispatch keys of a tensor that is nothing but memory; backend: CPU or CUDA."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for name in (backend, f"Autograd{backend}", f"Autocast{backend}"):
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return cast(int, keys.raw_repr())
+
+
 def above_autograd(function: _F) -> _F:
     """`function`, whose ops are what they are outside also in the middle of an op of autograd's.
 

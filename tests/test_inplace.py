@@ -1,6 +1,7 @@
 """In-place ops and every way to write memory that a pending op still has to read."""
 
 import contextlib
+import functools
 import inspect
 import operator
 import threading
@@ -14,6 +15,7 @@ import autofuse
 from autofuse.chain import state
 from autofuse.dispatch import in_place
 from autofuse.dispatch.protocol import OPTIONS
+from autofuse.hot import native
 from autofuse.ops import row as rows
 from autofuse.record import modes
 from autofuse.record import record as recording
@@ -22,6 +24,7 @@ from support import (
     assert_same,
     assert_same_as_eager,
     elsewhere,
+    functions_called,
     is_called_on,
     outcome,
     write_unseen,
@@ -219,6 +222,58 @@ def test_a_write_to_plain_memory_is_fused_with_what_it_reads(make, device):
             assert p._version == want._version
     assert type(p) is not autofuse.Tensor and p.requires_grad is (make is torch.nn.Parameter)
     assert "_af" not in vars(p)
+
+
+PARTS = {
+    "all": lambda x: x[:],
+    "head": lambda x: x[:6],
+    "tail": lambda x: x[18:],
+    "steps": lambda x: x[1::3],
+    "rows": lambda x: x.view(4, 6).T[2:4],
+    "one": lambda x: x[5],
+    "expanded": lambda x: x[7].expand(3),
+    "none": lambda x: x[3:3],
+    "words": lambda x: x.view(torch.int32)[4:8],
+    "data": lambda x: x.data[12:],
+    "another's": lambda x: torch.arange(24.0, device=x.device)[2:20],
+}
+
+
+@device_param
+@pytest.mark.parametrize("read", PARTS)
+@pytest.mark.parametrize("written", PARTS)
+def test_a_write_to_plain_memory_ends_the_chains_that_read_it_alone(read, written, on, device):
+    def program(wrap):
+        base = torch.arange(48.0, device=device)[12:36]
+        x, target = wrap(PARTS[read](base)), PARTS[written](base)
+        if written == "expanded":  # nobody may write there but to all at once
+            target = base[7]
+        y = x * 2 + 1
+        pending, versions = autofuse.is_pending(y), [x._version, target._version]
+        for _ in range(2):
+            assert target.add_(1) is target
+            target -= 3
+        versions += [x._version, target._version]
+        return pending, autofuse.is_pending(y), autofuse.unwrap(y), target, versions
+
+    for _ in range(3):
+        want, got = program(lambda x: x), program(autofuse.wrap)
+        assert_same(got[2:4], want[2:4], None)
+        assert got[4] == want[4]
+        if "none" not in (read, written):  # of no bytes
+            assert got[1] is (got[0] and (read == "another's" or written == "another's"))
+
+
+@device_param
+def test_a_write_to_plain_memory_that_nothing_reads_runs_no_python(device, always):
+    p, w = torch.zeros(3, 4, device=device), autofuse.wrap(torch.randn(3, 4, device=device))
+    add = functools.partial(torch.Tensor.add_, p[1:], 1.0)  # called from C
+    for _ in range(4):
+        y = w * 2 + 1
+        called = functions_called(add)
+        assert autofuse.is_pending(y)
+    assert bool(called) is not native.active(), called
+    assert p.tolist() == [[0.0] * 4] + [[4.0] * 4] * 2
 
 
 @device_param

@@ -12,6 +12,7 @@ from ..chain.state import Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
 from .c import _PyObject_MakeTpCall
+from .call import is_quiet, is_unread
 from .eager import called_lending
 from .overrides import overriding
 from .values import (
@@ -25,7 +26,7 @@ from .values import (
     looked_on,
     python,
 )
-from .write import are_settled, is_empty, is_free, is_quiet
+from .write import are_settled, is_empty, is_free
 
 
 def builtin(function, args, flags, names) -> object:
@@ -187,7 +188,7 @@ def unread(table, function, args, count, names) -> object:
             if count != 0:  # else a keyword says what is written
                 known = handler_beside(run, args, values, names)
             break
-    if is_quiet() == 0:
+    if is_quiet() == 0 and (known != 0 or count == 0 or is_unread(args[0]) == 0):
         recorder: Recorder = current_recorder()
         if known == 0 or recorder == 0 or PyList_Size(recorder.chain) == 0:
             return 0

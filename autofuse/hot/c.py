@@ -204,8 +204,13 @@ INDEX_OF: Any = GIVEN  # the same: its device's index
 DIM_OF: Any = GIVEN  # the same: how many dimensions there are
 SIZES_OF: Any = GIVEN  # the same: the address of its sizes
 STRIDES_OF: Any = GIVEN  # the same: that of its strides
+BYTES_OF: Any = GIVEN  # the same: how many bytes its storage has
+OFFSET_OF: Any = GIVEN  # the same: how many elements of it come before
+WIDTH_OF: Any = GIVEN  # (torch's number of a dtype): how many bytes an element has
 KEYS_AT: Any = GIVEN  # where what a tensor's first word leads to has its dispatch keys
 DENSE: Any = GIVEN  # that of them by which its memory is laid out by strides
+CPU_KEYS: Any = GIVEN  # those of a tensor that is nothing but memory there...
+CUDA_KEYS: Any = GIVEN  # ...and there
 REQUIRES_GRAD: Any = GIVEN  # (that): whether it requires grad, in the lowest byte
 NUMBER_AT: Any = GIVEN  # where a dtype has its number, and a device those of its type and index
 

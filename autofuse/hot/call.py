@@ -12,6 +12,7 @@ from .eager import are_modes_off, are_watched, called_on_plain, count_eager, len
 from .flush import flush_now
 from .record import handed, number_chain, verdict_on
 from .values import (
+    address_of,
     are_others,
     class_of,
     current_recorder,
@@ -320,6 +321,69 @@ def is_pending_elsewhere(recorder: Recorder):
         if other is not recorder and PyList_Size(other.chain) != 0:
             return 1
     return 0
+
+
+def is_quiet():
+    """Whether nobody but this thread has recorded anything, and nothing is pending."""
+    if len(all_recorders) == 0:
+        return 1
+    only: Recorder = only_recorder()
+    if only != 0:
+        return is_idle(only)
+    recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
+    if recorders == 0:
+        PyErr_Clear()
+        return 0
+    if len(all_recorders) != len(recorders):
+        return 0
+    place = room(3)  # the position, a key, a value
+    place[0] = 0
+    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
+        if is_idle(place[2]) == 0:
+            return 0
+    return 1
+
+
+def is_idle(recorder: Recorder):
+    """Whether nothing of it is pending, nor in the middle of a flush."""
+    if PyList_Size(recorder.chain) != 0 or recorder.reading is True:
+        return 0
+    return int(recorder.ident) != 0
+
+
+def is_unread(target):
+    """Whether what is pending reads nothing of a plain tensor's storage: `writes.flush_readers`.
+
+    0 where Python has to look: at what lies next to it, in other threads, in the middle of a flush.
+    """
+    recorder: Recorder = only_recorder()
+    if recorder == 0 or recorder.reading is True or int(recorder.ident) == 0:
+        return 0
+    chain: Chain = recorder.chain
+    tip: Node = chain.tip
+    if tip.told is not EMPTY or is_ours(target) == 0 or class_of(target) is Tensor:
+        return 0
+    keys = load(load(target + TENSOR_AT) + KEYS_AT)
+    if keys != CPU_KEYS and keys != CUDA_KEYS:  # it may have no storage
+        return 0
+    place = room(3)
+    place[2] = 0
+    start = address_of(target)
+    failed = call_pointer(BYTES_OF, target + TENSOR_AT, place)
+    failed = failed | call_pointer(OFFSET_OF, target + TENSOR_AT, place + 8)
+    failed = failed | call_pointer(DTYPE_OF, target + TENSOR_AT, place + 16)
+    if start == -1 or start == 0 or failed & FAILED != 0:
+        return 0
+    start = start - place[1] * call_pointer(WIDTH_OF, place[2])
+    end = start + place[0]
+    metas: tuple = tip.inputs
+    marks: list = chain.marks
+    for k in range(len(metas)):
+        meta: Meta = metas[k]
+        begins = int(marks[2 * k + 1])
+        if begins == 0 or (begins < end and start < begins + int(meta.reach)):
+            return 0  # of no bytes, too: whose storage it lies in, its address does not say
+    return 1
 
 
 def are_concrete(recorder: Recorder, known: Known, items):

@@ -139,12 +139,14 @@ def cells_of(function: Any, *names: str) -> tuple[int, ...]:
 
 
 _ASKED = {"DTYPE_OF": "dtype", "INDEX_OF": "device_index", "DIM_OF": "dim", "SIZES_OF": "sizes",
-          "STRIDES_OF": "strides"}  # fmt: skip
+          "STRIDES_OF": "strides", "BYTES_OF": "storage_size",
+          "OFFSET_OF": "storage_offset"}  # fmt: skip
 
 
 def _contents(at: int) -> dict[str, int]:
     """How to find out what a tensor is, which has C++'s part `at` that place."""
     places = {name: torch_private.c_symbol(f"aoti_torch_get_{x}") for name, x in _ASKED.items()}
+    places["WIDTH_OF"] = torch_private.c_symbol("aoti_torch_dtype_element_size")
     requires = torch_private.c_symbol("_ZNK3c1010TensorImpl13requires_gradEv")
     if not (requires and all(places.values())):
         raise NotImplementedError("torch's C++ hides what tensors are")
@@ -159,10 +161,15 @@ def _contents(at: int) -> dict[str, int]:
         return ctypes.c_uint8.from_address(id(x) + object.__basicsize__ + k).value
 
     tensor = torch.empty(2, 3, 4)
+    width = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_int32)(places["WIDTH_OF"])
     same = [asked("DTYPE_OF", torch.empty(0, dtype=x)) == byte(x, 0) for x in CODES]
+    same += [width(byte(x, 0)) == x.itemsize for x in CODES]
     same += [
         asked("INDEX_OF", tensor) & 255 == byte(tensor.device, 1),
         asked("DIM_OF", tensor) == 3,
+        asked("BYTES_OF", tensor[1]) == 96,
+        asked("OFFSET_OF", tensor[1]) == 12,
+        torch_private.keys_of(tensor).raw_repr() == torch_private.usual_keys("CPU"),
     ]
     same += [byte(torch.device("cuda:3"), 1) == 3]
     for name, told in (("SIZES_OF", tensor.shape), ("STRIDES_OF", tensor.stride())):
@@ -180,6 +187,8 @@ def _contents(at: int) -> dict[str, int]:
     places["REQUIRES_GRAD"] = requires
     at_words = {"KEYS_AT": 8 * found[0], "NUMBER_AT": object.__basicsize__}
     at_words["DENSE"] = torch_private.DENSE
+    for backend in ("CPU", "CUDA"):
+        at_words[f"{backend}_KEYS"] = torch_private.usual_keys(backend)
     return {name: c.Address(place) for name, place in places.items()} | at_words
 
 

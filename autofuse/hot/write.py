@@ -8,7 +8,7 @@ from ..chain.shell import Tensor
 from ..chain.state import Chain, Node, Recorder
 from ..dispatch.unrecorded import Known
 from .c import *
-from .call import is_everyday, is_pending_elsewhere
+from .call import is_everyday, is_pending_elsewhere, is_quiet
 from .choice import choice_for
 from .eager import are_modes_off, are_watched, called_lending
 from .flush import flush_into, flush_now
@@ -24,7 +24,6 @@ from .values import (
     is_ours,
     looked_on,
     node_of,
-    only_recorder,
     state_of,
     switch_back,
     switch_off,
@@ -188,34 +187,6 @@ def taking(entry, x) -> object:
     if is_ours(x) == 0:
         return 0
     return call_object(entry[0], x, entry[1])
-
-
-def is_quiet():
-    """Whether nobody but this thread has recorded anything, and nothing is pending."""
-    if len(all_recorders) == 0:
-        return 1
-    only: Recorder = only_recorder()
-    if only != 0:
-        return is_idle(only)
-    recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
-    if recorders == 0:
-        PyErr_Clear()
-        return 0
-    if len(all_recorders) != len(recorders):
-        return 0
-    place = room(3)  # the position, a key, a value
-    place[0] = 0
-    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
-        if is_idle(place[2]) == 0:
-            return 0
-    return 1
-
-
-def is_idle(recorder: Recorder):
-    """Whether nothing of it is pending, nor in the middle of a flush."""
-    if PyList_Size(recorder.chain) != 0 or recorder.reading is True:
-        return 0
-    return int(recorder.ident) != 0
 
 
 def is_free(recorder: Recorder):
