@@ -102,13 +102,15 @@ def test_a_slow_first_block_decides_nothing():
     assert play(contest, machine, 60)[-1] == FUSED
 
 
-def test_the_first_calls_of_a_kernel_do_not_count():
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("waits", [0, 7])
+def test_the_first_calls_of_a_kernel_do_not_count(once, waits):
     """On a GPU a call of two ops takes 20 us at first and 10 later, eager ones 13."""
     machine = Machine(10.0, 13.0)
-    contest = Contest(machine)
-    for k in range(COLD + 30):
-        machine.costs[FUSED] = 20.0 if k < COLD else 10.0
-        play(contest, machine, 1)
+    contest = Contest(machine, once=once)
+    for k in range(waits + COLD + 60):
+        machine.costs[FUSED] = 20.0 if k < waits + COLD else 10.0
+        play(contest, machine, 1, settled=lambda _, k=k: not 5 <= k < 5 + waits)
     assert contest.way == FUSED and contest.costs == pytest.approx((10.0, 13.0))
 
 
@@ -1072,7 +1074,7 @@ def test_a_plain_call_of_what_another_thread_lends_gives_plain_results(rigged):
     for _ in range(60):  # fused all the time: there is nothing to compare
         measured([x])
     others, z = autofuse.fuse(chain), torch.randn(8)
-    for _ in range(60):  # nobody lends its argument
+    for _ in range(60 + COLD):  # nobody lends its argument
         others(z)
     assert contest_of(others).costs == (20.0, 10.0)
     assert flushes_of(others, z) == flushes_of(function, z) == 0

@@ -277,6 +277,78 @@ def test_a_write_to_plain_memory_that_nothing_reads_runs_no_python(device, alway
 
 
 @device_param
+@pytest.mark.parametrize("kind", ["inference", "sparse", "meta", "functional", "strided"])
+def test_a_write_to_what_has_other_memory_while_something_is_pending(kind, on, device):
+    x = autofuse.wrap(torch.ones(3, 4, device=device))
+    for _ in range(3):
+        with torch.inference_mode(kind == "inference"):
+            target = torch.zeros(3, 4, device="meta" if kind == "meta" else device)
+        if kind == "sparse":
+            target = target.to_sparse()
+        elif kind == "functional":
+            target = torch._to_functional_tensor(target)
+        y = x * 2 + 1
+        with torch.inference_mode(kind == "inference"):
+            assert target.zero_() is target
+        assert y.tolist() == [[3.0] * 4] * 3
+
+
+@device_param
+def test_a_write_beside_a_chain_of_which_hooks_are_told_later(on, always, device):
+    """A hook may end a checkpoint's run before the write."""
+    x, p = torch.ones(3, 4, device=device, requires_grad=True), torch.zeros(3, device=device)
+    for _ in range(3):
+        with torch.autograd.graph.save_on_cpu():
+            y = autofuse.wrap(x * 1.0) * 2 * x
+            p.add_(1.0)
+            assert not autofuse.is_pending(y)
+        y.sum().backward()
+    assert p.tolist() == [3.0] * 3 and x.grad.tolist() == [[12.0] * 4] * 3
+
+
+@device_param
+def test_a_finalizer_writes_in_the_middle_of_a_flush(on, always, device):
+    """Nothing is known then of what has been read."""
+    seen = []
+
+    class Writes:
+        def __init__(self, target):
+            self.target = target
+
+        def __del__(self):
+            seen.append(self.target.add_(1.0) is self.target)
+
+    for _ in range(4):
+        plain = torch.ones(3, 4, device=device)
+        x = autofuse.wrap(torch.ones(3, 4, device=device))
+        y = x * 2 + plain
+        x.held = Writes(plain)
+        del x
+        want = 3.0
+        assert y.tolist() == [[want] * 4] * 3
+        del y
+        assert plain.tolist() == [[2.0] * 4] * 3
+    assert seen == [True] * 4
+
+
+@device_param
+@pytest.mark.parametrize("name", ["rrelu_with_noise_", "_amp_update_scale_"])
+def test_a_function_that_writes_to_its_second_argument(name, on, device):
+    for _ in range(3):
+        second = torch.full((3,), 2, device=device, dtype=torch.float32)
+        if name == "_amp_update_scale_":
+            second = torch.full((1,), 2, device=device, dtype=torch.int32)
+        want = (second * 2 + 1).tolist()
+        y = autofuse.wrap(second) * 2 + 1
+        if name == "_amp_update_scale_":
+            scale, found = torch.ones(1, device=device), torch.zeros(1, device=device)
+            torch._amp_update_scale_(scale, second, found, 2.0, 0.5, 100)
+        else:
+            torch._C._nn.rrelu_with_noise_(torch.randn(3, device=device), second, 0.1, 0.3, True)
+        assert y.tolist() == want
+
+
+@device_param
 def test_a_write_to_a_plain_tensor_where_it_cannot_be_fused(device):
     """Eager decides about leaves, views, shapes and dtypes; other readers come first."""
     x, g = pair(device)

@@ -211,6 +211,21 @@ def test_joins_of_results_on_trial_are_recorded():
     assert counts.trials and torch.allclose(autofuse.unwrap(result), program(x))
 
 
+def test_what_joins_alone_read_has_its_part_in_what_chains_gain():
+    x, w = torch.randn(6, 6), torch.randn(6, 6)
+    y = autofuse.wrap(x)
+    made = []
+
+    def program():
+        made[:] = [torch.mm(y, w)]
+        return ((torch.cat((y * 2.0, made[0]), 1) * 0.5 + 1.0).sin() * 3.0).cos()
+
+    for _ in range(90):
+        autofuse.materialize(program())
+    assert origins.origins and is_wrapped(made[0])
+    assert all(origin.net > 0 for origin in origins.origins.values())
+
+
 def test_branches_that_lose_hide_none_that_pays():
     y = autofuse.wrap(torch.randn(6, 6))
 

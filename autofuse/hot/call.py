@@ -345,7 +345,7 @@ def is_quiet():
 
 
 def is_idle(recorder: Recorder):
-    """Whether nothing of it is pending, nor in the middle of a flush."""
+    """Whether nothing of it is pending, it is in the middle of no flush, and its thread lives."""
     if PyList_Size(recorder.chain) != 0 or recorder.reading is True:
         return 0
     return int(recorder.ident) != 0

@@ -262,9 +262,9 @@ def current_recorder():
 
 
 def only_recorder():
-    """That, where there is no other one, of whichever thread; or 0. A quarter of what `local` is.
+    """This thread's recorder if no thread has another one, borrowed; or 0.
 
-    0.1 us of every write into memory that is not wrapped (CPython 3.12).
+    To look into `local` for all of this thread's takes 0.1 us more (CPython 3.12).
     """
     if len(all_recorders) != 1:
         return 0

@@ -63,7 +63,8 @@ ASIDE = {
     "_batch_norm_impl_index": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5,
     "batch_norm_update_stats": None, "batch_norm_gather_stats": None,
     "batch_norm_gather_stats_with_counts": None, "fused_moving_avg_obs_fake_quant": None,
-    "_fused_moving_avg_obs_fq_helper": None, "rrelu_with_noise": 4,
+    "_fused_moving_avg_obs_fq_helper": None, "rrelu_with_noise": 4, "rrelu_with_noise_": 4,
+    "_amp_update_scale_": None,
 }  # fmt: skip
 
 

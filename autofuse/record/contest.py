@@ -25,7 +25,8 @@ BLOCK = 4  # spans of a block that count; the one before them does not, which th
 _BLOCKS, _CLOSE, _MOST = 3, 0.05, 9
 # A block of each way is enough where every span of the fused one is shorter than any of the plain
 # one, and their medians differ by so much: MPPI's step, 0.4 of eager's time, found that after 110
-# calls (H200). Nothing says so soon that fused calls lose, whose first ones find nothing in caches
+# calls, before there was COLD (H200). Nothing says so soon that fused calls lose, whose first ones
+# find nothing in caches
 _CLEAR = 0.2
 _ONCE, _TWICE = 8, 2  # spans of a block, and blocks of each way, where it is decided once
 # of what plain calls take, which are eager's own: as much has to be won, or a few noisy spans, of
@@ -123,7 +124,7 @@ class Contest:
         self._most = NO_STEPS if steps else 0  # calls of a step; after more there seem to be none
         self._step, self._calls = -1, 0  # this step, and its calls while something is measured
         self._begin_anew()
-        self._owed += 0 if steps or once else COLD
+        self._owed += 0 if steps else COLD
 
     def _begin_anew(self) -> None:
         self._spans: tuple[list[Any], list[Any]] = [], []
@@ -205,7 +206,7 @@ class Contest:
         if not settled and self._waits < _SETTLING:
             self._waits += 1
             self._owed = max(self._owed, 1)
-        elif self._owed:
+        elif self._owed > 0:
             self._owed -= 1
         else:
             self._spans[way].append((begin, end))

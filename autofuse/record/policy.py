@@ -62,7 +62,7 @@ class _GradCosts:
     node: float  # a Python node, in the caller's thread; see `training` of bench/overhead.py
     given: float  # what torch does for a reduction: its node, or the gradients of weights
     hooks: float  # what is told later to hooks of saved tensors, such as a checkpoint's...
-    told: float  # ...and by each of these
+    saved: float  # ...and by each tensor that they are told of
 
 
 _GRAD_US = {
@@ -72,11 +72,11 @@ _GRAD_US = {
     # programs, both take more. In a checkpoint chains of 2 ops take 1.23 of eager's time there, of
     # 3 1.22, of 5 0.82
     "cuda": _GradCosts(op=7.0, gradient=2.0, kernel=7.5, flush=18.0, recorded=1.0, node=12.0,
-                       given=10.0, hooks=25.0, told=5.0),
+                       given=10.0, hooks=25.0, saved=5.0),
     # on a CPU (AMD EPYC, torch 2.9) an eager op with its gradient takes as long as 5 plain ones, a
     # chain as 2 such ones; in a checkpoint it pays from 8 ops on, without from 4
     "cpu": _GradCosts(op=3.0, gradient=1.7, kernel=1.3, flush=7.0, recorded=0.9, node=10.0,
-                      given=10.0, hooks=12.0, told=2.5),
+                      given=10.0, hooks=12.0, saved=2.5),
 }  # fmt: skip
 # what memory moves in 1 us; of a CPU, by what arithmetic on three tensors of float32 takes
 _BYTES_PER_US = {"cuda": 4e6, "cpu": 12 * 1000 / ARITHMETIC_US}
@@ -379,7 +379,7 @@ def margin(nodes: list[Node], outline: Outline, first: int = 0) -> float:
     # under `create_graph` torch's ops run backward either way, ours by rules that Python applies
     swept = nodes[-1].swept >= MANY_SWEEPS
     if nodes[-1].told:
-        fused += costs.hooks + costs.told * sum(len(node.saves) for node in nodes[first:])
+        fused += costs.hooks + costs.saved * sum(len(node.saves) for node in nodes[first:])
     traffic = 0.0
     for index, *_ in outline.reduced:  # the backward of which is eager's either way
         if index < first:
