@@ -265,15 +265,30 @@ def test_a_write_to_plain_memory_ends_the_chains_that_read_it_alone(read, writte
 
 
 @device_param
-def test_a_write_to_plain_memory_that_nothing_reads_runs_no_python(device, always):
+@pytest.mark.parametrize("devices", [0, 1, 2])
+def test_a_write_to_plain_memory_that_nothing_reads_runs_no_python(devices, device, always):
+    """Also where this thread has recorders of other devices, as many."""
     p, w = torch.zeros(3, 4, device=device), autofuse.wrap(torch.randn(3, 4, device=device))
     add = functools.partial(torch.Tensor.add_, p[1:], 1.0)  # called from C
-    for _ in range(4):
-        y = w * 2 + 1
-        called = functions_called(add)
-        assert autofuse.is_pending(y)
-    assert bool(called) is not native.active(), called
-    assert p.tolist() == [[0.0] * 4] + [[4.0] * 4] * 2
+    others = [torch.device("cpu", k) for k in range(devices)]  # no tensor is on these
+    for other in others:
+        recorder = state.Recorder(torch.device("cpu"), threading.get_ident(), False)
+        state.all_recorders.add(recorder)
+        state.this_thread.recorders[other] = recorder
+        del recorder
+    try:
+        for _ in range(4):
+            y = w * 2 + 1
+            called = functions_called(add)
+            assert autofuse.is_pending(y)
+        assert bool(called) is not native.active(), called
+        assert p.tolist() == [[0.0] * 4] + [[4.0] * 4] * 2
+        reader = autofuse.wrap(p) * 2.0
+        add()
+        assert not autofuse.is_pending(reader) and reader.tolist() == [[0.0] * 4] + [[8.0] * 4] * 2
+    finally:
+        for other in others:
+            state.this_thread.recorders.pop(other).leave()
 
 
 @device_param

@@ -356,12 +356,7 @@ def is_unread(target):
 
     0 where Python has to look: at what lies next to it, in other threads, in the middle of a flush.
     """
-    recorder: Recorder = only_recorder()
-    if recorder == 0 or recorder.reading is True or int(recorder.ident) == 0:
-        return 0
-    chain: Chain = recorder.chain
-    tip: Node = chain.tip
-    if tip.told is not EMPTY or is_ours(target) == 0 or class_of(target) is Tensor:
+    if is_ours(target) == 0 or class_of(target) is Tensor:
         return 0
     keys = load(load(target + TENSOR_AT) + KEYS_AT)
     if keys != CPU_KEYS and keys != CUDA_KEYS:  # it may have no storage
@@ -376,6 +371,29 @@ def is_unread(target):
         return 0
     start = start - place[1] * call_pointer(WIDTH_OF, place[2])
     end = start + place[0]
+    only: Recorder = only_recorder()
+    if only != 0:
+        return reads_nothing(only, start, end)
+    recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
+    if recorders == 0:
+        PyErr_Clear()
+        return 0
+    if len(all_recorders) != len(recorders):
+        return 0
+    place[0] = 0  # the position, a key, a value
+    while PyDict_Next(recorders, place, place + 8, place + 16) != 0:
+        if reads_nothing(place[2], start, end) == 0:
+            return 0
+    return 1
+
+
+def reads_nothing(recorder: Recorder, start, end):
+    """Whether the open chain, if there is one, has no Input that may lie in memory from there on
+    and before the end."""
+    chain: Chain = recorder.chain
+    tip: Node = chain.tip
+    if recorder.reading is True or int(recorder.ident) == 0 or tip.told is not EMPTY:
+        return 0
     metas: tuple = tip.inputs
     marks: list = chain.marks
     for k in range(len(metas)):
