@@ -27,6 +27,7 @@ from .values import (
     looked_on,
     node_of,
     only_recorder,
+    own_recorders,
     set_class,
     slot_of,
     state_of,
@@ -311,8 +312,8 @@ def is_pending_elsewhere(recorder: Recorder):
     """Whether another device has something pending, or another thread may have."""
     if only_recorder() == recorder:
         return 0
-    recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
-    if recorders == 0 or len(all_recorders) != len(recorders):
+    recorders: dict = own_recorders()
+    if recorders == 0:
         return 1
     place = room(3)  # the position, a key, a value
     place[0] = 0
@@ -330,11 +331,8 @@ def is_quiet():
     only: Recorder = only_recorder()
     if only != 0:
         return is_idle(only)
-    recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
+    recorders: dict = own_recorders()
     if recorders == 0:
-        PyErr_Clear()
-        return 0
-    if len(all_recorders) != len(recorders):
         return 0
     place = room(3)  # the position, a key, a value
     place[0] = 0
@@ -374,11 +372,8 @@ def is_unread(target):
     only: Recorder = only_recorder()
     if only != 0:
         return reads_nothing(only, start, end)
-    recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
+    recorders: dict = own_recorders()
     if recorders == 0:
-        PyErr_Clear()
-        return 0
-    if len(all_recorders) != len(recorders):
         return 0
     place[0] = 0  # the position, a key, a value
     while PyDict_Next(recorders, place, place + 8, place + 16) != 0:

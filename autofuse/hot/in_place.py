@@ -19,6 +19,7 @@ from .values import (
     class_of,
     node_of,
     only_recorder,
+    own_recorders,
     set_class,
     state_of,
 )
@@ -241,10 +242,4 @@ def has_attributes(x):
 
 def is_alone():
     """`state.is_alone`."""
-    if only_recorder() != 0:
-        return 1
-    recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
-    if recorders == 0:
-        PyErr_Clear()
-        return 0
-    return len(all_recorders) == len(recorders)
+    return only_recorder() != 0 or own_recorders() != 0

@@ -271,6 +271,17 @@ def only_recorder():
     return current_recorder()
 
 
+def own_recorders():
+    """This thread's recorders if no other thread has any, borrowed; or 0."""
+    recorders: dict = tried(PyObject_GetAttr(local, RECORDERS))
+    if recorders == 0:
+        PyErr_Clear()
+        return 0
+    if len(all_recorders) != len(recorders):
+        return 0
+    return borrowed(recorders)
+
+
 def are_others():
     """Whether Python knows a thread but this and those that serve, with those that C has begun.
 
