@@ -8,6 +8,7 @@ import operator
 import os
 import platform
 import re
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -81,6 +82,22 @@ def from_c(function):
 def test_it_is_in_use():
     """Where it is not, everything works and is slower by half: nothing else would tell."""
     assert native.active(), native.absent
+
+
+@pytest.mark.parametrize("before", [
+    "torch.set_default_dtype(torch.float64)",
+    "torch.set_default_device('meta')",
+    "torch.inference_mode().__enter__()",
+    "torch.set_grad_enabled(False)",
+])  # fmt: skip
+def test_it_is_in_use_whatever_is_on_where_autofuse_is_imported(before):
+    if not native.active():
+        pytest.skip("machine code is off here")
+    program = f"import torch\n{before}\nimport autofuse\nfrom autofuse.hot import native\n"
+    program += "print(native.active(), native.absent)"
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert told.stdout.startswith("True"), told.stdout
 
 
 def test_in_a_thread_that_has_recorded_nothing_ops_pass_from_the_second_on():

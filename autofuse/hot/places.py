@@ -160,7 +160,8 @@ def _contents(at: int) -> dict[str, int]:
     def byte(x: object, k: int) -> int:
         return ctypes.c_uint8.from_address(id(x) + object.__basicsize__ + k).value
 
-    tensor = torch.empty(2, 3, 4)
+    with torch.inference_mode(False):  # whatever is on where autofuse is imported
+        tensor = torch.empty(2, 3, 4, dtype=torch.float32, device="cpu")
     width = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_int32)(places["WIDTH_OF"])
     same = [asked("DTYPE_OF", torch.empty(0, dtype=x)) == byte(x, 0) for x in CODES]
     same += [width(byte(x, 0)) == x.itemsize for x in CODES]
