@@ -109,8 +109,8 @@ def test_overhead():
     out = run("bench/overhead.py", "--device", "cpu", "--rounds", "2", "--iterations", "10",
               "--large", "4096", "--sizes", "20")  # fmt: skip
     assert out.count("ratio") == 109 and "hit rate" in out and "against copy" in out
-    costs = r"(eager|fused), (engine|caller): a chain \S+ us and \S+ us per op"
-    assert len(re.findall(costs, out)) == 4
+    costs = r"(eager|fused), (engine|caller|checkpoint): a chain \S+ us and \S+ us per op"
+    assert len(re.findall(costs, out)) == 6
     assert out.count("beside its ops") == 3 and "left alone" in out
 
 

@@ -339,8 +339,7 @@ def test_a_finalizer_writes_in_the_middle_of_a_flush(on, always, device):
         y = x * 2 + plain
         x.held = Writes(plain)
         del x
-        want = 3.0
-        assert y.tolist() == [[want] * 4] * 3
+        assert y.tolist() == [[3.0] * 4] * 3
         del y
         assert plain.tolist() == [[2.0] * 4] * 3
     assert seen == [True] * 4
