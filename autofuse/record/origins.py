@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ..chain.liveness import ALONE, counts_of
-from ..chain.meta import UNKNOWN, Unknown, remember
+from ..chain.meta import UNKNOWN, Meta, Place, Unknown, concrete_meta, remember
 from ..chain.shell import Tensor
 from ..chain.state import Chain, counts, this_thread
 from ..run.runner import Runner
@@ -301,6 +301,18 @@ def is_on_trial(state: Any, x: Tensor) -> TypeGuard[Tried]:
         return True
     remember(x, UNKNOWN)
     return False
+
+
+def meta_of_concrete(x: Tensor, state: Any, place: Place | None) -> Meta | None:
+    """`concrete_meta` of `x`, whose state that is, and stays if it is on trial.
+
+    For the chain that reads it, and for who runs the op if it is not recorded.
+    """
+    tried = is_on_trial(state, x)
+    meta = concrete_meta(x, place)
+    if tried:
+        remember(x, state)
+    return meta
 
 
 def keep(x: Any) -> None:

@@ -18,7 +18,6 @@ from ..chain.liveness import ALONE, counts_of
 from ..chain.meta import (
     UNKNOWN,
     Meta,
-    concrete_meta,
     lies_as,
     likely_meta,
     plain_meta,
@@ -58,7 +57,7 @@ from ..torch_private import (
 from .flush import flush
 from .modes import forget, regrade, renew
 from .numbers import ORDER, follows
-from .origins import Origin, instruction, is_on_trial
+from .origins import Origin, instruction, is_on_trial, meta_of_concrete
 from .policy import is_narrow, is_small_loss, skipped
 from .seldom import SELDOM, comes_often
 from .starts import at_start
@@ -374,10 +373,7 @@ def _input(x: Any, recorder: Recorder | None) -> tuple[Any, Meta | None]:
             flush(state.recorder, "another device")
             return (x, None) if x._af is state else _input(x, recorder)
         else:
-            tried = is_on_trial(state, x)
-            meta = concrete_meta(x, None if recorder is None else recorder.chain.tip)
-            if tried:  # and stays so, for who runs the op if it is not recorded
-                remember(x, state)
+            meta = meta_of_concrete(x, state, None if recorder is None else recorder.chain.tip)
     elif cls is torch.Tensor or cls is _Parameter:
         meta = plain_meta(x) if recorder is None else likely_meta(x, recorder.chain.tip)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..chain.meta import UNKNOWN, Meta, concrete_meta, likely_meta, remember, still_lies_as
+from ..chain.meta import Meta, Unknown, concrete_meta, likely_meta, still_lies_as
 from ..chain.shell import Tensor
 from ..chain.state import AT_ONCE, Node, this_thread
 from ..ops.moves import reshaped
@@ -16,7 +16,7 @@ from ..ops.row import Op
 from ..ops.views import LIKE, RESHAPING, SPLITS, SQUARE, ViewOp, view_op
 from ..settings.config import config
 from ..torch_private import InferenceMode, NoModes, looked_on
-from .origins import is_on_trial
+from .origins import meta_of_concrete
 from .record import record
 
 _OURS = (Tensor, torch.Tensor, torch.nn.Parameter)
@@ -122,13 +122,9 @@ def meta_of(x: Any, place: Node) -> Meta | None:
         state = x._af
         if state.__class__ is Meta:
             return state if still_lies_as(x, state) else concrete_meta(x, place)
-        tried = is_on_trial(state, x)
-        if not tried and x._af is not UNKNOWN:
-            return getattr(state, "meta", None)
-        meta = concrete_meta(x, place)
-        if tried:  # and stays so, for the chain that reads it
-            remember(x, state)
-        return meta
+        if isinstance(state, Unknown):
+            return meta_of_concrete(x, state, place)
+        return getattr(state, "meta", None)
     return likely_meta(x, place) if x.__class__ in _OURS else None
 
 
