@@ -1280,3 +1280,54 @@ def test_rows_of_all_lengths_beside_all_layouts_on_cuda(name, dtype, on, always)
     over = itertools.product((2, 6), (131, 132, 260, 257), ["plain"], (0, 1, 4))
     outcome = verify.compare(name, dtype, over)
     assert outcome.wrong == [] and outcome.kernels >= 8
+
+
+def written_elsewhere(w, u):
+    v = w * 2.0 + 1.0
+    u.sub_(v / (v * v).mean(-1, keepdim=True))
+
+
+def written_and_held(w, u):
+    v = w * 2.0
+    norm = (v * v).mean(-1, keepdim=True)
+    u.sub_(v / norm)
+    return v, norm
+
+
+def written_in_parts(w, u):
+    v = w * 2.0 + 1.0
+    u[:, :] = v / v.mean(-1, keepdim=True)
+
+
+def written_over(w, u):
+    u.copy_(w / w.mean(-1, keepdim=True))
+
+
+def written_and_read(w, u):
+    u.sub_((w * 2.0 + u).mean(-1, keepdim=True))
+
+
+WRITTEN = (written_elsewhere, written_and_held, written_in_parts, written_over, written_and_read)
+
+
+@pytest.mark.parametrize("program", WRITTEN)
+@pytest.mark.parametrize("wraps", [False, True])
+def test_rows_are_written_by_machine_code(emulated, on, program, wraps):
+    """Their kernel stores them elsewhere, and what it has made is copied: no Python runs."""
+    w, u = table(4, 96), table(4, 96, 1)
+    wrapped, ours = autofuse.wrap(w.clone()), u.clone()
+    if wraps:
+        ours = autofuse.wrap(ours)
+    with torch.no_grad():
+        for _ in range(4):
+            expected, made = program(w, u), program(wrapped, ours)
+        versions = ours._version
+        launched.clear()
+        called = functions_called(lambda: program(wrapped, ours))
+        program(w, u)
+    kernels = {"block", "of", "<genexpr>"}  # of the emulation
+    assert not on or {*called} <= kernels
+    assert len(launched) == 1 and ours._version == versions + 1 == u._version
+    assert_same(u, autofuse.unwrap(ours), rtol=1e-5)
+    for one, other in zip(expected or (), made or (), strict=True):
+        assert_same(one, autofuse.unwrap(other), rtol=1e-5)

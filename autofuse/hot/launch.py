@@ -26,11 +26,12 @@ from ..run.words import (
     RUNS,
     Words,
 )
-from ..torch_private import swap
+from ..torch_private import copy_to, swap
 from .c import *
 from .values import (
     address_of,
     forget_error,
+    grad_mode,
     number_of,
     set_class,
     switch_back,
@@ -208,7 +209,11 @@ def ran_kernels(chain: Chain, program: Words, words):
         return 0
     into = kept(chain.into)
     own = None
-    if into is not None:
+    copies = program.copied is not None
+    if copies != 0:
+        if into is None or placed != 0 or grad_mode() != 0:
+            return 0
+    elif into is not None:
         pointer = address_of(into)
         if pointer == -1:
             return 0
@@ -217,16 +222,17 @@ def ran_kernels(chain: Chain, program: Words, words):
         own = values_of(words, visible, shells)
         if own == 0:
             return 0
+    writes = (into is not None and copies == 0) or placed != 0
     if chain.bumps is not None and placed == 0:  # up to Python 3.11 this runs finalizers
         count_writes(chain.bumps, words, visible, shells)
     if chain.values is not None:  # a finalizer was faster, or another thread
         return 0
-    if into is not None or placed != 0:  # what is launched next cannot be repeated
+    if writes != 0:  # what is launched next cannot be repeated
         chain.values = WRITING
         chain.into = None
     done = 1 + (at[0] != 0)
     went = sent(words, at, load(chain.consts + LISTED), PyLong_AsVoidPtr(chain.stream))
-    if into is not None or placed != 0:
+    if writes != 0:
         chain.values = None
         if went > 0:
             chain.values = own
@@ -247,11 +253,31 @@ def ran_kernels(chain: Chain, program: Words, words):
         views = PyObject_Vectorcall(program.attach, args, 3 + made, 0)
         if program.attach_views is True:
             put_after(words, views)
+    if copies != 0 and copied_out(chain, program, outputs, into, own) == 0:
+        return 0
     if chain.values is not own:  # another thread was faster
         return 0
     if settled(chain, words, visible, shells) == 0:
         return 0
     return done
+
+
+def copied_out(chain: Chain, program: Words, outputs, into, own: dict):
+    """Copy the last value to the memory that it is written to; 0 where Python has to do it."""
+    last: tuple = program.copied
+    args = room(2)
+    args[0] = into
+    args[1] = outputs[int(last[1])]
+    if PyDict_SetItem(own, last[0], args[1]) != 0:
+        return 0
+    if chain.values is not None:  # a finalizer was faster
+        return 0
+    chain.values = own
+    chain.into = None
+    if borrowed(tried(PyObject_Vectorcall(copy_to, args, 2, 0))) == 0:
+        chain.into = into  # Python then says why
+        return 0
+    return 1
 
 
 def overwriting(chain: Chain, words):

@@ -90,6 +90,6 @@ def written(entry, args, count, names: tuple) -> object:
         return 0
     own: tuple = found
     operands = room(8)
-    if wrote(own[0], target, operands, placed(operands, own, args)) == 0:
+    if wrote(own[0], target, operands, placed(operands, own, args)) != 1:
         return 0
     return target

@@ -62,6 +62,8 @@ def writing(entry, function, args, count, names) -> object:
     elif entry[4] is not None:
         written = chosen_on(entry[4], args, count, names)
     elif entry[2] is None and is_pending(target) == 0:
+        written = 2
+    if written == 2:
         written = written_after(recorder, entry, args, count, names)
     if PyErr_Occurred() != 0:
         return 0
@@ -87,7 +89,7 @@ def taken_by(recorder: Recorder, entry, args, count, names):
 
 
 def written_after(recorder: Recorder, entry, args, count, names):
-    """Run an in-place op that is never recorded once what it reads is computed; 0 if Python has to.
+    """Run an in-place op that no kernel can write once what it reads is computed, or leave it.
 
     1 if that is done. It is counted as outside the table: something was pending.
     """
@@ -108,7 +110,7 @@ def written_after(recorder: Recorder, entry, args, count, names):
 
 
 def recorded_on(op, target, operands, count):
-    """Record an op on `target`, pending or with what it reads, as a write; 0 if Python has to."""
+    """Record an op on `target`, pending or with what it reads, as a write; as `copied`."""
     if node_of(target) != 0:
         return renamed(op, target, operands, count)
     recorder: Recorder = current_recorder()
@@ -146,7 +148,7 @@ def setting(entry, x, index, value) -> object:
     args[1] = index
     args[2] = value
     if class_of(index) is Tensor and (is_pending(index) != 0 or is_pending(x) != 0):
-        if is_free(recorder) == 0 or chosen_on(entry[2], args, 3, 0) == 0:
+        if is_free(recorder) == 0 or chosen_on(entry[2], args, 3, 0) != 1:
             return 0
         return None
     if is_free(recorder) == 0 or is_everyday(recorder, known, args, 3, 0) == 0:
@@ -164,8 +166,13 @@ def copying(entry, function, args, count, names) -> object:
         return 0
     if is_pending(args[1]) == 0:
         return PyObject_Vectorcall(entry[0], args, count, 0)
-    if looked_on() != 0 or copied(args[0], args[1]) != 1:
+    if looked_on() != 0:
         return 0
+    done = copied(args[0], args[1])
+    if done == 0 or PyErr_Occurred() != 0:
+        return 0
+    if done == 2:
+        return PyObject_Vectorcall(entry[0], args, count, 0)
     return args[0]
 
 
@@ -235,21 +242,23 @@ def write_now(recorder: Recorder, function, known: Known, args, count, names):
 
 def record_write(entry, op, target, operands: tuple) -> object:
     """`record_write`."""
-    if is_ours(target) == 0 or wrote(op, target, operands + ITEMS, len(operands)) == 0:
+    if is_ours(target) == 0 or wrote(op, target, operands + ITEMS, len(operands)) != 1:
         return 0
     return True
 
 
 def wrote(op, target, operands, count):
-    """Write an op to the memory of a concrete `target` with what it reads; 0 if Python has to."""
+    """Write an op to the memory of a concrete `target` with what it reads; as `copied`."""
     recorder: Recorder = current_recorder()
     meta: Meta = destination(recorder, target)
     if meta == 0:
         return 0
     chain: Chain = kept(recorder.chain)
     made: Meta = made_of(meta)
-    if made is None or can_write(recorder, chain, target, meta, operands, count) == 0:
+    if made is None or can_write(recorder, chain, target, operands, count) == 0:
         return 0
+    if reads_apart(chain, target, meta) != 0:
+        return 2
     if meta.flat is True:
         result = recorded(0, op, operands, count, made)
     else:
@@ -348,16 +357,21 @@ def made_of(meta: Meta):
 
 
 def recorded_write(value, made: Meta) -> object:
-    """What writes `value` to memory like `made`, as it has been recorded before; or 0."""
+    """What writes `value` to memory like `made`, as it has been recorded before; or 0.
+
+    A Node where it is known that no kernel does.
+    """
     if made.write is None:
         return 0
     operands = room(1)
     operands[0] = value
-    return recorded(0, made.write, operands, 1, made)
+    return recorded(TELL, made.write, operands, 1, made)
 
 
 def put(recorder: Recorder, chain: Chain, target, meta: Meta, result):
-    """Write the value of `result`, which has just been recorded, to `target`; or 0."""
+    """Write the value of `result`, which has just been recorded, to `target`; as `copied`."""
+    if result != 0 and class_of(result) is Node:
+        return 2
     if result == 0 or reads_apart(chain, target, meta) != 0:
         return 0
     if is_pending_elsewhere(recorder) != 0:  # by now
@@ -370,7 +384,7 @@ def put(recorder: Recorder, chain: Chain, target, meta: Meta, result):
     return done
 
 
-def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, count):
+def can_write(recorder: Recorder, chain: Chain, target, operands, count):
     """Whether something pending is written; `target` among what is read has the same layout."""
     pending = 0
     for k in range(count):
@@ -386,7 +400,7 @@ def can_write(recorder: Recorder, chain: Chain, target, meta: Meta, operands, co
             other: Meta = item
             if other.flat is not True:
                 return 0
-    return pending != 0 and reads_apart(chain, target, meta) == 0
+    return pending
 
 
 def is_even(chain: Chain, meta: Meta, start):

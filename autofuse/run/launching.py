@@ -129,22 +129,25 @@ class LaunchingRunner(Runner):
         outputs = [*(pack[0] for pack, _, _ in self.memory), *(node.index for node in self.views)]
         outputs += self.placed
         assert not (self.attach_views and (self.placed or self.writes))  # which lie behind outputs
-        if self.puts_back or (self.tells and not self.visible):
+        visible = self.visible[:-1] if self.copied else self.visible
+        if self.puts_back or (self.tells and not visible):
             return None
-        if not {owner.index for owner in self.visible} <= {*outputs}:
+        if not {owner.index for owner in visible} <= {*outputs}:
             return None
         # where a launch fails all are repeated: the one that writes comes last
-        if self.copied or self.writes and any(self.live[-1] in p.stores for p in self.pieces[:-1]):
+        if self.writes and any(self.live[-1] in p.stores for p in self.pieces[:-1]):
             return None
         kept: list[object] = []
         begin: list[int] = [not meta.inference for meta in self.inputs]
-        begin.append(len(self.visible))
-        for owner in self.visible:
+        begin.append(len(visible))
+        for owner in visible:
             kept += [owner, owner.meta]
             begin += [owner.index, id(owner), id(owner.meta), outputs.index(owner.index)]
         program = self._program(begin, kept)
         program.attach, program.viewer = self.attach, self._viewer
         program.attach_views = self.attach_views
+        if self.copied:
+            program.copied = self.live[-1], outputs.index(self.live[-1])
         program.bases = tuple(map(outputs.index, self._bases))
         return program
 

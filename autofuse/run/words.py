@@ -34,8 +34,8 @@ class Words:
     pieces.
     """
 
-    __slots__ = ("address", "attach", "attach_views", "bases", "kept", "memory", "numbers",
-                 "private", "python", "results", "stream", "viewer")  # fmt: skip
+    __slots__ = ("address", "attach", "attach_views", "bases", "copied", "kept", "memory",
+                 "numbers", "private", "python", "results", "stream", "viewer")  # fmt: skip
 
     def __init__(self, words: list[int], kept: list[object]) -> None:
         self.memory = (ctypes.c_int64 * len(words))(*words)
@@ -46,6 +46,8 @@ class Words:
         # what makes views that somebody holds, which come after the outputs, and of which of these
         self.viewer: Callable[..., Any] | None = None
         self.bases: tuple[int, ...] = ()
+        # which step is copied to memory that is there, and which output that is; None for none
+        self.copied: tuple[int, int] | None = None
         # of an Answer: its Consts, if any, from those of the chain, the current stream, which
         # result or incoming gradient (~k) goes where, and itself in Python
         self.numbers: Callable[[Any], tuple[Any, ...]] | None = None
