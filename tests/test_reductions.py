@@ -8,6 +8,7 @@ import ctypes
 import itertools
 import os
 import random
+import sys
 import threading
 import warnings
 
@@ -1325,8 +1326,10 @@ def test_rows_are_written_by_machine_code(emulated, on, program, wraps):
         launched.clear()
         called = functions_called(lambda: program(wrapped, ours))
         program(w, u)
-    kernels = {"block", "of", "<genexpr>"}  # of the emulation
-    assert not on or {*called} <= kernels
+    others = {"block", "of", "<genexpr>"}  # of the emulation
+    if sys.version_info < (3, 12):  # where methods of plain tensors are Python's to call
+        others |= {"call", "_asks_us"}
+    assert not on or {*called} <= others
     assert len(launched) == 1 and ours._version == versions + 1 == u._version
     assert_same(u, autofuse.unwrap(ours), rtol=1e-5)
     for one, other in zip(expected or (), made or (), strict=True):
