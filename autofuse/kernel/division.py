@@ -156,10 +156,15 @@ def softmax_kernel(columns: int, itemsize: int) -> str:
     return "block" if -(-columns // _SOFTMAX_THREADS) < 10 else ""
 
 
+def _by_warp(columns: int) -> Scheme:
+    """How a warp takes rows of softmax, or of its backward."""
+    return Scheme("warp", (softmax_threads(columns), 1), 1, False, paired=columns % (2 * WARP) == 0)
+
+
 def softmax_sum_scheme(columns: int, itemsize: int) -> Scheme | str:
     """How torch's backward of a softmax sums the rows of what it is given, at aligned addresses."""
     if columns <= 1024 and columns * itemsize <= 4096:
-        return Scheme("warp", (softmax_threads(columns), 1), 1, False)
+        return _by_warp(columns)
     vec = 16 // itemsize
     threads = WARP
     while threads < min(columns // vec, 1024) // 2:
@@ -189,11 +194,17 @@ class Scheme:
     blocks: int = 1  # that share a row
     interleaved: int = 1  # rows whose threads take turns in a block
     anchored: bool = False  # whether that depends on where the rows begin
+    paired: bool = False  # whether a thread of ours takes two neighbours, see `Exchanges.dealt`
 
     @property
     def threads(self) -> int:
         """Of a row, or of a block's share of it."""
         return self.across[0] * self.across[1]
+
+    @property
+    def group(self) -> int:
+        """Neighbouring elements that a thread of ours takes at once."""
+        return 2 if self.paired else self.vec
 
 
 @lru_cache(maxsize=4096)
@@ -240,9 +251,9 @@ def scheme_of(
         kernel = softmax_kernel(columns, itemsize)
         if not kernel:
             return "rows so long that the order depends on where they begin"
-        by_block = _SOFTMAX_THREADS // AS_ONE
-        threads = softmax_threads(columns) if kernel == "warp" else by_block
-        return Scheme(kernel, (threads, 1), 1, False)
+        if kernel == "warp":
+            return _by_warp(columns)
+        return Scheme(kernel, (_SOFTMAX_THREADS // AS_ONE, 1), 1, False)
     if rows * columns * itemsize >= 1 << 31:  # it reduces parts, each divided by itself
         return "more bytes than torch's kernels count in 32 bits"
     vec = vector_of(op, itemsize)

@@ -241,11 +241,12 @@ class _Reductions(RowThreads):
             return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
         def most(state: State, elements: list[Any], group: int) -> State:
-            best, (x,) = state[group % slots], elements
-            if by_warp:
-                best = builder.select(builder.fcmp_ordered(">", best, x), best, x)
-            else:
-                best = self.do("fmax", best, x)
+            best = state[group % slots]
+            for x in elements:
+                if by_warp:
+                    best = builder.select(builder.fcmp_ordered(">", best, x), best, x)
+                else:
+                    best = self.do("fmax", best, x)
             return replaced(state, group, best)
 
         def replaced(state: State, group: int, value: Any) -> State:
@@ -258,16 +259,20 @@ class _Reductions(RowThreads):
         shares = self.found[KEPT + 2 * self.stage + 1] = []  # exponentials at first
 
         def add(state: State, elements: list[Any], group: int) -> State:
-            total, (x,) = state[group % slots], elements
-            x = self.do("sub", x, best)
-            power, fraction = self.exp_parts(x)
+            total = state[group % slots]
+            parts = [
+                self.exp_parts(self.do("sub", x, best))
+                for x in (self.dealt(elements) if log and by_warp else elements)
+            ]
             if not log:
-                exponential = self.do("mul", power, fraction)
+                exponentials = [self.do("mul", *factors) for factors in parts]
                 if stage.walk.held:
-                    shares.append(Value(exponential, "f32"))
+                    shares.extend([Value(x, "f32") for x in exponentials])
                 if by_warp:
-                    return [self.do("add", total, exponential)]
-            return replaced(state, group, self.do("fma", power, fraction, total))
+                    return [self._added(total, self.dealt(exponentials))]
+            for power, fraction in parts:
+                total = self.do("fma", power, fraction, total)
+            return replaced(state, group, total)
 
         plus = lambda a, b: self.do("add", a, b)  # noqa: E731
         state = self.sweep(stage, [self.f(0.0)] * slots, add, at_once)
@@ -281,7 +286,7 @@ class _Reductions(RowThreads):
     ) -> Any:
         """What all threads of the row have, for each of them, as torch's kernel combines it."""
         if stage.kernel == "warp":
-            return self._exchanged(state, combine)[0]
+            return self.of_warp(*state, combine, stage.walk.vec > 1)
         both = lambda a, b: [combine(a[0], b[0])]  # noqa: E731
         if stage.kernel == "spatial":
             return self.given(self._across(stage, state, both))[0]
@@ -316,14 +321,10 @@ class _Reductions(RowThreads):
             for k in range(len(values))
         ]
 
-    def _exchanged(self, state: State, combine: Callable[[Any, Any], Any]) -> State:
-        """What all threads of a row in a warp have, for each of them."""
-        (value,) = state
-        apart = self.rows.threads // 2
-        while apart:
-            value = combine(value, self.shuffle(3, value, apart))
-            apart //= 2
-        return [value]
+    def _added(self, total: Any, elements: list[Any]) -> Any:
+        for x in elements:
+            total = self.do("add", total, x)
+        return total
 
     def _norm(self, stage: Stage) -> State:
         """layer_norm_kernel.cu: by vectors, or by elements; rms_norm is the same kernels'."""
@@ -457,11 +458,12 @@ class _Reductions(RowThreads):
 
         def take(state: State, elements: list[Any], group: int) -> State:
             (total,) = state
+            if stage.kernel == "warp":
+                elements = self.dealt(elements)
+            if factor is None:
+                return [self._added(total, elements)]
             for x in elements:
-                if factor is None:
-                    total = self.do("add", total, x)
-                else:
-                    total = self.do("fma", factor, x, total)
+                total = self.do("fma", factor, x, total)
             return [total]
 
         plus = lambda a, b: self.do("add", a, b)  # noqa: E731

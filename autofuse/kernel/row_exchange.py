@@ -84,6 +84,28 @@ class Exchanges:
             first //= 2
         return state
 
+    def of_warp(self, value: Any, combine: Callable[[Any, Any], Any], paired: bool) -> Any:
+        """What all threads of a row in a warp have, each of them; paired: of what is `dealt`."""
+        halves = [1 << k for k in reversed(range(self.rows.threads.bit_length() - 1))]
+        if paired:  # torch's threads 2 * k and 2 * k + 1 are half a warp from each other
+            halves = [*halves[1:], halves[0]]
+        for apart in halves:
+            value = combine(value, self.shuffle(3, value, apart))
+        return value
+
+    def dealt(self, elements: list[Any]) -> list[Any]:
+        """Of neighbours that each thread of a warp has, those that it adds, in torch's order.
+
+        Of elements for two each, torch's thread k has number k and number k + 32. Here thread k has
+        2 * k and 2 * k + 1, and adds those of torch's thread 2 * k; half a warp further, 2 * k + 1.
+        """
+        if len(elements) == 1:
+            return elements
+        builder, (a, b) = self.builder, elements
+        lower = builder.icmp_unsigned("<", self.lane, I32(WARP // 2))
+        given = self.shuffle(3, builder.select(lower, b, a), WARP // 2)
+        return [builder.select(lower, a, given), builder.select(lower, given, b)]
+
     def slot(self, place: Any) -> Any:
         """Number `place` of the shared memory at hand."""
         return self.builder.gep(self.shared, [I32(0), place])

@@ -143,7 +143,7 @@ class RowPiece:
         operands = [
             Operand(spec.code, axes_of(walk)) for spec, walk in zip(specs, walks, strict=True)
         ]
-        vec = max(scheme.vec for scheme in self.schemes.values())
+        vec = max(scheme.group for scheme in self.schemes.values())
         # vectors begin where they would in contiguous rows: there those of an operand have to
         flat, axes = layout.contiguous(sizes), len(self.row)
         ragged = any(x.uneven and x.kernel == "fours" for x in self.schemes.values())
@@ -274,18 +274,18 @@ class RowPiece:
         operands, op = [arg for arg in step.args if arg < CONST], step.op
         operand = operands[0]
         before = self.walks[-1] if self.walks else None
-        if before is not None and before.held and before.vec == scheme.vec:
+        if before is not None and before.held and before.vec == scheme.group:
             walk = before
             part = self._part([operand], self.shape, walk)
         else:
             of_blocks = scheme.kernel == "blocks"
             part = self._part(operands if of_blocks else [operand], self.shape)
-            walk = self._walk(scheme.vec, columns, scheme.threads, part)
+            walk = self._walk(scheme.group, columns, scheme.threads, part)
             # no row of groups is stored, so nothing of it is needed twice
             passing = op.name == "group_norm" and walk.held > _PASSING
             passing = passing or (scheme.kernel == "spatial" and walk.held > _UNROLLED)
             if scheme.uneven or of_blocks or self.blocks > 1 or passing:
-                walk = Walk(scheme.vec, 0, False)
+                walk = Walk(scheme.group, 0, False)
         self.walks.append(walk)
         scalars = [arg - CONST for arg in step.args if arg >= CONST]
         scalar = self._const(*scalars, "f32", False) if scalars else -1
