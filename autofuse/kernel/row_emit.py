@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 from .division import AS_ONE, BY_ELEMENTS, MOMENTS, NORMS, SOFT, WARP, slots_of
-from .row_exchange import State
+from .row_exchange import State, is_known
 from .row_threads import RowThreads
 from .source import ITEMSIZE, KEPT, Source, Stage
 from .targets import F32, I1, I32, Cuda, Value, joined
@@ -372,9 +372,13 @@ class _Reductions(RowThreads):
         warp = builder.lshr(self.thread, I32(5))
         with builder.if_then(builder.icmp_unsigned("==", self.lane, I32(0))):
             for k, value in enumerate(state):
-                self.put(builder.add(warp, I32(4 * k)), value)
+                if not is_known(value):
+                    self.put(builder.add(warp, I32(4 * k)), value)
         self.sync()  # every thread then does what torch's first warps do
-        warps = [[self.get(I32(w + 4 * k)) for k in range(len(state))] for w in range(4)]
+        warps = [
+            [x if is_known(x) else self.get(I32(w + 4 * k)) for k, x in enumerate(state)]
+            for w in range(4)
+        ]
         return merge(merge(warps[0], warps[2]), merge(warps[1], warps[3]))
 
     def _square(self, state: State, x: Any) -> State:
@@ -386,7 +390,7 @@ class _Reductions(RowThreads):
     def _welford_fast(self, state: State, x: Any) -> State:
         mean, second, count = state
         apart = self.do("sub", x, mean)
-        count = self.builder.fadd(count, self.f(1.0))  # LLVM may know it, and the reciprocal
+        count = self.count_of(count, self.f(1.0))
         mean = self.do("fma", apart, self._reciprocal(count), mean)
         return [mean, self.do("fma", apart, self.do("sub", x, mean), second), count]
 
@@ -394,7 +398,7 @@ class _Reductions(RowThreads):
         """cuWelfordCombine of what a thread has, `a`, and another's."""
         builder = self.builder
         apart = self.do("sub", a[0], b[0])
-        count = self.do("add", b[2], a[2])
+        count = self.count_of(b[2], a[2])
         factor = self._reciprocal(count)
         others, own = self.do("mul", b[2], factor), self.do("mul", a[2], factor)
         mean = self.do("fma", b[0], others, self.do("mul", own, a[0]))
@@ -427,7 +431,7 @@ class _Reductions(RowThreads):
     def _welford(self, state: State, x: Any) -> State:
         """WelfordOps: the mean, the sum of squares about it and how many, with one more."""
         mean, second, count = state
-        count = self.builder.fadd(count, self.f(1.0))
+        count = self.count_of(count, self.f(1.0))
         apart = self.do("sub", x, mean)
         mean = self.do("add", mean, self._div(apart, count))
         return [mean, self.do("fma", apart, self.do("sub", x, mean), second), count]
@@ -435,7 +439,7 @@ class _Reductions(RowThreads):
     def _merge(self, a: State, b: State) -> State:
         """...and with those of another thread."""
         builder = self.builder
-        apart, count = self.do("sub", b[0], a[0]), self.do("add", a[2], b[2])
+        apart, count = self.do("sub", b[0], a[0]), self.count_of(a[2], b[2])
         ratio = self._div(b[2], count)
         mean = self.do("fma", apart, ratio, a[0])
         between = self.do("mul", self.do("mul", apart, apart), a[2])

@@ -17,6 +17,11 @@ from .targets import F32, I1, I32, VOID, Cuda, Value
 State = list[Any]  # LLVM values
 
 
+def is_known(value: Any) -> bool:
+    """Whether it is a constant, which all threads have."""
+    return isinstance(value, ir.Constant)
+
+
 class Exchanges:
     """A thread of a block, and the others."""
 
@@ -38,6 +43,13 @@ class Exchanges:
     def do(self, name: str, *args: Any) -> Any:
         """A function of float32, rounded once."""
         return self.target.call(name, [Value(arg, "f32") for arg in args])
+
+    def count_of(self, a: Any, b: Any) -> Any:
+        """How many elements two have together: a constant where every thread takes as many, so that
+        quotients by it are found before the kernel runs."""
+        return (
+            self.f(a.constant + b.constant) if is_known(a) and is_known(b) else self.do("add", a, b)
+        )
 
     def exp_parts(self, x: Any) -> tuple[Any, Any]:
         """Two factors of the exponential, as CUDA's expf has them before its last product.
@@ -80,7 +92,7 @@ class Exchanges:
     def down(self, state: State, first: int, combine: Callable[[State, State], State]) -> State:
         """Lane 0 of each group gets all: each lane takes those `first`, ..., 2, 1 further."""
         while first:
-            state = combine(state, [self.shuffle(2, value, first) for value in state])
+            state = combine(state, [x if is_known(x) else self.shuffle(2, x, first) for x in state])
             first //= 2
         return state
 

@@ -155,7 +155,8 @@ class RowPiece:
             and (whole_vectors or not own)
             # along those in front alone: a row goes along one axis if it is not folded
             and all(
-                (a - b) % vec == 0 for a, b in zip(walk[: -1 if own else -axes], flat, strict=False)
+                (a - b) % vec == 0 or size == 1
+                for a, b, size in zip(walk[: -1 if own else -axes], flat, sizes, strict=False)
             )
             for operand, walk, own in zip(operands, walks, folded, strict=True)
         )
@@ -229,6 +230,8 @@ class RowPiece:
             walks.append(walk[:outer] + nowhere if number else walk)
         order = layout.contiguous(self.outer)
         sizes, (_, *merged) = layout.collapse(self.outer, [order, *[w[:outer] for w in walks]])
+        if sizes == (1,):  # a row alone: nothing goes along it
+            merged = [(0,)] * len(walks)
         return sizes + self.row, [a + w[outer:] for a, w in zip(merged, walks, strict=True)]
 
     def _is_folded(self, walk: Ints) -> bool:
