@@ -249,7 +249,7 @@ class RowPiece:
         """How a thread of a row goes through what `part` reads."""
         groups = -(-columns // (vec * threads))
         most = _HELD_BY_MANY if threads > 512 else _HELD
-        rounded = groups if groups <= 8 else 1 << (groups - 1).bit_length()
+        rounded = Walk.rounded(groups)
         lines = max((len(function.lines) for function in self.functions), default=1)
         words = 0 if part is None else self._words(part.reads, vec)
         if rounded * max(1, words) > most or rounded * vec * lines > _STATEMENTS:

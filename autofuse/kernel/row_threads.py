@@ -403,7 +403,7 @@ class RowThreads(Exchanges):
         builder, word = self.builder, self.word
         group = builder.add(self.index(self.thread), word(k * self.rows.threads))
         inside = None
-        if not walk.full:
+        if k >= walk.sure:
             inside = builder.icmp_unsigned("<", group, groups)
             group = builder.select(inside, group, word(0))
         return builder.mul(group, word(walk.vec)), inside

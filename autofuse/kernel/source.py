@@ -19,6 +19,8 @@ BROADCAST, UNIT, STRIDED, ROLLED, PADDED = range(5)
 # that a kernel is given: the stride; also the element that it begins from, and the size
 NUMBERS = {STRIDED: 1, ROLLED: 3, PADDED: 3}
 WARP = 32
+_EXACT = 8  # groups of a row's neighbours a thread, up to which each number has its own kernel...
+_ALIKE = 4  # ...and how many numbers share one from there on
 THREADS_PER_BLOCK = 128  # eager's block size on sm_90; 4-element threads reach copy bandwidth
 ITEMSIZE = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1,
             "u8": 1, "b1": 1}  # fmt: skip
@@ -81,6 +83,18 @@ class Walk:
     vec: int  # neighbouring elements that a thread takes at once
     held: int  # how often, where all that it reads stays in registers; else 0
     full: bool  # that often exactly: no thread takes less
+
+    @staticmethod
+    def rounded(groups: int) -> int:
+        """How often, for rows of so many groups of neighbours a thread: many share a kernel."""
+        return groups if groups <= _EXACT else -(-groups // _ALIKE) * _ALIKE
+
+    @property
+    def sure(self) -> int:
+        """How often every thread takes some, of a row that is held."""
+        if self.full:
+            return self.held
+        return self.held - (1 if self.held <= _EXACT else _ALIKE)
 
 
 @dataclass(frozen=True, slots=True)
