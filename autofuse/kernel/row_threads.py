@@ -20,6 +20,9 @@ from .row_exchange import Exchanges, State
 from .source import BROADCAST, ITEMSIZE, KEPT, UNIT, Operand, Parameters, Part, Source, Stage, Walk
 from .targets import F32, I8, I16, I32, I64, STORED, Cuda, Value, special_register
 
+_MOST_AT_ONCE = 4  # groups of a row that is not kept, which are loaded before they are stored...
+_IN_FLIGHT = 16  # ...in so many registers
+
 
 class RowThreads(Exchanges):
     """The work of one thread, but for the reductions."""
@@ -408,15 +411,24 @@ class RowThreads(Exchanges):
             group = builder.select(inside, group, word(0))
         return builder.mul(group, word(walk.vec)), inside
 
+    def _at_once(self, part: Part, vec: int) -> int:
+        """How many groups are loaded before the first is stored: no load moves across a store."""
+        loads = [self.source.loads[which] for which in part.reads if 0 <= which < KEPT]
+        words = [
+            max(1, vec * ITEMSIZE[operand.code] // 4)
+            for operand in loads if operand.axes[-1] != BROADCAST
+        ]  # fmt: skip
+        return max(1, min(_MOST_AT_ONCE, _IN_FLIGHT // max(1, sum(words))))
+
     def _store_columns(self, part: Part) -> None:
         builder, word, walk = self.builder, self.word, self.rows.walk
         loads, count = len(self.source.loads), len(self.source.stores) - len(self.rows.values)
         groups = self.groups(walk)
 
-        def put(column: Any, group: int, live: Any) -> None:
-            lanes = self.call(part, self.lanes(part, column, walk.vec, group))
+        def put(column: Any, lanes: list[list[Value]], live: Any) -> None:
+            found = self.call(part, lanes)
             stores = [
-                [self.element.storable(lane[k], self.source.stores[k].code) for lane in lanes]
+                [self.element.storable(lane[k], self.source.stores[k].code) for lane in found]
                 for k in range(count)
             ]
             with builder.if_then(live):
@@ -426,12 +438,24 @@ class RowThreads(Exchanges):
         if walk.held:
             for k in range(walk.held):
                 column, inside = self.held(walk, groups, k)
-                put(column, k, self.live if inside is None else builder.and_(inside, self.live))
+                live = self.live if inside is None else builder.and_(inside, self.live)
+                put(column, self.lanes(part, column, walk.vec, k), live)
             return
+        many = self._at_once(part, walk.vec)
 
         def body(group: Any, state: State) -> State:
-            put(builder.mul(group, word(walk.vec)), -1, self.live)
+            read = []
+            for k in range(many):
+                at, live = group, self.live
+                if k:
+                    at = builder.add(group, word(k * self.rows.threads))
+                    inside = builder.icmp_unsigned("<", at, groups)
+                    at, live = builder.select(inside, at, word(0)), builder.and_(inside, live)
+                column = builder.mul(at, word(walk.vec))
+                read.append((column, self.lanes(part, column, walk.vec, -1), live))
+            for what in read:
+                put(*what)
             return state
 
         inside = lambda group: builder.icmp_unsigned("<", group, groups)  # noqa: E731
-        self.each(self.index(self.thread), word(self.rows.threads), inside, [], body)
+        self.each(self.index(self.thread), word(many * self.rows.threads), inside, [], body)
