@@ -635,6 +635,37 @@ def test_kernels_compile(code):
         assert assemble(ptx, "sm_90")
 
 
+def ptx_of(program):
+    (piece, *_) = make_pieces(program, "cuda", H200)
+    return piece.plan, compile_ptx(source_of(piece.plan, "sm_90"), "sm_90")
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "amax"])
+@pytest.mark.parametrize("n", [200_000, 1 << 20])
+def test_a_row_alone_is_read_by_vectors(name, n):
+    """What its blocks leave is one number each, wherever that lies."""
+    steps = [(OPS["abs"], (~0,), (n,), "f32"), (reduced_by(name, 0, (1,), "f32"))]
+    plan, ptx = ptx_of(program_of([view("f32", n)], steps, 1, consts=1))
+    assert plan.rows.shared and "ld.global.v" in ptx
+    assert plan.vectors[0] and not any(plan.vectors[1:])
+
+
+def test_counts_that_all_threads_have_are_not_exchanged():
+    shape, row = (8, 1024), view("f32", 1024)
+    steps = [(reduction("layer_norm", True), (~0, ~1, ~1, CONST), shape, "f32")]
+    _, ptx = ptx_of(program_of([view("f32", *shape), row], steps, 0, consts=1))
+    assert ptx.count("shfl.sync") == 2 * 5  # of means and squares, five times
+
+
+def test_long_rows_are_loaded_ahead_of_their_stores():
+    shape = (4096, 4096)
+    steps = [(reduction("mean"), (~0,), (4096, 1), "f32"), (OPS["sub"], (~0, 0), shape, "f32")]
+    plan, ptx = ptx_of(program_of([view("f32", *shape)], steps, 1))
+    assert not plan.rows.walk.held
+    before, after = ptx.split("shfl.sync")[-1].split("st.global", 1)
+    assert before.count("ld.global.v4") == 4 and after.count("st.global.v4") == 3
+
+
 def test_what_no_row_kernel_does():
     assert "less than two" in scheme_of("sum", 8, 1, 4, H200)
     assert "where they begin" in scheme_of("softmax", 8, 9217, 4, H200)

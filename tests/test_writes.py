@@ -10,6 +10,7 @@ from test_reductions import recorded, recording  # noqa: F401
 import autofuse
 from autofuse.hot import native
 from autofuse.layout import is_injective, meets, reach
+from autofuse.record import writes as recording_writes
 from autofuse.run.devices import runner_class
 from support import (
     DEVICES,
@@ -685,3 +686,24 @@ def test_writes_between_the_recording_of_reductions_and_their_flush(recorded, on
             torch.manual_seed(0)
             assert_same(run(call, W), want, None, name)
     assert autofuse.stats().ops_recorded > 4 * len(some)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_who_is_interrupted_while_it_asks_what_is_read_writes_nothing(always, error):
+    x, other = W(torch.arange(1.0, 9.0)), W(torch.ones(8))
+    part, read = x[1:], x[:-1]
+
+    def fail(*args):
+        raise error("in the middle")
+
+    with torch.no_grad():
+        for _ in range(4):
+            other[1:].div_(read * 2.0 + 1.0)  # as below, of other memory
+        before = autofuse.unwrap(x).clone()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recording_writes, "_meet", fail)
+            with pytest.raises(error, match="in the middle"):
+                part.div_(read * 2.0 + 1.0)
+        assert torch.equal(autofuse.unwrap(x), before)
+        part.div_(read * 2.0 + 1.0)
+    assert not torch.equal(autofuse.unwrap(x), before)

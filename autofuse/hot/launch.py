@@ -199,6 +199,9 @@ def ran_kernels(chain: Chain, program: Words, words):
     if chain.bumps is not None:  # of which bases have some, too
         if program.viewer is not None or program.attach_views is True:
             return 0
+    copies = program.copied is not None
+    if copies != 0 and grad_mode() != 0:
+        return 0
     at = allocated(words, at, pointers + 8 * count)
     if at == 0:
         return 0
@@ -209,9 +212,8 @@ def ran_kernels(chain: Chain, program: Words, words):
         return 0
     into = kept(chain.into)
     own = None
-    copies = program.copied is not None
     if copies != 0:
-        if into is None or placed != 0 or grad_mode() != 0:
+        if into is None or placed != 0:
             return 0
     elif into is not None:
         pointer = address_of(into)

@@ -63,7 +63,7 @@ def writing(entry, function, args, count, names) -> object:
         written = chosen_on(entry[4], args, count, names)
     elif entry[2] is None and is_pending(target) == 0:
         written = 2
-    if written == 2:
+    if written == 2 and PyErr_Occurred() == 0:
         written = written_after(recorder, entry, args, count, names)
     if PyErr_Occurred() != 0:
         return 0

@@ -439,11 +439,16 @@ class _Reductions(RowThreads):
     def _merge(self, a: State, b: State) -> State:
         """...and with those of another thread."""
         builder = self.builder
+        known = is_known(a[2]) and is_known(b[2])
+        if known and not (a[2].constant and b[2].constant):
+            return a if a[2].constant else b
         apart, count = self.do("sub", b[0], a[0]), self.count_of(a[2], b[2])
         ratio = self._div(b[2], count)
         mean = self.do("fma", apart, ratio, a[0])
         between = self.do("mul", self.do("mul", apart, apart), a[2])
         second = self.do("fma", between, ratio, self.do("add", a[1], b[1]))
+        if known:
+            return [mean, second, count]
         none_there = builder.fcmp_ordered("==", b[2], self.f(0.0))
         none_here = builder.fcmp_ordered("==", a[2], self.f(0.0))
         return [

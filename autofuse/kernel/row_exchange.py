@@ -47,9 +47,9 @@ class Exchanges:
     def count_of(self, a: Any, b: Any) -> Any:
         """How many elements two have together: a constant where every thread takes as many, so that
         quotients by it are found before the kernel runs."""
-        return (
-            self.f(a.constant + b.constant) if is_known(a) and is_known(b) else self.do("add", a, b)
-        )
+        if is_known(a) and is_known(b):
+            return self.f(a.constant + b.constant)
+        return self.do("add", a, b)
 
     def exp_parts(self, x: Any) -> tuple[Any, Any]:
         """Two factors of the exponential, as CUDA's expf has them before its last product.

@@ -149,8 +149,10 @@ class RowPiece:
         ragged = any(x.uneven and x.kernel == "fours" for x in self.schemes.values())
         whole_vectors = self.row[-1] % vec == 0 and not any(x.uneven for x in self.schemes.values())
         aligned = tuple(
-            operand.axes[-1] == UNIT
+            spec is not self.left  # one number for each block
+            and operand.axes[-1] == UNIT
             and vec > 1
+            and vec * ITEMSIZE[operand.code] % 4 == 0
             and not ragged  # whose vectors begin where rows do
             and (whole_vectors or not own)
             # along those in front alone: a row goes along one axis if it is not folded
@@ -158,7 +160,7 @@ class RowPiece:
                 (a - b) % vec == 0 or size == 1
                 for a, b, size in zip(walk[: -1 if own else -axes], flat, sizes, strict=False)
             )
-            for operand, walk, own in zip(operands, walks, folded, strict=True)
+            for operand, spec, walk, own in zip(operands, specs, walks, folded, strict=True)
         )
         anchors = set().union(*map(self._anchors, self.reduced))
         stages = tuple(drafts)

@@ -21,7 +21,8 @@ from .source import BROADCAST, ITEMSIZE, KEPT, UNIT, Operand, Parameters, Part, 
 from .targets import F32, I8, I16, I32, I64, STORED, Cuda, Value, special_register
 
 _MOST_AT_ONCE = 4  # groups of a row that is not kept, which are loaded before they are stored...
-_IN_FLIGHT = 16  # ...in so many registers
+_IN_FLIGHT = 16  # ...in so many registers, and in so many statements:
+_STATEMENTS = 256
 
 
 class RowThreads(Exchanges):
@@ -413,12 +414,15 @@ class RowThreads(Exchanges):
 
     def _at_once(self, part: Part, vec: int) -> int:
         """How many groups are loaded before the first is stored: no load moves across a store."""
+        lines = len(self.functions[id(part)].body)
         loads = [self.source.loads[which] for which in part.reads if 0 <= which < KEPT]
         words = [
             max(1, vec * ITEMSIZE[operand.code] // 4)
             for operand in loads if operand.axes[-1] != BROADCAST
         ]  # fmt: skip
-        return max(1, min(_MOST_AT_ONCE, _IN_FLIGHT // max(1, sum(words))))
+        if not words:
+            return 1
+        return max(1, min(_MOST_AT_ONCE, _IN_FLIGHT // sum(words), _STATEMENTS // (vec * lines)))
 
     def _store_columns(self, part: Part) -> None:
         builder, word, walk = self.builder, self.word, self.rows.walk
