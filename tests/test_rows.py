@@ -79,8 +79,12 @@ def execute(program, tensors, consts=(), unaligned=False):
         assert Source.from_json(source.to_json()) == source
         count, blocks, threads = launch_of(piece)
         assert threads == source.rows.block
-        for step in piece.stores:
-            spec = Spec("f32", (piece.left,), (1,)) if piece.left else program.steps[step].out
+        left = torch.full((len(piece.stores) * piece.left,), float("nan"))  # as a runner has it
+        for k, step in enumerate(piece.stores):
+            if piece.left:
+                outs[step] = left[k * piece.left : (k + 1) * piece.left]
+                continue
+            spec = program.steps[step].out
             outs[step] = torch.full(spec.shape, float("nan"), dtype=DTYPES[spec.code])
         buffers, pointers = {}, []
         for ref in (*piece.loads, *piece.stores):
@@ -90,6 +94,8 @@ def execute(program, tensors, consts=(), unaligned=False):
             raw = whole.view(torch.int16) if tensor.dtype != torch.float32 else whole
             buffers[base] = raw.numpy().view(np.uint8)
             pointers.append(base + tensor.storage_offset() * tensor.element_size())
+        for pointer, wide in zip(pointers, piece.plan.vectors, strict=True):
+            assert unaligned or not wide or pointer % 16 == 0
         numbers = [F32(consts[k]) for k in piece.consts]
         run(source, blocks, [*pointers, *numbers, count, *piece.numbers], buffers)
     return {step: out for step, out in outs.items() if step < LEFT}
