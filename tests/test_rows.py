@@ -1,6 +1,7 @@
 """Row kernels: the order in which they add, without a GPU, against numpy; what becomes one."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -654,6 +655,19 @@ def test_a_row_alone_is_read_by_vectors(name, n):
     plan, ptx = ptx_of(program_of([view("f32", n)], steps, 1, consts=1))
     assert plan.rows.shared and "ld.global.v" in ptx
     assert plan.vectors[0] and not any(plan.vectors[1:])
+
+
+@pytest.mark.parametrize("code", DTYPES)
+def test_blocks_that_leave_numbers_store_nothing_else(code):
+    """Nor do they go through their row for it once more."""
+    n = 200_000
+    steps = [(OPS["mul"], (~0, ~1), (1, n), code), (reduction("mean"), (0,), (1, 1), code),
+             (OPS["sub"], (~0, 1), (1, n), code)]  # fmt: skip
+    plan, ptx = ptx_of(program_of([view(code, 1, n)] * 2, steps, 2))
+    assert plan.rows.shared and plan.rows.columns is None
+    labels = re.findall(r"^(\$L\w+):", ptx, re.MULTILINE)
+    loops = [x for x in labels if f"bra \t{x};" in ptx.split(f"\n{x}:")[1]]
+    assert len(loops) == 1
 
 
 def test_counts_that_all_threads_have_are_not_exchanged():

@@ -200,7 +200,7 @@ def ran_kernels(chain: Chain, program: Words, words):
         if program.viewer is not None or program.attach_views is True:
             return 0
     copies = program.copied is not None
-    if copies != 0 and grad_mode() != 0:
+    if copies != 0 and (grad_mode() != 0 or chain.into is None or words[PLACED] != 0):
         return 0
     at = allocated(words, at, pointers + 8 * count)
     if at == 0:
@@ -212,10 +212,7 @@ def ran_kernels(chain: Chain, program: Words, words):
         return 0
     into = kept(chain.into)
     own = None
-    if copies != 0:
-        if into is None or placed != 0:
-            return 0
-    elif into is not None:
+    if into is not None and copies == 0:
         pointer = address_of(into)
         if pointer == -1:
             return 0

@@ -123,7 +123,7 @@ class RowPiece:
         # the last stage's, whose loads are at hand, if all elements can be gone through so
         last = drafts[-1]
         walk = Walk(1, 0, False) if last.uneven else last.walk
-        columns_part = self._part(whole, shape, walk) if whole else None
+        columns_part = self._part(whole, shape, walk) if whole and self.left is None else None
         if self.left is not None:
             values = [*range(len(self.values))]
             stores = [(LEFT + k, self.left, self.left.shape) for k in values]

@@ -330,11 +330,7 @@ class RowThreads(Exchanges):
 
             def body(group: Any, state: State) -> State:
                 for k in range(cycle):
-                    inside, at = None, group
-                    if k:
-                        at = builder.add(group, builder.mul(self.apart, word(k)))
-                        inside = builder.icmp_unsigned("<", at, groups)
-                        at = builder.select(inside, at, word(0))
+                    at, inside = self._further(group, k, groups)
                     elements = self.elements(stage.part, builder.mul(at, word(vec)), vec, -1)
                     state = self.chosen(inside, take(state, elements, k), state)
                 return state
@@ -412,6 +408,16 @@ class RowThreads(Exchanges):
             group = builder.select(inside, group, word(0))
         return builder.mul(group, word(walk.vec)), inside
 
+    def _further(self, group: Any, k: int, groups: Any) -> tuple[Any, Any]:
+        """The thread's group k after `group`, the row's first for none; and whether there is one,
+        None for `group` itself."""
+        if not k:
+            return group, None
+        builder, word = self.builder, self.word
+        at = builder.add(group, builder.mul(self.apart, word(k)))
+        inside = builder.icmp_unsigned("<", at, groups)
+        return builder.select(inside, at, word(0)), inside
+
     def _at_once(self, part: Part, vec: int) -> int:
         """How many groups are loaded before the first is stored: no load moves across a store."""
         lines = len(self.functions[id(part)].body)
@@ -450,11 +456,8 @@ class RowThreads(Exchanges):
         def body(group: Any, state: State) -> State:
             read = []
             for k in range(many):
-                at, live = group, self.live
-                if k:
-                    at = builder.add(group, word(k * self.rows.threads))
-                    inside = builder.icmp_unsigned("<", at, groups)
-                    at, live = builder.select(inside, at, word(0)), builder.and_(inside, live)
+                at, inside = self._further(group, k, groups)
+                live = self.live if inside is None else builder.and_(inside, self.live)
                 column = builder.mul(at, word(walk.vec))
                 read.append((column, self.lanes(part, column, walk.vec, -1), live))
             for what in read:
@@ -462,4 +465,4 @@ class RowThreads(Exchanges):
             return state
 
         inside = lambda group: builder.icmp_unsigned("<", group, groups)  # noqa: E731
-        self.each(self.index(self.thread), word(many * self.rows.threads), inside, [], body)
+        self.each(self.first, builder.mul(self.apart, word(many)), inside, [], body)
